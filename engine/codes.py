@@ -60,7 +60,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W38": ("warning", "another process writes to the same log, or has removed it"),
     "W39": (
         "warning",
-        "what should be written is lost: a handler was never attached, or nobody receives what is logged",
+        "what should be written is lost: a handler was never attached, nobody receives what is logged, or a file has no place "
+        "for it",
     ),
     # W4x: how things are attached and connected
     "W40": ("warning", "what is logged cannot be written as it is, such as an image with values out of its range"),
@@ -72,7 +73,8 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
     "W47": (
         "warning",
-        "a state is saved that cannot be loaded: a handler lacks the method, or torch refuses an object in it",
+        "a state is saved that cannot be loaded, since a handler lacks the method, or torch refuses an object in it; or one that "
+        "lacks what the forward changes",
     ),
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
     "W49": ("warning", "a function or handler is connected to events that this engine never emits"),

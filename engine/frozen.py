@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .distributed.processes import Processes
 from .distributed.sharded import is_sharded, local_part, whole_tensor
-from .keys import BASE
+from .keys import BASE, UNSAVED
 from .modules import bare_name
 
 __all__ = ["FrozenBase", "fill_in", "leave_out", "without"]
@@ -79,7 +79,10 @@ class FrozenBase:
 
 
 def without(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
-    """A complete state without the parameters of these names."""
+    """A complete state as it is written, without the parameters of these names."""
+    if UNSAVED in state:
+        state[UNSAVED].report()
+        state = {key: value for key, value in state.items() if key != UNSAVED}
     return {**state, "modules": leave_out(state["modules"], names)} if names else state
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .acts import Override
 from .data.left_out import LeftOut
 from .data.source import DataError
+from .keys import UNSAVED
 from .part import Part
 
 if TYPE_CHECKING:
@@ -211,7 +212,8 @@ class Past(Part):
         if self.oldest is None:
             return {}
         before = self.engine.feed.current.before
-        return {"iteration": self.oldest, "state": self._states[self.oldest], BEFORE: before}
+        oldest = {key: value for key, value in self._states[self.oldest].items() if key != UNSAVED}
+        return {"iteration": self.oldest, "state": oldest, BEFORE: before}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave, in a run that resumes, if a handler keeps states."""

@@ -9,10 +9,12 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .acts import Override
+from .changeable import own_parameters
 from .connection import Connection, Phase
 from .data.held_generators import HeldGenerators
 from .data.loading import epochs_of, generators_of, set_epochs
@@ -43,11 +45,15 @@ _OFF = {
 }  # fmt: skip
 """Who overrides one of these is disabled: rates are set here, losses may well rise, and averages are not used."""
 
-_OF_RESUMES = ("W31", "W32", "W34", "W35")
-"""Findings about a loaded state: the run that resumes from it is yet to come."""
+_NOT_HERE = ("W15", "W31", "W32", "W34", "W35", "W84")
+"""Findings about weights that are put back, and about a loaded state: the run that it concerns is yet to come."""
 
 _BESIDE = {Override.FILE, Override.RECEIVER_CALLS, Override.EVALUATION_DATA, Override.TRIAL}
 """What may be overridden without an effect on the step."""
+
+
+_FIRST = -(10**6)
+"""A rank before all others."""
 
 
 @contextmanager
@@ -60,8 +66,9 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
 
     Of an engine that evaluates, all handlers take part but those that write files.
 
-    Put back are weights, buffers, gradients, optimizers, the states of handlers, counters and metrics, random generators
-    (also those of the data), modes, and the position in the data.
+    Put back are weights, trained tensors in no module, buffers, attributes of the modules (see `changeable`), gradients,
+    optimizers, the states of handlers, counters and metrics, random generators (also those of the data), modes, and the
+    position in the data.
 
     Args:
         engine: The engine; it must not be running.
@@ -93,7 +100,9 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
             off = _not_of_the_step(engine) if engine.training else engine.handlers.writers()
             stack.enter_context(engine.without(*off))
             stack.enter_context(_without_recording_functions(engine))
-            stack.enter_context(allow(*_OF_RESUMES))
+            stack.enter_context(allow(*_NOT_HERE))
+            if engine.training:
+                stack.enter_context(engine.connect(Events.STARTED, before.note_own, phase=Phase.PREPARE, rank=_FIRST))
             try:
                 interrupts.release()
                 yield
@@ -198,8 +207,7 @@ class _Before:
         parameters |= {p for update in engine.updates for p in update.parameters}
         # Also the tensors themselves: handlers may move or convert a model.
         self.parameters = [(p, p.data, p.requires_grad, p.grad, copied(p.grad)) for p in parameters]
-        modules = {module for root in engine.modules.values() for module in root.modules()}
-        self.buffers = [(module, dict(module._buffers)) for module in modules]
+        self.own: dict[Tensor, Tensor] = {}  # trained tensors in no module, with copies
         self.model = engine.model
         self.fields = [
             (part, dict(vars(part)))
@@ -208,6 +216,16 @@ class _Before:
         self.position = {name: getattr(engine.state, name) for name in State.__slots__}
         self.data = _positions(data)
 
+    def note_own(self, engine: Engine) -> None:
+        """Note the trained tensors in no module, which are known once the optimizers are built, before they are trained."""
+        noted = {parameter for parameter, *_ in self.parameters}
+        for parameter in own_parameters(engine).values():
+            if parameter not in noted:
+                self.own[parameter] = copied(parameter)
+                self.parameters.append(
+                    (parameter, parameter.data, parameter.requires_grad, parameter.grad, copied(parameter.grad))
+                )
+
     def put_back(self) -> None:
         engine = self.engine
         for part, fields in self.fields:
@@ -215,16 +233,16 @@ class _Before:
             vars(part).update(fields)
         for parameter, values, *_ in self.parameters:
             parameter.data = values
-        for module, buffers in self.buffers:
-            module._buffers.clear()
-            module._buffers.update(buffers)
+        with torch.no_grad():
+            for parameter, values in self.own.items():
+                parameter.copy_(values)
         for update, optimizer, groups, last_skip, raw_loss in self.updates:
             if update.optimizer is not optimizer:
                 update.take_optimizer(optimizer)
             if optimizer is not None:
                 del optimizer.param_groups[len(groups) :]  # those that were added meanwhile
             update.last_skip, update.raw_loss = last_skip, raw_loss
-        put_back(engine, self.saved, allowed=frozenset())
+        put_back(engine, self.saved, allowed=frozenset(), goes_back=True)
         # After the handlers, some of which set what an optimizer begins with.
         for _, optimizer, groups, *_ in self.updates:
             for group, options in zip(optimizer.param_groups if optimizer is not None else (), groups, strict=True):

@@ -18,7 +18,6 @@ from .batches import rebuilt, tensors_in
 from .data.loading import epochs_of, generators_of, indices_from, set_epochs, skippable
 from .data.streamed import inner
 from .events import Events
-from .findings import allow
 from .markup import preformatted
 from .norms import joined, norm_parts
 from .past import Place
@@ -245,12 +244,12 @@ class Replay:
 
     @contextmanager
     def _rehearsal(self) -> Iterator[None]:
-        with rehearsal(self.engine, self._data, where=f"replay({self.iteration})"), allow("W15", "W31", "W32", "W35"):
+        with rehearsal(self.engine, self._data, where=f"replay({self.iteration})"):
             yield
 
     def _continue(self, state: Mapping[str, Any], until: int) -> None:
         """Run from a state up to an iteration."""
-        self.engine.load_state_dict(state)
+        self.engine.snapshots.load_state_dict(state, goes_back=True)
         self.engine.run(self._data, max_iters=until, epoch_length=self._given_length, check=False)
 
     @property

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
+from .changeable import restored
 from .events import Events
 from .explain import is_out_of_memory
 from .randomness import random_state, set_random_state
@@ -40,9 +40,8 @@ class Buffers:
 
     def put_back(self, copies: list[tuple[Tensor, Tensor] | None]) -> None:
         """Put the values back, and the tensors themselves: a forward may have put others in their place."""
-        with torch.no_grad():
-            for (own, key), copy in zip(self._places, copies, strict=True):
-                own[key] = None if copy is None else copy[0].copy_(copy[1])
+        for (own, key), copy in zip(self._places, copies, strict=True):
+            own[key] = None if copy is None else restored(*copy)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:

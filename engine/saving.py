@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .blame import warn
+from .changeable import Unsaved, buffer_names
 from .connection import Phase
 from .distributed.differences import for_rank, of_all, own_alone
 from .distributed.sharded import read_shards, spread_like
@@ -20,8 +21,9 @@ from .events import Events
 from .findings.resumption import check_complete, composition
 from .fit import check_parameters, parameter_names
 from .frozen import fill_in
+from .keys import UNSAVED
 from .loads import ModuleTensors, OptimizerParts, load_each, naming, refusal
-from .modules import unwrapped
+from .modules import differences, unwrapped
 from .optimizers import optimizers_of
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 from .regions import note_problems
@@ -53,13 +55,14 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
         "data": taken(engine.feed.state_dict()),
         "composition": composition(engine),
     }
+    unsaved = {} if at_once else {UNSAVED: Unsaved(engine)}
     if alone:
-        return own_alone(own, engine.processes)
+        return own_alone(own, engine.processes) | unsaved
     if past := engine.past.state_dict():  # not copied: nothing changes a state that is kept
         own["past"] = past
     if (shares := engine.group.data.world_size) != engine.processes.world_size:
         own["shares"] = shares  # over how many ranks the data is sharded
-    return of_all(own, engine.processes)
+    return of_all(own, engine.processes) | unsaved
 
 
 def _beside_weights(engine: Engine, taken: Callable[[Any], Any]) -> dict[str, Any]:
@@ -78,7 +81,7 @@ def _beside_weights(engine: Engine, taken: Callable[[Any], Any]) -> dict[str, An
 
 
 def put_back(
-    engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str], resumes: bool = True
+    engine: Engine, saved: Mapping[str, Any], *, allowed: frozenset[str], resumes: bool = True, goes_back: bool = False
 ) -> Mapping[str, Any]:
     """Restore a loaded state in place, and return this rank's part of it: its data and its past are for the caller.
 
@@ -87,10 +90,13 @@ def put_back(
         saved: The state.
         allowed: Handlers that may be in only one of the two.
         resumes: Whether the run continues where the state was taken; otherwise it begins with the first batch.
+        goes_back: Whether the engine goes back to a state of its own, with what no ``state_dict()`` of its modules holds.
 
     Raises:
         ValueError: for a state that does not fit. Then everything is as it was before.
     """
+    if goes_back and isinstance(unsaved := saved.get(UNSAVED), Unsaved):
+        unsaved.put_back(engine)
     saved = fill_in(engine.modules, unwrapped(engine.modules, _own_part(engine, saved)), "load_state_dict()")
     check_fit(engine, saved, allowed)
     if engine.training:
@@ -373,8 +379,12 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     }
 
 
-def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
-    """Raise ValueError for a state whose modules, updates or handlers are not those of the engine."""
+def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], *, goes_back: bool = False) -> None:
+    """Raise ValueError for a state whose modules, updates or handlers are not those of the engine.
+
+    A state of the engine itself, to which it goes back, may have buffers of other shapes: `Unsaved` puts them in place first.
+    """
+    goes_back = goes_back and isinstance(unsaved := saved.get(UNSAVED), Unsaved) and unsaved.belongs_to(engine)
     check_complete(saved, "load_state_dict()")
     # Before losses were modules, their parameters were among an update's own.
     modules = [name for name in engine.modules if name in saved["modules"] or name not in engine.modules.losses]
@@ -396,10 +406,19 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str])
             )
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
     for name in modules:
-        if different := refusal(engine.modules[name], saved["modules"][name]):
+        if different := _different(engine.modules[name], saved["modules"][name], goes_back=goes_back):
             raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
     for update in engine.updates:
         check_parameters(engine, update, saved["updates"][update.name], saved["modules"])
+
+
+def _different(root: nn.Module, state: Mapping[str, Any], *, goes_back: bool) -> str:
+    """Why a module does not take a state, apart from its buffers where it goes back to one of its own; empty if it does."""
+    if not goes_back:
+        return refusal(root, state)
+    buffers = buffer_names(root)
+    own, given = ({key: one for key, one in part.items() if key not in buffers} for part in (root.state_dict(), state))
+    return differences(own, given)
 
 
 _ATOMS = {bool, bytes, float, int, str, NoneType}

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .acts import Override
+from .blame import warn
+from .changeable import Unsaved, own_name, own_parameters
 from .copies import Copies, Copy
 from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
@@ -21,7 +23,9 @@ from .findings.composition import listed
 from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .findings.unloadable import report_unloadable
+from .findings.unsaved import Marks, lacking, marks_of
 from .frozen import fill_in, leave_out, without
+from .keys import OWN_PARAMETERS, UNSAVED
 from .loads import load_modules, refusal
 from .modules import unwrapped
 from .optimizer_modes import weights_to_evaluate
@@ -60,11 +64,13 @@ class Snapshots(Part):
         self._copies = Copies()
         self._loaded: dict[str, Any] | None = None  # put in place once STARTED's receivers have run
         self._allowed: frozenset[str] = frozenset()
+        self._goes_back = False  # whether the loaded state is one of this engine, with all that it has changed
         self._writes: list[tuple[tuple[int, bool], Callable[[], object]]] = []  # in threads, by event
         self._before: dict[str, dict[str, Any]] | None = None  # the weights that those of `_loaded` have replaced
         self._in_place: dict[str, Any] = {}  # those, as far as the modules have them as they are in the state
         self._changed = False  # whether the loaded weights were changed before the run
         self._tried = False  # whether a state of this run was found to be one that can be loaded
+        self._marks: Marks = {}  # of what no state holds, after the first forward
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -93,11 +99,20 @@ class Snapshots(Part):
             if lost_another(error):
                 error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
             raise
+        if self._marks and engine.processes.is_rank_zero and (found := lacking(engine, self._marks)) is not None:
+            if at_once:
+                engine.findings.add(found, key=UNSAVED)
+            else:
+                state[UNSAVED].lacking = found  # reported once the state goes to a file
         if engine.running and not self._tried:  # the states of a run hold the same kinds of objects
             self._tried = True
             if engine.processes.is_rank_zero:
                 report_unloadable(engine, state)
         return state
+
+    def note_unsaved(self) -> None:
+        """Note, after the first forward of a run, the values that no state holds, to report those that change."""
+        self._marks = marks_of(self.engine)
 
     def own_state(self) -> dict[str, Any]:
         """A copy of the state of this rank, to be put back in place within this run: no rank waits for another."""
@@ -193,8 +208,14 @@ class Snapshots(Part):
         """Whether a state was loaded that is put in place at the next run."""
         return self._loaded is not None
 
-    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Put saved weights in place now, and everything else at the next run; see `Engine.load_state_dict`."""
+    def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = (), goes_back: bool = False) -> None:
+        """Put saved weights in place now, and everything else at the next run; see `Engine.load_state_dict`.
+
+        Args:
+            state: The state.
+            allow: Names of handlers that may be in only one of the saved run and this one.
+            goes_back: Whether the next run goes back to a state of this engine, as `restore` does.
+        """
         if self.engine.running and not self._accepting:
             raise RuntimeError(
                 "load_state_dict() was called during a run; call it before run(), or from a MODEL_SETUP receiver"
@@ -210,8 +231,9 @@ class Snapshots(Part):
             if not self.engine.signal(Events.MODEL_SETUP).receivers:  # which may call the model with a first batch
                 check_initialised(self.engine, "load_state_dict()")
             state = self._with_shards(state)
-        self._loaded = dict(state)
+        self._loaded = {key: value for key, value in state.items() if key != UNSAVED or isinstance(value, Unsaved)}
         self._allowed = frozenset(allow)
+        self._goes_back = goes_back
         self.engine.handlers.drop_held_states()
         if not self.engine.running:
             self._put_weights_in_place(state)
@@ -283,7 +305,9 @@ class Snapshots(Part):
         engine.unfinished.reset()
         seed = engine.seed
         # An evaluation has no position to return to: it measures all of its data.
-        saved = put_back(engine, loaded, allowed=self._allowed, resumes=engine.training)
+        saved = put_back(
+            engine, loaded, allowed=self._allowed, resumes=engine.training, goes_back=self._goes_back
+        )
         engine.past.reset()  # its states are those of another run
         engine.past.load_state_dict(saved.get("past", {}))
         if engine.training:
@@ -299,6 +323,8 @@ class Snapshots(Part):
         if (origin := loaded.get("origin")) is not None:
             self.begin_lineage(origin)
             self.run_id = engine.processes.broadcast(self.run_id)
+        if not self._goes_back and isinstance(unsaved := loaded.get(UNSAVED), Unsaved):
+            unsaved.report()
         self._loaded = None  # only now: what could not be put in place is tried again, and never forgotten
         engine.feed.load(saved["data"], engine.seed)
         engine.signals.rewind(engine)
@@ -310,8 +336,8 @@ class Snapshots(Part):
         """Put a state of this engine back in place inside the process, at the end of the iteration under way.
 
         The run continues from there, bit for bit as it did from where the state was taken: modules, optimizers, handlers,
-        generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run it does what
-        `load_state_dict` does. With several ranks each has to call it, with its own state.
+        generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run the next
+        one begins there. With several ranks each has to call it, with its own state.
 
         Receivers are called again: one that restores under ``once=`` has to remember that it did. A checkpoint that is written
         in the same iteration holds the state before. A stop that was asked for stays; one of the epoch is undone with the epoch.
@@ -328,7 +354,7 @@ class Snapshots(Part):
         """
         engine = self.engine
         if not engine.running:
-            self.load_state_dict(state, allow=allow)
+            self.load_state_dict(state, allow=allow, goes_back=True)
             return
         if engine.loop is not None and engine.loop.over:
             raise RuntimeError(
@@ -337,7 +363,7 @@ class Snapshots(Part):
         _check_is_state(state, "restore()")
         check_complete(state, "restore()")
         if not engine.processes.distributed:  # which merge their parts first
-            check_fit(engine, state, frozenset(allow))
+            check_fit(engine, state, frozenset(allow), goes_back=True)
         if engine.training and any(part["optimizer"] is None for part in state["updates"].values()):
             raise ValueError(
                 "restore(): the state was taken before the first run, when there were no optimizers; take it at STARTED or later"
@@ -349,7 +375,7 @@ class Snapshots(Part):
         """Do at the boundary what `restore` has asked for."""
         engine, reached = self.engine, self.engine.state.iteration
         try:
-            saved = put_back(engine, saved, allowed=allowed)
+            saved = put_back(engine, saved, allowed=allowed, goes_back=True)
         except RuntimeError as error:
             if engine.processes.distributed:
                 error.add_note("rewind() and restore() have to be called on all ranks, in the same iteration")
@@ -366,16 +392,25 @@ class Snapshots(Part):
     def weights(self) -> dict[str, Any]:
         """The states of the modules by name, as they are to be used; see `Engine.weights`.
 
+        Trained tensors in no module, such as a temperature, are under "own_parameters", if there are any.
         Receivers of CHECKPOINT_SAVING may enter what puts averages in place (`Regions.enter`); it is left before this returns.
         """
         copies: dict[str, Any] = self._weights(copied)
         return copies
 
+    def hold_weights(self) -> dict[str, Any]:
+        """The `weights`, and what only this engine can put back; for `load_weights`, later in this process."""
+        held: dict[str, Any] = self._weights(lambda states: copied(states) | {UNSAVED: Unsaved(self.engine)})
+        return held
+
     def _weights(self, copy: Callable[[dict[str, Any]], Any]) -> Any:
         engine = self.engine
         with weights_to_evaluate(engine), engine.regions.region():
             engine.signals.emit(engine, Events.CHECKPOINT_SAVING)
-            return copy({name: root.state_dict() for name, root in engine.modules.items()})
+            states: dict[str, Any] = {name: root.state_dict() for name, root in engine.modules.items()}
+            if own := own_parameters(engine):
+                states[OWN_PARAMETERS] = own
+            return copy(states)
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
@@ -386,6 +421,10 @@ class Snapshots(Part):
         engine, given = self.engine, weights if "format" in weights else {}
         weights = read_shards(weights, parameters=_parameters(engine), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
+        own = _own_parameters_in(engine, weights, given)
+        if isinstance(unsaved := weights.get(UNSAVED), Unsaved):
+            unsaved.put_back(engine)
+        weights = {name: state for name, state in weights.items() if name not in (OWN_PARAMETERS, UNSAVED)}
         saved = unwrapped(engine.modules, {**given, "modules": weights})
         weights = fill_in(engine.modules, saved, "load_weights()", weights=True)["modules"]
         # A loss with parameters may be in the weights or in the engine alone.
@@ -401,6 +440,9 @@ class Snapshots(Part):
             if different := refusal(root, weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {different}")
         load_modules({root: weights[name] for name, root in modules.items()})
+        with torch.no_grad():
+            for parameter, value in own:
+                parameter.copy_(value)
         report_averages_left_out(engine, given)
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
@@ -419,6 +461,36 @@ class Snapshots(Part):
 
 def _parameters(engine: Engine) -> Iterator[nn.Parameter]:
     return (parameter for root in engine.modules.values() for parameter in root.parameters())
+
+
+def _own_parameters_in(
+    engine: Engine, weights: Mapping[str, Any], state: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """The trained tensors in no module, with their values among weights, or in a whole state.
+
+    Raises:
+        ValueError: for values of another shape.
+    """
+    values = weights.get(OWN_PARAMETERS) or {
+        own_name(update, place): value
+        for update, part in state.get("updates", {}).items()
+        for place, (_, value) in enumerate(sorted(part.get(OWN_PARAMETERS, {}).items()))
+    }
+    if not engine.training or not values:
+        return []
+    trained = own_parameters(engine)
+    if missing := sorted(values.keys() - trained.keys()):
+        warn(
+            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded: no optimizer holds it here. A factory "
+            "builds an optimizer in the run: then load the weights at STARTED, or give a whole state to load_state_dict()"
+        )
+    for name in values.keys() & trained.keys():
+        if values[name].shape != trained[name].shape:
+            raise ValueError(
+                f"load_weights(): {name} has the shape {list(values[name].shape)} in the weights, and "
+                f"{list(trained[name].shape)} here"
+            )
+    return [(trained[name], values[name]) for name in values.keys() & trained.keys()]
 
 
 def _is_of_training(state: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from .events import Events, resolve
 from .findings import allow
 from .handler import Handler, never_called
 from .interval import event_of
+from .keys import UNSAVED
 from .plugins import find_handler
 from .randomness import random_state, seed_everything
 
@@ -448,6 +449,8 @@ def _flat(path: str, value: Any, *, all_of_it: bool = False) -> dict[str, str]:
         return {}
     leaves = {f"{path}.length": str(len(value))} if path else {}
     for key, item in list(items):
+        if key == UNSAVED:  # is empty in a file
+            continue
         leaves |= _flat(f"{path}.{key}" if path else f"{key}", item, all_of_it=all_of_it)
     return leaves
 

@@ -26,9 +26,10 @@ class EarlyStopping(Handler):
     Each new value is checked once, at whichever event it is reported. While ``min_epochs`` or ``min_iters`` delay a stop,
     later values can cancel it: it is cancelled if the metric improves. NaN is never an improvement.
 
-    With ``restore_best``, the modules hold the weights of the best value when the run completes. A later `run` continues from
-    these, with optimizers, schedules and counters of the last iteration; to continue from the last weights, load a
-    checkpoint. After an error the last weights are kept.
+    With ``restore_best``, the modules hold the weights of the best value when the run completes. Trained tensors in no module,
+    such as a temperature, hold their values of then as well. A later `run` continues from these, with optimizers, schedules and
+    counters of the last iteration; to continue from the last weights, load a checkpoint. After an error the last weights are
+    kept.
 
     Args:
         monitor: Name of the metric in ``state.metrics``.
@@ -224,7 +225,7 @@ class EarlyStopping(Handler):
     def keep_best(self, engine: Engine) -> None:
         """Copy the weights if the current event reported the best value."""
         if self._is_new_best:
-            self._weights = engine.weights()
+            self._weights = engine.snapshots.hold_weights()
             self._is_new_best = False
 
     @on("restore_event", reads=[], writes=["weights", "buffers"])

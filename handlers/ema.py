@@ -40,13 +40,14 @@ class EMA(AveragedWeights):
         warmup: Whether to ramp up the decay: the smaller of ``decay`` and ``(1 + n) / (10 + n)``, where n is the number of
             updates of the average so far.
         buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like
-            weights. Integer buffers are copied in either case.
+            weights. Integer buffers are copied in either case, and so is a buffer whose shape or type has changed.
         evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
             uses another one.
         trained_only: Whether to leave out parameters that are frozen, which saves their memory; they are used as they are. A
             parameter that is unfrozen later is averaged from its first step. Not for parameters that are changed in another way
             than by the optimizer, such as those of a target network. Averages saved with it load with it.
-        update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged.
+        update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged, and so are
+            trained tensors in no module, such as a temperature in ``parameters=``.
 
     Attributes:
         count: Number of updates of the average.

@@ -158,11 +158,11 @@ class Lookahead(Handler):
             return
         roots = list(engine.modules.values())
         reshard(roots)
-        named: dict[str, Tensor] = {}
+        pairs: list[tuple[Tensor, Tensor]] = []
         for update in selected_updates(engine, self.update):
-            named |= _named(engine, update.parameters) | _of_modules(engine)
-        pairs = [(named[name], value) for slow in self._slow.values() for name, value in slow.values.items()
-                 if name in named]  # fmt: skip
+            named = _of_modules(engine) | _named(engine, update.parameters)
+            slow = self._slow.get(update.name, _Slow())
+            pairs += [(named[name], value) for name, value in slow.values.items() if name in named]
         kept = [local_part(parameter.detach()).clone() for parameter, _ in pairs]
         self._swapped = True
         try:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Phase
 from signalfire.batches import tensors_in
+from signalfire.changeable import own_parameters
 from signalfire.data import generators_of
 
 from ..randomness import random_state, set_random_state
@@ -373,15 +374,9 @@ def _compared(a: _Side, b: _Side, watch: Sequence[str], rtol: float) -> Divergen
 
 
 def _parameters(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    seen: set[int] = set()
     for root, module in engine.modules.items():
-        for key, p in module.named_parameters():
-            seen.add(id(p))
-            yield f"{root}.{key}", p
-    for update in engine.updates:  # parameters that belong to no module
-        for place, own in enumerate(update.parameters):
-            if id(own) not in seen:
-                yield f"parameter {place} of update {update.name!r}", own
+        yield from module.named_parameters(prefix=root)
+    yield from own_parameters(engine).items()
 
 
 def _values(side: _Side, kind: str) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .loading import generators_of, is_plain
 
-__all__ = ["HeldGenerators", "draws_in_workers", "held_generators"]
+__all__ = ["HeldGenerators", "draws_in_workers", "held_generators", "set_state", "state_of"]
 
 _KINDS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _ATOMS = (str, bytes, int, float, bool, complex, np.ndarray, np.generic, Tensor, type(None), type, ModuleType)
@@ -109,16 +109,16 @@ class HeldGenerators:
 
     def states(self) -> dict[str, Any]:
         """The states by where the generators are."""
-        return {where: _state_of(generator) for where, generator in self._found.items()}
+        return {where: state_of(generator) for where, generator in self._found.items()}
 
     def put_back(self, states: Mapping[str, Any]) -> None:
         """Put back the states of those generators that are in the same place as when the states were taken."""
         for where, generator in self._found.items():
             if where in states:
-                _set_state(generator, states[where])
+                set_state(generator, states[where])
 
 
-def _state_of(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -128,7 +128,7 @@ def _state_of(generator: Any) -> Any:
     return _plain(state)
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
     if isinstance(generator, torch.Generator):
         generator.set_state(state)
     elif isinstance(generator, random.Random):

@@ -165,6 +165,7 @@ class _Look:
         assert engine is not None
         if not self._seen:
             note_scale(engine, engine.state.batch)
+            engine.snapshots.note_unsaved()
         if update.name not in self._seen:
             self._seen.add(update.name)
             changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []

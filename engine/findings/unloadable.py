@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from ..keys import UNSAVED
+
 if TYPE_CHECKING:
     from ..engine import Engine
 
@@ -28,7 +30,8 @@ def report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
 
     content = io.BytesIO()
     try:
-        torch.save(copied(state, lambda tensor: torch.empty(0)), content)
+        written = {key: value for key, value in state.items() if key != UNSAVED}
+        torch.save(copied(written, lambda tensor: torch.empty(0)), content)
     except (pickle.PicklingError, AttributeError, TypeError):
         return  # whoever writes the state gets this error
     content.seek(0)

@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["find_learning_rate"]
 
 _NAME = "find_learning_rate"
-_PATIENCE = 5
-"""After so many losses in a row that are not finite, the sweep ends."""
+_SMOOTHING = 0.98
+"""Share of the smoothed loss that stays with each further loss, as in fastai and Lightning."""
+
+_SETTLED = 5
+"""From so many losses on, the smoothed loss can be the smallest one: a mean of fewer is mostly noise."""
 
 
 def find_learning_rate(
@@ -55,8 +58,9 @@ def find_learning_rate(
         low, high: The first and the last rate.
         steps: Number of rates, each of which is used for one optimizer step.
         spacing: "exponential": each rate is the same factor higher than the one before; "linear": the same amount.
-        diverges: The sweep ends once the loss exceeds the smallest one so far by this factor, or five losses in a row are not
-            finite; None to end at ``high`` only. A smallest loss of zero or less never counts as exceeded.
+        diverges: The sweep ends once the smoothed loss exceeds the smallest one so far by this factor, or a loss is not finite;
+            None to end at ``high`` only. Losses are smoothed exponentially, with bias correction, since those of single batches
+            are noisy. A smallest loss of zero or less never counts as exceeded.
         update: The name of the update whose rate is swept; needed if there are several.
 
     Returns:
@@ -149,6 +153,8 @@ class _Sweep(Handler):
         self.diverged = False
         self.complete = False
         self.passes = 0
+        self._smoothed = _Smoothed()
+        self._smallest = math.inf  # smoothed loss so far
         self._window: list[tuple[Tensor, float]] = []
         self._ratios: list[float] = []
         self._refused = 0  # windows in a row without a loss, or whose step was skipped though their loss was finite
@@ -211,11 +217,27 @@ class _Sweep(Handler):
             engine.terminate("the sweep is complete", by=self.name)
 
     def _has_diverged(self) -> bool:
-        latest = self.losses[-_PATIENCE:]
-        if len(latest) == _PATIENCE and not any(map(math.isfinite, latest)):
+        loss = self.losses[-1]
+        if not math.isfinite(loss):
             return math.isfinite(self.diverges)
-        best = min((loss for loss in self.losses if math.isfinite(loss)), default=math.inf)
-        return self.losses[-1] > self.diverges * best > 0
+        smoothed = self._smoothed.after(loss)
+        if self._smoothed.count >= _SETTLED:
+            self._smallest = min(self._smallest, smoothed)
+        return smoothed > self.diverges * self._smallest > 0
+
+
+class _Smoothed:
+    """An exponentially weighted mean of losses, in which the weights add up to 1 from the first loss on."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum = 0.0
+
+    def after(self, loss: float) -> float:
+        """The mean after one more loss."""
+        self.count += 1
+        self._sum = _SMOOTHING * self._sum + (1 - _SMOOTHING) * loss
+        return self._sum / (1 - _SMOOTHING**self.count)
 
 
 _MOST_REFUSED = 30

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
+from ..changeable import own_parameters
 from ..optimizer_modes import weights_to_evaluate
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ def averages_in_place(engine: Engine, average: str | Literal[False] | None, wher
         ValueError: As `find_averaging`, and for averages that were asked for by name and do not exist yet.
     """
     averaging = find_averaging(engine, average, where)
+    _report_own_parameters(engine, where)
     if averaging is None:
         with weights_to_evaluate(engine):
             yield
@@ -92,3 +94,14 @@ def averages_in_place(engine: Engine, average: str | Literal[False] | None, wher
         if average and not averaging.parameter_copies():
             raise ValueError(f"{where}: {average!r} has no averages yet; it makes the first one at an optimizer step")
         yield
+
+
+def _report_own_parameters(engine: Engine, where: str) -> None:
+    """Report trained tensors in no module, which an exported file of the model has no place for."""
+    if own := own_parameters(engine):
+        engine.findings.report(
+            "W39",
+            f"{where}: the file holds the models, without what is trained in no module: {', '.join(own)}",
+            "make it a parameter of the model to export it; or save it with Checkpoint, or engine.weights()",
+            key="own parameters",
+        )

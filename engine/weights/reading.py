@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checkpoints
 from ..checkpoints.manifest import MANIFEST, STATE
 from ..distributed.sharded import read_shards, whole_tensor
-from ..keys import BASE
+from ..keys import BASE, OWN_PARAMETERS
 
 __all__ = ["WeightFile", "needs_safetensors", "read_weights"]
 
@@ -113,8 +113,11 @@ def _of_state(label: str, state: Mapping[str, Any]) -> WeightFile:
     parts = {key: value for key, value in state.items() if key not in ("handlers", "updates")}
     modules = read_shards(parts, parameters=(), device=_CPU)
     modules = modules["modules"] if "format" in modules else modules
+    own, modules = modules.get(OWN_PARAMETERS), {k: v for k, v in modules.items() if k != OWN_PARAMETERS}
     models = [name for name in modules if name != "loss" and not name.endswith("_loss")] or list(modules)
     notes = []
+    if own:
+        notes.append(f"its {len(own)} trained tensors in no module are not used")
     if left_out:
         notes.append(f"it leaves out {len(left_out)} frozen parameters")
     for name, part in handlers.items():

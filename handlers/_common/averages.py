@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
+from signalfire.changeable import is_own_parameter, own_parameters
 from signalfire.checks import check_bool, check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.findings.evaluation_findings import watch_averages
@@ -126,12 +127,14 @@ class AveragedWeights(Handler):
             self._averages.bind(self.engine, self.name)
 
 
-# A parameter or buffer: its name, and the module's dict and key that hold it, since a module may replace the tensor.
+# A parameter or buffer: its name, and the dict and key that hold it, since a module may replace the tensor.
 _Place = tuple[str, Any, str]
 
 
 class Averages:
-    """Averages of the parameters and buffers of an engine's modules, by name.
+    """Averages of the parameters and buffers of an engine's modules, and of trained tensors in no module, by name.
+
+    Buffers may change their shape or type, and be None at times: their average begins again as a copy.
 
     Args:
         average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
@@ -156,9 +159,12 @@ class Averages:
     def release(self) -> None:
         """Drop the references to the modules."""
         self._roots: list[nn.Module] = []
+        self._parameters: list[_Place] = []
+        self._buffers: list[_Place] = []
+        self._frozen: list[_Place] = []  # left out until they are trained
+        self._layout: list[Any] | None = None  # shapes and types of the buffers, if `values` has them
         self._moving: list[_Place] = []
         self._copied: list[_Place] = []
-        self._frozen: list[_Place] = []  # left out until they are trained
         self._direct = False  # no tensor is sharded or of half precision: no conversion, which halves the time
 
     def bind(self, engine: Engine, owner: str) -> None:
@@ -174,43 +180,95 @@ class Averages:
         self.release()
         self._roots = list(engine.modules.values())
         reshard(self._roots)
-        live: dict[str, Tensor] = {}
+        self._collect(engine)
+        if self.values:
+            self._take_loaded(engine, owner)
+        self._group()
+
+    def _collect(self, engine: Engine) -> None:
         seen: set[int] = set()
         averaged_before = {bare_name(name) for name in self.values}
+
+        def add_parameter(name: str, holder: Any, key: str) -> None:
+            # A frozen one is left out for as long as it does not require a gradient.
+            left_out = self.trained_only and bare_name(name) not in averaged_before
+            (self._frozen if left_out else self._parameters).append((name, holder, key))
+
         for root, module in engine.modules.items():
             for path, part in module.named_modules(prefix=root):
-                for tensors, averaged in ((part._parameters, True), (part._buffers, self.average_buffers)):
+                for tensors in (part._parameters, part._buffers):
                     for key, tensor in tensors.items():
-                        if tensor is None or id(tensor) in seen:
+                        if tensor is not None and id(tensor) in seen:
                             continue
                         seen.add(id(tensor))
-                        name = f"{path}.{key}"
-                        if self.trained_only and tensors is part._parameters and bare_name(name) not in averaged_before:
-                            self._frozen.append((name, tensors, key))  # for as long as it does not require a gradient
-                            continue
-                        live[name] = tensor
-                        fractional = tensor.is_floating_point() or tensor.is_complex()
-                        places = self._moving if averaged and fractional else self._copied
-                        places.append((name, tensors, key))
-        if self.values:
-            self.values = dict(named_like(live, self.values))
-            different = sorted(
-                name
-                for name in live.keys() | self.values.keys()
-                if name not in live or name not in self.values or live[name].shape != self.values[name].shape
+                        if tensors is part._buffers:
+                            self._buffers.append((f"{path}.{key}", tensors, key))
+                        elif tensor is not None:
+                            add_parameter(f"{path}.{key}", tensors, key)
+        own = own_parameters(engine)
+        for name in own:
+            add_parameter(name, own, name)
+
+    def _take_loaded(self, engine: Engine, owner: str) -> None:
+        """Check loaded averages, and move them to the devices of the tensors."""
+        buffers = {name: holder.get(key) for name, holder, key in self._buffers}
+        parameters = {name: holder[key] for name, holder, key in self._parameters}
+        live = {name: tensor for name, tensor in (parameters | buffers).items() if tensor is not None}
+        self.values = dict(named_like(live, self.values))
+        unbuilt = any(update.optimizer is None for update in engine.updates)
+        waiting = {name for name in self.values if unbuilt and is_own_parameter(name)}
+        for name, tensor in parameters.items():
+            if is_own_parameter(name):  # of a state that was saved before these were averaged
+                self.values.setdefault(name, _wide(tensor).clone())
+        different = [
+            name for name, tensor in parameters.items()
+            if name not in self.values or tensor.shape != self.values[name].shape
+        ]  # fmt: skip
+        different += (name for name, tensor in buffers.items() if tensor is not None and name not in self.values)
+        different += self.values.keys() - parameters.keys() - buffers.keys() - waiting
+        if different:
+            raise ValueError(
+                f"{owner!r}: the saved averages do not match the modules: they differ in {', '.join(sorted(different))}"
             )
-            if different:
-                raise ValueError(
-                    f"{owner!r}: the saved averages do not match the modules: they differ in {', '.join(different)}"
-                )
-            self.values = {name: spread_like(self.values[name].to(t.device), t) for name, t in live.items()}
-        self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in (*live.values(), *_tensors(self._frozen)))
+        for name, tensor in live.items():
+            value = self.values[name].to(tensor.device)
+            self.values[name] = spread_like(value, tensor) if value.shape == tensor.shape else value
+
+    def _group(self) -> None:
+        """Find which of the tensors that there are now are averaged, and which are copied."""
+        self._moving, self._copied = [], []
+        for places, averaged in ((self._parameters, True), (self._buffers, self.average_buffers)):
+            for name, holder, key in places:
+                if (tensor := holder.get(key)) is not None:
+                    fractional = tensor.is_floating_point() or tensor.is_complex()
+                    (self._moving if averaged and fractional else self._copied).append((name, holder, key))
+        tensors = _tensors(self._moving + self._copied + self._frozen)
+        self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in tensors)
+
+    def _follow_buffers(self, layout: list[Any]) -> None:
+        """Begin again with copies of the buffers that have another shape or type than their averages, or that were None."""
+        self._group()
+        averaged = {name for name, *_ in self._moving}
+        for (name, holder, key), kind in zip(self._buffers, layout, strict=True):
+            if kind is None:
+                self.values.pop(name, None)
+                continue
+            value, buffer = self.values.get(name), holder[key].detach()
+            fitting = _wide(buffer) if name in averaged else buffer
+            if value is None or (value.shape, value.dtype) != (fitting.shape, fitting.dtype):
+                self.values[name] = fitting.clone()
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
         """Interpolate the averages towards the tensors by ``weight``; the first update copies the tensors."""
         if self._frozen:
             self._begin_trained()
+        if self._buffers and (layout := _layout_of(self._buffers)) != self._layout:
+            self._layout = layout
+            if self.values:
+                self._follow_buffers(layout)
+            else:
+                self._group()
         moving, copied = _tensors(self._moving), _tensors(self._copied)
         if not self.values:
             self.values = {place[0]: _wide(t).clone() for place, t in zip(self._moving, moving, strict=True)}
@@ -230,6 +288,7 @@ class Averages:
         trained = [place for place in self._frozen if place[1][place[2]].requires_grad]
         if trained:
             self._frozen = [place for place in self._frozen if not place[1][place[2]].requires_grad]
+            self._parameters += trained
             self._moving += trained
             if self.values:
                 self.values |= {p[0]: _wide(t).clone() for p, t in zip(trained, _tensors(trained), strict=True)}
@@ -252,19 +311,25 @@ class Averages:
         if self.swapped or (self.overruled and not anyway) or not self.values:
             yield
             return
-        places = self._moving + self._copied
         reshard(self._roots)
-        tensors = _tensors(places)
+        places = [place for place in self._parameters + self._buffers if place[0] in self.values]
+        held = [holder.get(key) for _, holder, key in places]
+        fits = [_takes(tensor, self.values[place[0]]) for place, tensor in zip(places, held, strict=True)]
+        tensors = [tensor for tensor, one in zip(held, fits, strict=True) if one and tensor is not None]
         kept = [local_part(tensor.detach()).clone() for tensor in tensors]
         self.swapped = True
         try:
             # Through `data`, autograd does not see a change: a pending backward finds the original values again.
-            torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], self._parts(places))
+            averages = self._parts([place for place, one in zip(places, fits, strict=True) if one])
+            torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], averages)
+            for (name, holder, key), one in zip(places, fits, strict=True):
+                if not one:  # such as a buffer that has another shape since the last update
+                    holder[key] = self.values[name].clone()
             yield
         finally:
             reshard(self._roots)
-            for (_, holder, key), tensor in zip(places, tensors, strict=True):
-                if holder[key] is not tensor:
+            for (_, holder, key), tensor in zip(places, held, strict=True):
+                if holder.get(key) is not tensor:
                     holder[key] = tensor
             torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
             self.swapped = False
@@ -274,17 +339,20 @@ class Averages:
         if self.swapped or self.overruled or not self.values:
             return False
         return any(
-            (average := self.values.get(f"{name}.{key}")) is not None
+            (average := self.values.get(name)) is not None
             and (is_sharded(tensor) or not torch.equal(tensor.detach().to(average), average))
-            for name, root in engine.modules.items()
-            for key, tensor in root.named_parameters()
+            for name, tensor in _trained(engine).items()
         )
 
     @torch.no_grad()
     def take_buffers(self) -> None:
         """Copy the current buffers into the averages."""
-        for name, holder, key in self._copied:
-            self.values[name].copy_(holder[key])
+        for (name, *_), tensor in zip(self._copied, _tensors(self._copied), strict=True):
+            value = self.values.get(name)
+            if value is not None and value.shape == tensor.shape:
+                value.copy_(tensor)
+            else:
+                self.values[name] = tensor.detach().clone()
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count, "averages": dict(self.values), "overruled": self.overruled}
@@ -295,17 +363,40 @@ class Averages:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is not bound to the modules."""
-        return vars(self) | {"_roots": [], "_moving": [], "_copied": [], "_frozen": [], "swapped": False}
+        lists: dict[str, Any] = {
+            key: [] for key in ("_roots", "_parameters", "_buffers", "_frozen", "_moving", "_copied")
+        }
+        return vars(self) | lists | {"_layout": None, "swapped": False}
 
 
 def _versions_of(engine: Engine) -> list[int]:
     """How often each parameter was changed in place; swaps of `Averages.in_place` do not count."""
-    parameters = [parameter for root in engine.modules.values() for parameter in root.parameters()]
-    return [0 if one.is_inference() else one._version for one in parameters]
+    return [0 if one.is_inference() else one._version for one in _trained(engine).values()]
+
+
+def _trained(engine: Engine) -> dict[str, Tensor]:
+    """The parameters of the modules, and the trained tensors in none of them."""
+    named = {f"{name}.{key}": p for name, root in engine.modules.items() for key, p in root.named_parameters()}
+    return named | own_parameters(engine)
 
 
 def _tensors(places: list[_Place]) -> list[Tensor]:
     return [holder[key] for _, holder, key in places]
+
+
+def _takes(tensor: Tensor | None, average: Tensor) -> bool:
+    """Whether an average can be copied into a tensor; else it takes its place in the module."""
+    if tensor is None or tensor.shape != average.shape:
+        return False
+    steps = tensor.stride() if tensor.layout is torch.strided else tensor.shape
+    expanded = any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=True))
+    return not expanded and (tensor.dtype == average.dtype or tensor.dtype in _HALF)
+
+
+def _layout_of(places: list[_Place]) -> list[Any]:
+    """Shapes and types of buffers; None in place of those that there are not."""
+    tensors = [holder.get(key) for _, holder, key in places]
+    return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 _HALF = (torch.float16, torch.bfloat16)

@@ -78,3 +78,11 @@ def test_an_attempt_that_succeeds_stays() -> None:
     update, done = engine.updates[0], []
     assert attempt(engine, update, lambda: done.append(1)) is True
     assert done == [1]
+
+
+def test_an_expanded_buffer_is_put_back_though_it_cannot_be_changed_in_place() -> None:
+    model = nn.Module()
+    model.register_buffer("wide", torch.ones(1).expand(3), persistent=False)
+    with Buffers([model]).unchanged():
+        model.wide = torch.zeros(3)
+    assert model.wide.tolist() == [1.0] * 3

@@ -1,0 +1,285 @@
+"""What training can change in an engine beside the ``state_dict()`` of its modules: the one list of it.
+
+These are trained tensors that are in no module, buffers that are not saved or change their shape, and attributes of the user's
+classes, such as a counter or a hidden state. Whatever goes back inside the process puts them back (`Unsaved`), averages and best
+weights include the trained tensors (`own_parameters`), and `findings.unsaved` reports what no checkpoint holds.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .data.held_generators import set_state, state_of
+from .keys import UNSAVED
+from .spec import loss_module
+
+if TYPE_CHECKING:
+    from .engine import Engine
+    from .findings import Finding
+
+__all__ = [
+    "ATOMS",
+    "GENERATORS",
+    "Holder",
+    "Unsaved",
+    "buffer_names",
+    "holders",
+    "is_own_parameter",
+    "own_name",
+    "own_parameters",
+    "unsaved_buffers",
+]
+
+ATOMS = (bool, int, float, complex, str, bytes, type(None))
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+_CONTAINERS = (list, tuple, dict, set, deque)
+_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "signalfire"}
+_OWN = "parameter "
+_DEPTH = 6  # of containers in containers
+_MOST_ITEMS = 10_000
+
+
+def own_parameters(engine: Engine) -> dict[str, Tensor]:
+    """The trained tensors that are in no module, such as a temperature in ``parameters=``, by update and place among them.
+
+    It is empty until the optimizers are built.
+    """
+    known: set[Tensor] = {parameter for root in engine.modules.values() for parameter in root.parameters()}
+    found: dict[str, Tensor] = {}
+    for update in engine.updates:
+        own = [parameter for parameter in update.parameters if parameter not in known]
+        known.update(own)
+        found |= {own_name(update.name, place): one for place, one in enumerate(own)}
+    return found
+
+
+def own_name(update: str, place: int) -> str:
+    """The name of a trained tensor in no module, by its place among those of an update."""
+    return f"{_OWN}{place} of update {update!r}"
+
+
+def is_own_parameter(name: str) -> bool:
+    """Whether it is a name that `own_parameters` gives; those of modules have no spaces."""
+    return name.startswith(_OWN)
+
+
+def _losses(engine: Engine) -> dict[str, nn.Module]:
+    """The losses that are modules, but not the engine's, since they have nothing to train: no state holds their buffers."""
+    losses = {f"{update.name}_loss": loss_module(update.spec) for update in engine.updates}
+    own = {module for root in engine.modules.values() for module in root.modules()}
+    return {name: loss for name, loss in losses.items() if loss is not None and loss not in own}
+
+
+def unsaved_buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that no state holds: those with ``persistent=False``, and those of losses that have nothing to train."""
+    losses = _losses(engine)
+    for root, model in (engine.modules | losses).items():
+        for path, module in model.named_modules(prefix=root):
+            for key, buffer in module._buffers.items():
+                unsaved = root in losses or key in module._non_persistent_buffers_set
+                if unsaved and isinstance(buffer, Tensor):
+                    yield f"{path}.{key}", buffer
+
+
+def buffer_names(root: nn.Module) -> set[str]:
+    """The names of the buffers of a module and those inside of it, also of those that are None."""
+    return {
+        f"{path}.{key}" if path else key
+        for path, module in root.named_modules(remove_duplicate=False)
+        for key in module._buffers
+    }
+
+
+class Holder(NamedTuple):
+    """An object of a class of the user, whose attributes a forward can change.
+
+    Attributes:
+        name: Where it is, such as "model.encoder".
+        item: The object.
+        attributes: Those that it holds itself, without what makes a module one.
+    """
+
+    name: str
+    item: Any
+    attributes: dict[str, Any]
+
+
+def holders(engine: Engine) -> list[Holder]:
+    """The modules of classes of the user, also losses, and the objects of such classes that they hold."""
+    found: list[Holder] = []
+    seen: set[int] = set()
+    for root, model in (engine.modules | _losses(engine)).items():
+        for path, module in model.named_modules(prefix=root):
+            _add_holder(found, seen, path, module, depth=0)
+    for update in engine.updates:  # what is called may be an object that is no module
+        for part in ("forward", "loss", "function"):
+            called = getattr(update.spec, part)
+            called = getattr(called, part, None) or called
+            _add_holder(found, seen, f"{update.name}_{part}", getattr(called, "__self__", called), depth=0)
+    return found
+
+
+def _add_holder(found: list[Holder], seen: set[int], name: str, item: Any, depth: int) -> None:
+    if id(item) in seen or not _is_users(type(item)):
+        return
+    seen.add(id(item))
+    hidden = _OF_MODULES if isinstance(item, nn.Module) else ()
+    attributes = {key: value for key, value in vars(item).items() if key not in hidden}
+    found.append(Holder(name, item, attributes))
+    for key, value in attributes.items() if depth < 2 else ():
+        if not isinstance(value, nn.Module | Tensor | type) and hasattr(type(value), "__dict__"):
+            _add_holder(found, seen, f"{name}.{key}", value, depth + 1)
+
+
+def _is_users(kind: type) -> bool:
+    """Whether objects of a class have attributes that code outside of Python, torch, NumPy and this package defines."""
+    if kind.__dictoffset__ == 0 or issubclass(kind, FunctionType):
+        return False
+    return any(base.__module__.partition(".")[0] not in _OF_OTHERS for base in kind.__mro__)
+
+
+class Unsaved:
+    """What an engine's modules hold beside their ``state_dict()``, to be put back in this process.
+
+    It is part of each state that stays in the process. In a file it is empty: there, ``persistent=False`` means what it says.
+
+    Attributes:
+        lacking: The finding to report once the state goes to a file, which lacks what the forward has changed.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.lacking: Finding | None = None
+        self._engine = weakref.ref(engine)
+        losses = {module for root in _losses(engine).values() for module in root.modules()}
+        modules = {module for root in engine.modules.values() for module in root.modules()} | losses
+        self._buffers = [
+            (module, _kept_buffers(module, saved=module not in losses)) for module in modules if module._buffers
+        ]
+        self._without = [module for module in modules if not module._buffers]
+        self._attributes = [
+            (one.item, {key: _Kept(value) for key, value in one.attributes.items()}) for one in holders(engine)
+        ]
+
+    def belongs_to(self, engine: Engine) -> bool:
+        """Whether it is of this engine."""
+        return self._engine() is engine
+
+    def put_back(self, engine: Engine) -> None:
+        """Put it back, if it is of this engine."""
+        if not self.belongs_to(engine):
+            return
+        for module, kept in self._buffers:
+            buffers = {key: one.restored() for key, one in kept.items()}
+            module._buffers.clear()
+            module._buffers.update(buffers)
+        for module in self._without:
+            module._buffers.clear()
+        for item, kept in self._attributes:
+            _put_attributes_back(vars(item), kept)
+
+    def report(self) -> None:
+        """Report what the state lacks where it is not put back."""
+        engine = self._engine()
+        if engine is not None and self.lacking is not None:
+            engine.findings.add(self.lacking, key=UNSAVED)
+
+    def __deepcopy__(self, memo: Any) -> Unsaved:
+        return self  # nobody changes it
+
+    def __reduce__(self) -> tuple[type[OrderedDict[Any, Any]], tuple[()]]:
+        self.report()
+        return OrderedDict, ()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unsaved)  # states are compared by what they save
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "Unsaved()"
+
+
+def _kept_buffers(module: nn.Module, *, saved: bool) -> dict[str, _Kept]:
+    """The buffers themselves, since a forward may put others in their place; and the values of those that are not saved."""
+    unsaved = module._non_persistent_buffers_set if saved else module._buffers.keys()
+    return {key: _Kept(buffer, content=key in unsaved) for key, buffer in module._buffers.items()}
+
+
+def _put_attributes_back(attributes: dict[str, Any], kept: dict[str, _Kept]) -> None:
+    hidden = attributes.keys() & _OF_MODULES
+    for key in attributes.keys() - kept.keys() - hidden:
+        if isinstance(attributes[key], (*ATOMS, *_CONTAINERS, Tensor)):
+            del attributes[key]
+    for key, one in kept.items():
+        if one.is_data:
+            attributes[key] = one.restored()
+
+
+class _Kept:
+    """A value, and what it holds now.
+
+    Attributes:
+        is_data: Whether it is a value that can be put back; not a function or class, which handlers may exchange.
+    """
+
+    def __init__(self, value: Any, *, content: bool = True, depth: int = 0) -> None:
+        self.value = value
+        self.is_data = not (isinstance(value, nn.Module | type) or callable(value))
+        self._content: Any = None
+        kind = type(value)
+        if isinstance(value, Tensor):
+            graph = value.grad_fn is not None  # it is not held
+            self._content = value.detach().clone() if content or graph else None
+            self.value = self._content if graph else value
+        elif isinstance(value, GENERATORS):
+            self._content = state_of(value)
+        elif kind in _CONTAINERS and depth < _DEPTH and len(value) <= _MOST_ITEMS:
+            items = value.items() if kind is dict else enumerate(value)
+            self._content = set(value) if kind is set else {key: _Kept(one, depth=depth + 1) for key, one in items}
+
+    def restored(self) -> Any:
+        """The value itself with what it held; another one where it cannot be changed in place."""
+        value, content = self.value, self._content
+        if content is None:
+            return value
+        if isinstance(value, Tensor):
+            return restored(value, content)
+        if isinstance(value, GENERATORS):
+            set_state(value, content)
+        elif isinstance(value, set):
+            value.clear()
+            value.update(content)
+        elif isinstance(value, dict):
+            items = {key: one.restored() for key, one in content.items()}
+            value.clear()
+            value.update(items)
+        else:
+            parts = [one.restored() for one in content.values()]
+            if isinstance(value, tuple):
+                return value if all(a is b for a, b in zip(value, parts, strict=True)) else tuple(parts)
+            value.clear()
+            value.extend(parts)
+        return value
+
+
+def restored(tensor: Tensor, content: Tensor) -> Tensor:
+    """A tensor with its earlier content; a copy of that where the tensor itself cannot be changed in place."""
+    if tensor is content or tensor.shape != content.shape or tensor.dtype != content.dtype:
+        return content.clone()
+    try:
+        with torch.no_grad():
+            return tensor.copy_(content)
+    except RuntimeError:  # of an expanded tensor, or one of inference mode, which cannot be changed in place
+        return content.clone()

@@ -1,0 +1,200 @@
+"""What the forward changes and no saved state holds: buffers that are not persistent, and attributes such as a counter.
+
+Within the process they are put back (`changeable`). A run that resumes from a file begins with what the model is built with.
+Values are compared with those after the first forward, so that caches, which are filled once, are not reported.
+"""
+
+from __future__ import annotations
+
+import dis
+import hashlib
+import math
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..changeable import ATOMS, GENERATORS, Holder, holders, unsaved_buffers
+from ..data.held_generators import state_of
+from .composition import listed
+from .reports import Finding, finding
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["Marks", "lacking", "marks_of"]
+
+Marks = Mapping[str, Hashable]
+"""A mark of each value by its place, such as "model.calls"; equal for equal values."""
+
+_CONTAINERS = (list, tuple, dict, set, deque)
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
+_READS = {"LOAD_ATTR", "LOAD_METHOD"}
+_RECORDS = {"add", "append", "appendleft", "extend", "insert", "update"}
+_METRICS = {"torchmetrics", "torcheval"}  # whose states are those of an epoch
+_MOST_ITEMS = 1000
+_MOST_BYTES = 2**24
+_DEPTH = 3
+
+
+def marks_of(engine: Engine) -> dict[str, Hashable]:
+    """Marks of all that the forward may carry from one batch to the next, and that the modules do not save."""
+    marks: dict[str, Hashable] = {f"buffer {name}": _mark(buffer) for name, buffer in unsaved_buffers(engine)}
+    found = [one for one in holders(engine) if not _saves_more(one.item)]
+    kinds: set[Any] = {type(one.item) for one in found}
+    carried: set[str] = set().union(*(_names(kind)[0] for kind in kinds))
+    used: set[str] = set().union(*(_names(kind)[1] for kind in kinds))
+    for holder in found:
+        marks |= _marks_in(holder, carried, used)
+    return marks
+
+
+def lacking(engine: Engine, before: Marks) -> Finding | None:
+    """The finding that a saved state lacks what has changed since the first forward; None if nothing has."""
+    now = marks_of(engine)
+    changed = [name for name, mark in before.items() if name in now and now[name] != mark]
+    if not changed:
+        return None
+    buffers = [name.removeprefix("buffer ") for name in changed if name.startswith("buffer ")]
+    attributes = [name for name in changed if not name.startswith("buffer ")]
+    what, ways_out = [], []
+    if buffers:
+        what.append(f"the buffers {listed(buffers)}")
+        if all(name.partition(".")[0] in engine.modules for name in buffers):
+            ways_out.append("register the buffers with persistent=True")
+        else:
+            ways_out.append("give the engine the loss as well: Engine(model={'model': model, 'criterion': loss})")
+    if attributes:
+        what.append(f"the attributes {listed(attributes)}")
+        ways_out.append(
+            "make each attribute a buffer (register_buffer), or save it with get_extra_state and set_extra_state"
+        )
+    return finding(
+        "W47",
+        f"the forward changes what no saved state holds: {', and '.join(what)}. A run that resumes from the state begins "
+        "without these changes",
+        f"{'; '.join(ways_out)}; allow W47 where the results do not depend on it",
+    )
+
+
+def _saves_more(item: Any) -> bool:
+    """Whether a module saves more than parameters and buffers, or is a metric."""
+    kind = type(item)
+    if any(base.__module__.partition(".")[0] in _METRICS for base in kind.__mro__):
+        return True
+    if not isinstance(item, nn.Module):
+        return False
+    own = ("get_extra_state", "_save_to_state_dict", "state_dict")
+    return bool(item._state_dict_hooks) or any(getattr(kind, name) is not getattr(nn.Module, name) for name in own)
+
+
+def _marks_in(holder: Holder, carried: set[str], used: set[str]) -> Iterator[tuple[str, Hashable]]:
+    for key, value in holder.attributes.items():
+        changing = isinstance(value, (*_CONTAINERS, *GENERATORS))  # in place
+        if key in (used if changing else carried) and (mark := _mark(value)) is not None:
+            yield f"{holder.name}.{key}", mark
+
+
+def _mark(value: Any, depth: int = 0) -> Hashable:
+    """A mark of a value; None for one that is not compared."""
+    if type(value) in ATOMS:
+        return type(value).__name__, repr(value)
+    if isinstance(value, Tensor):
+        return _mark_of_tensor(value)
+    if isinstance(value, GENERATORS):
+        state = state_of(value)
+        return _mark_of_tensor(state) if isinstance(state, Tensor) else repr(state)
+    if type(value) not in _CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
+        return None
+    items = sorted(value, key=repr) if isinstance(value, set) else value
+    items = [part for pair in items.items() for part in pair] if isinstance(items, dict) else items
+    return type(value).__name__, tuple(_mark(item, depth + 1) for item in items)
+
+
+def _mark_of_tensor(tensor: Tensor) -> Hashable:
+    kind = str(tensor.dtype), tuple(tensor.shape)
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        return None
+    if tensor.numel() * tensor.element_size() > _MOST_BYTES:
+        return *kind, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
+    content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return *kind, hashlib.sha256(content.numpy().tobytes()).digest()
+
+
+@lru_cache(maxsize=256)
+def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
+    """Attributes that the code of a class reads before it stores them, and all that it reads.
+
+    Of a module it is the code of its forward, and of what that calls; of other classes that of all methods.
+    """
+    functions = {
+        name: function
+        for base in reversed(kind.__mro__)
+        if base is not nn.Module
+        for name, function in vars(base).items()
+        if isinstance(function, FunctionType)
+    }
+    waiting = ["forward"] if issubclass(kind, nn.Module) else [name for name in functions if name != "__init__"]
+    seen: set[str] = set()
+    first_read: set[str] = set()
+    read: set[str] = set()
+    stored: set[str] = set()
+    while waiting:
+        name = waiting.pop()
+        if name in seen or name not in functions:
+            continue
+        seen.add(name)
+        code = _Code(functions[name].__code__)
+        first_read |= code.first_read
+        read |= code.read
+        stored |= code.stored
+        waiting += read - seen
+    return frozenset(first_read & stored), frozenset(read)
+
+
+class _Code:
+    """The attributes that a function and those inside of it use.
+
+    Attributes:
+        read: Those that it reads.
+        stored: Those that it stores.
+        first_read: Those that it may read before it has stored them.
+    """
+
+    def __init__(self, code: CodeType) -> None:
+        jumps: list[tuple[int, int]] = []
+        stores: list[tuple[int, str]] = []
+        reads: list[tuple[float, str]] = []
+        instructions = list(dis.get_instructions(code))
+        for place, instruction in enumerate(instructions):
+            if instruction.opcode in _JUMPS:
+                jumps.append((instruction.offset, instruction.argval))
+            elif instruction.opname == "STORE_ATTR":
+                stores.append((instruction.offset, instruction.argval))
+            elif instruction.opname in _READS and not _records(instructions[place + 1 : place + 3]):
+                reads.append((instruction.offset, instruction.argval))
+        inner = [_Code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+        reads += [(math.inf, name) for one in inner for name in one.read]
+
+        def is_stored_before(place: float, name: str) -> bool:
+            """Whether a store comes before, over which nothing jumps."""
+            return any(
+                at < place and not any(jump < at < target <= place for jump, target in jumps)
+                for at, stored in stores
+                if stored == name
+            )
+
+        self.read: set[str] = {name for _, name in reads}
+        self.stored: set[str] = {name for _, name in stores}.union(*(one.stored for one in inner))
+        self.first_read: set[str] = {name for place, name in reads if not is_stored_before(place, name)}
+
+
+def _records(following: Sequence[dis.Instruction]) -> bool:
+    """Whether what comes after an attribute is read only adds to it, as in ``self.seen.append(x)`` and ``self.seen[key] = x``."""
+    if following and following[0].opname in _READS and following[0].argval in _RECORDS:
+        return True
+    return len(following) == 2 and following[0].opname.startswith("LOAD_") and following[1].opname == "STORE_SUBSCR"

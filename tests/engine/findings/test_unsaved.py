@@ -1,0 +1,180 @@
+"""Values that the forward changes and no state holds are reported where a state is saved; caches are not."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.optim import SGD
+
+from signalfire import Engine, FindingWarning, Update
+from signalfire.handlers import Checkpoint, Rewindable
+from signalfire.tuning import find_learning_rate
+from tests import kit
+from tests.kit import quick
+
+BATCHES = kit.batches(4, 4, (1,))
+
+
+class Model(nn.Module):
+    scale: Tensor
+    table: Tensor
+    lazy: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("lazy", None, persistent=False)
+        self.calls = 0
+        self.mask: Tensor | None = None
+        self.recent: list[float] = []
+        self.shown: list[Any] = []
+        self.by_name: dict[str, Any] = {}
+        self.rng = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.lazy is None:
+            self.lazy = torch.ones(1)
+        if self.mask is None or len(self.mask) != len(x):
+            self.mask = torch.ones(len(x), 1)
+        if self.training:
+            self.scores = x.softmax(1)
+            x = x + self.scores.detach()
+        self.last = self.linear(x + self.table) * self.lazy * self.mask
+        self.shown.append(len(x))
+        self.by_name["last"] = x
+        self.auxiliary = 0.0
+        self.auxiliary += self.last.detach().mean()
+        changed: Tensor = self.last * self.change()
+        return changed
+
+    def change(self) -> Any:
+        return 1.0
+
+    def plot(self) -> Any:
+        return self.last, self.scores, self.auxiliary, self.shown, self.by_name
+
+
+class Buffer(Model):
+    def change(self) -> Any:
+        self.scale = self.scale * 0.9
+        return self.scale
+
+
+class Counter(Model):
+    def change(self) -> Any:
+        self.calls += 1
+        return 0.9**self.calls
+
+
+class Hidden(Model):
+    def change(self) -> Any:
+        if not hasattr(self, "hidden"):
+            self.hidden = torch.ones(1)
+        self.hidden = self.hidden * 0.9
+        return self.hidden
+
+
+class Memory(Model):
+    def change(self) -> Any:
+        self.recent.append(1.0)
+        return len(self.recent)
+
+
+class Draws(Model):
+    def change(self) -> Any:
+        return torch.rand(1, generator=self.rng)
+
+
+class Inside(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Counter()
+
+    def change(self) -> Any:
+        return self.inner(torch.ones(1, 4))
+
+
+class Extra(Counter):
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def build(kind: type[Model], *handlers: Any, **options: Any) -> Engine:
+    torch.manual_seed(0)
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.01)), model=kind(), seed=0, **options)
+    engine.attach(*handlers)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    quick(
+        [
+            (Buffer, r"the buffers model.scale\. A run that resumes"),
+            (Counter, "the attributes model.calls. A run that resumes"),
+            (Hidden, "the attributes model.hidden. A run that resumes"),
+            (Memory, "the attributes model.recent. A run that resumes"),
+            (Draws, "the attributes model.rng. A run that resumes"),
+            (Inside, "the attributes model.inner.calls. A run that resumes"),
+        ],
+        (Buffer, r"the buffers model.scale\. A run that resumes"),
+        (Counter, "the attributes model.calls. A run that resumes"),
+        (Hidden, "the attributes model.hidden. A run that resumes"),
+    ),
+)
+def test_the_first_checkpoint_that_lacks_a_change_names_it_once(kind: Any, message: str, tmp_path: Path) -> None:
+    engine = build(kind, Checkpoint(tmp_path, sync_files=False))
+    with pytest.warns(FindingWarning, match=f"W47: .*{message}") as reported:
+        engine.run(BATCHES, max_epochs=3)
+    assert len(reported) == 1
+
+
+def test_a_state_of_the_user_is_reported_once_it_goes_to_a_file_or_is_resumed_from() -> None:
+    engine = build(Counter)
+    engine.run(BATCHES, max_epochs=1)
+    state = engine.state_dict()
+    with pytest.warns(FindingWarning, match="W47: .* model.calls"):
+        torch.save(state, io.BytesIO())
+    engine.load_state_dict(state)
+    with pytest.warns(FindingWarning, match="W47: .* model.calls"):
+        engine.run(BATCHES, max_epochs=2)
+    engine.snapshots.restore(state)
+    engine.run(BATCHES, max_epochs=2)
+    assert engine.model.calls == 8
+
+
+@pytest.mark.parametrize("kind", [Model, Extra])
+def test_caches_what_is_only_shown_and_extra_state_are_not_reported(kind: type[Model], tmp_path: Path) -> None:
+    engine = build(kind, Checkpoint(tmp_path, sync_files=False))
+    engine.run(BATCHES, max_epochs=2)
+    engine.state_dict()
+
+
+def test_what_is_put_back_in_the_process_is_not_reported() -> None:
+    engine = build(Counter, Rewindable(every="1it"))
+    find_learning_rate(engine, BATCHES, steps=4)
+    engine.run(BATCHES, max_epochs=2)
+    assert engine.model.calls == 8
+
+
+def test_the_resumed_run_differs_as_the_finding_says(tmp_path: Path) -> None:
+    straight = build(Buffer)
+    straight.run(BATCHES, max_epochs=2)
+    first = build(Buffer, Checkpoint(tmp_path, sync_files=False), allow=["W47"])
+    first.run(BATCHES, max_epochs=1)
+    resumed = build(Buffer)
+    resumed.load_state_dict(Checkpoint.load(tmp_path), allow=["checkpoint"])
+    resumed.run(BATCHES, max_epochs=2)
+    assert straight.model.scale.tolist() != resumed.model.scale.tolist() == first.model.scale.tolist()
