@@ -64,6 +64,7 @@ from .streams import batch_streams, begin_stream
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .signals import Signal
     from .update import UpdateState
 
 __all__ = ["Loop"]
@@ -101,7 +102,7 @@ class Loop:
         self.loads: OwnLoads | None = None
         self._check = check
         self._updates_begun = True
-        self._requested = 0  # the iteration for which a batch was last requested
+        self._started = 0  # the last iteration for which ITERATION_STARTED was emitted
         self._epoch: int | None = None  # the last one that was begun here
 
     def run(self) -> None:
@@ -114,6 +115,7 @@ class Loop:
         engine.snapshots.begin_run()
         if not engine.training:
             engine.state.restart()
+            engine.signals.forget_repeats()
         modes = Modes(engine.modules.values())
         error: BaseException | None = None
         self.running = True
@@ -156,14 +158,15 @@ class Loop:
                     plan: Sequence[UpdateState] = updates
                     listened = signals.due <= iteration
                     if listened and signals.batch_started.due <= iteration and feed.has_data:
-                        signals.batch_started.emit(engine, self.count_of_request(iteration))
-                        if boundary.cuts_now() and boundary.attend():  # before a batch is read
+                        signals.batch_started.emit(engine, iteration)
+                        if boundary.cuts_now() and self.cuts(signals.batch_started):  # before a batch is read
                             break
                     try:
                         batch = next(batches)
                     except StopIteration:
                         batches, batch = self.next_pass(batches)
                         if batch is END:
+                            signals.batch_started.repeats = iteration
                             break
                     state.iteration, state.batch = iteration, batch
                     if listened:
@@ -183,12 +186,6 @@ class Loop:
                 feed.give_back(batch)
             raise
 
-    def count_of_request(self, iteration: int) -> int | None:
-        """The count at which a batch is requested; None if the epoch before had requested one for the same iteration in vain, so
-        that receivers with a filter are called once."""
-        before, self._requested = self._requested, iteration
-        return None if before == iteration else iteration
-
     def emit_batch(self, iteration: int) -> Sequence[UpdateState]:
         """Emit what comes between a batch and the updates; returns the plan: the updates of this iteration."""
         engine, boundary = self.engine, self.engine.boundary
@@ -200,7 +197,7 @@ class Loop:
         if signals.iteration_started.due <= iteration and not (
             (boundary.stops or boundary.epoch_stop) and boundary.cuts_now()
         ):
-            state.plan = engine.updates
+            state.plan, self._started = engine.updates, iteration
             signals.iteration_started.emit(engine, iteration)
             plan = state.plan
         self._updates_begun = True
@@ -219,7 +216,9 @@ class Loop:
         iteration = state.iteration
         if boundary.cuts_now():  # before any update: this iteration is not made
             state.iteration = state.completed
-            if boundary.attend():
+            signals = engine.iteration_signals
+            begun = [signals.iteration_started] if self._started == iteration else []
+            if self.cuts(signals.batch_started, signals.batch_completed, *begun):
                 engine.feed.give_back(batch)
                 return False
             state.iteration = iteration
@@ -231,6 +230,17 @@ class Loop:
             state.update, update.omitted_in = update, 0
             perform(update, state.batch, iteration, listened)
         return True
+
+    def cuts(self, *emitted: Signal) -> bool:
+        """Whether a stop cuts an iteration before its updates. Its count comes again then, also in a run that resumes here, and
+        receivers with a filter on counts are called once for it."""
+        for signal in emitted:
+            signal.repeats = self.engine.state.completed + 1
+        if self.engine.boundary.attend():
+            return True
+        for signal in emitted:
+            signal.repeats = None
+        return False
 
     @property
     def in_updates(self) -> bool:
@@ -337,7 +347,7 @@ class Loop:
         """Emit EPOCH_COMPLETED, unless the epoch is to be continued, or a state was put back in place."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
         if boundary.take_restored():
-            self._requested, self._epoch = 0, None
+            self._started, self._epoch = 0, None
             return
         self.check_position()
         together = engine.training and engine.processes.distributed
