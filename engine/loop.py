@@ -69,6 +69,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Loop"]
 
+_AT_START = (
+    report_untrained,
+    report_shared_parameters,
+    report_raw_weights,
+    report_dropped_samples,
+    report_drawn_samples,
+    report_never_emitted,
+    report_loss_parameters,
+    report_wrapped,
+)
+"""What looks for mistakes once the optimizers are built."""
+
 
 class Loop:
     """One run of an engine.
@@ -267,14 +279,8 @@ class Loop:
         engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
         build_optimizers(engine)
         check_modules(engine)
-        report_untrained(engine)
-        report_shared_parameters(engine)
-        report_raw_weights(engine)
-        report_dropped_samples(engine)
-        report_drawn_samples(engine)
-        report_never_emitted(engine)
-        report_loss_parameters(engine)
-        report_wrapped(engine)
+        for look in _AT_START:
+            engine.findings.look(look, engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:
@@ -322,7 +328,7 @@ class Loop:
         engine.feed.find_epoch_end()
         if not resumed:
             engine.signals.emit(engine, Events.EPOCH_STARTED)
-        self.checks.begin_epoch()
+        engine.findings.look(self.checks.begin_epoch)
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
@@ -364,7 +370,7 @@ class Loop:
         state.epoch_open = False
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
-        self.checks.end_epoch()
+        engine.findings.look(self.checks.end_epoch)
         check_epoch(engine, self.began)
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         self._attend(together=engine.training or not boundary.limit_reached())
@@ -408,15 +414,15 @@ class Loop:
         """Emit what comes after the last epoch."""
         engine = self.engine
         if engine.state.epoch_open:
-            self.checks.end_epoch(whole=False)
-        self.checks.finish()
-        report_training_mode(engine)
-        report_random_samples(engine)
+            engine.findings.look(self.checks.end_epoch, whole=False)
+        engine.findings.look(self.checks.finish)
+        engine.findings.look(report_training_mode, engine)
+        engine.findings.look(report_random_samples, engine)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
         else:
-            check_steps(engine, self.began)
-        self.schedulers.report()
+            engine.findings.look(check_steps, engine, self.began)
+        engine.findings.look(self.schedulers.report)
         engine.signals.emit(engine, Events.COMPLETED)
         if engine.training:
             note_run()
