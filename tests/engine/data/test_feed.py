@@ -230,10 +230,10 @@ def test_a_receiver_with_a_filter_is_called_once_where_unsized_data_ends() -> No
 
 
 BEFORE_UPDATES = [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED]
-FILTERS: list[dict[str, int]] = [{"once": 3}, {"every": 3}, {"after": 2, "before": 4}]
+FILTERS: list[dict[str, Any]] = [{"once": 3}, {"every": 3}, {"after": 2, "before": 4}]
 
 
-def make_cut(event: Events, options: dict[str, int], seen: list[str]) -> Engine:
+def make_cut(event: Events, options: dict[str, Any], seen: list[str]) -> Engine:
     """An engine that ends the epoch before iteration 3 is made, and notes which events call filtered receivers for it."""
     engine = trainer()
     engine.connect(event(**options), lambda engine: engine.terminate_epoch("enough"))
@@ -245,7 +245,7 @@ def make_cut(event: Events, options: dict[str, int], seen: list[str]) -> Engine:
 @pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
 @pytest.mark.parametrize("options", FILTERS, ids=str)
 def test_an_epoch_that_is_ended_before_an_iteration_is_made_is_ended_once(
-    event: Events, options: dict[str, int]
+    event: Events, options: dict[str, Any]
 ) -> None:
     seen: list[str] = []
     lengths: list[int] = []
