@@ -137,6 +137,12 @@ class Bus(blinker.Namespace):
         """Reset the count of every event."""
         for signal in self.all():
             signal.fired = 0
+        self.forget_repeats()
+
+    def forget_repeats(self) -> None:
+        """Let every count of an iteration be new."""
+        for event in _BEFORE_UPDATES:
+            self.of(event).repeats = None
 
     def rewind(self, engine: Engine) -> None:
         """Recompute everything that depends on counts, in every signal."""
@@ -148,15 +154,20 @@ class Bus(blinker.Namespace):
         return [one for one in self.all() if one.event.counter == "fired" and one.event not in _SAVES]
 
     def state_dict(self) -> dict[str, int]:
-        """Number of emissions of each event that is counted by them, where it is not 0."""
+        """Number of emissions of each event that is counted by them, where it is not 0, and counts that come again."""
         counted = sorted(self._counted(), key=lambda one: str(one.event))
-        return {str(one.event): one.fired for one in counted if one.fired}
+        repeats = {str(event): self.of(event).repeats for event in _BEFORE_UPDATES}
+        return {str(one.event): one.fired for one in counted if one.fired} | {
+            event: count for event, count in repeats.items() if count is not None
+        }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         for event in [event for catalogue in self._catalogues for event in catalogue if str(event) in state]:
             self.of(event)  # a receiver that is connected later counts from the first emission
         for signal in self._counted():
             signal.fired = state.get(str(signal.event), 0)
+        for event in _BEFORE_UPDATES:
+            self.of(event).repeats = state.get(str(event))
 
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
         """The existing signal of this name; unlike blinker's, it creates none."""
@@ -197,6 +208,8 @@ class Decorator:
             )
 
 
+_BEFORE_UPDATES = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)
+"""The events of an iteration that may still not be made, so that its count comes again."""
 _SAVES = (Events.CHECKPOINT_STARTED, Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
 
 

@@ -23,6 +23,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W06": ("info", "a metric of the training is monitored although a validation measures the same"),
     "W07": ("info", "the patience is longer than the run"),
     "W08": ("warning", "an improvement has to be larger than the metric itself"),
+    "W09": ("info", "a look for mistakes has raised an error; it is skipped, and the run continues"),
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
     "W11": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),

@@ -26,15 +26,23 @@ __all__ = [
     "do_nothing",
     "guarded",
     "is_same",
+    "next_place",
     "report_double",
 ]
 
 Receiver = Callable[..., Any]
-_connection_numbers = count()
+_places = count()
+
+
+def next_place() -> int:
+    """A place behind all that were given so far, for a handler or a function that is connected now."""
+    return next(_places)
 
 
 class Phase(IntEnum):
     """When a receiver runs within its event: by phase, then rank, then order of connection.
+
+    The receivers of a handler are connected when it is attached; they keep their place while it is disabled.
 
     - PREPARE: prepare the inputs of this event: move to device, unscale gradients, validate (so that metrics exist)
     - CHANGE: change training; the default, also for users' functions
@@ -74,7 +82,11 @@ def check_place(where: str, phase: Phase, rank: int) -> Phase:
 
 
 class Connection:
-    """One receiver with its filter, phase and rank, and what it declares: see `signalfire.on`."""
+    """One receiver with its filter, phase and rank, and what it declares: see `signalfire.on`.
+
+    ``place`` orders receivers of equal phase and rank: all receivers of a handler have the one that it got when it was attached,
+    so that they return to it whenever it is enabled again.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -102,6 +114,7 @@ class Connection:
         reads: Things | None = None,
         writes: Things | None = None,
         repeatable: bool = False,
+        place: int | None = None,
     ) -> None:
         self.receiver = receiver
         self.phase = phase
@@ -111,7 +124,7 @@ class Connection:
         self.reads = reads
         self.writes = writes
         self.repeatable = repeatable
-        self.key = (int(phase), rank, next(_connection_numbers))
+        self.key = (int(phase), rank, next_place() if place is None else place)
         self.kind = _kind(receiver)
         # The predicate of an interval stores when it passed last: each connection needs its own copy.
         self.when = None if filter is None else copy.copy(filter.when)

@@ -303,6 +303,9 @@ class Events(EventEnum):
 
     Events inside an iteration are counted by iterations, and EPOCH_STARTED and EPOCH_COMPLETED by epochs:
     ``GRADIENTS_READY(every=10)`` means every tenth iteration. For every tenth optimizer step use the interval ``"10st"``.
+
+    An iteration that ``terminate`` or ``terminate_epoch`` cuts before its updates is not made, and its number comes again.
+    Receivers with a filter on counts are called once for it, those without one again.
     """
 
     MODEL_SETUP = "model_setup", None

@@ -64,9 +64,22 @@ from .streams import batch_streams, begin_stream
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .signals import Signal
     from .update import UpdateState
 
 __all__ = ["Loop"]
+
+_AT_START = (
+    report_untrained,
+    report_shared_parameters,
+    report_raw_weights,
+    report_dropped_samples,
+    report_drawn_samples,
+    report_never_emitted,
+    report_loss_parameters,
+    report_wrapped,
+)
+"""What looks for mistakes once the optimizers are built."""
 
 
 class Loop:
@@ -103,7 +116,7 @@ class Loop:
         self.loads: OwnLoads | None = None
         self._check = check
         self._updates_begun = True
-        self._requested = 0  # the iteration for which a batch was last requested
+        self._started = 0  # the last iteration for which ITERATION_STARTED was emitted
         self._epoch: int | None = None  # the last one that was begun here
         self._position: dict[str, Any] | None = None  # in the data, until an epoch continues there
         self._made = 0  # of several updates, how many were made in an iteration under way
@@ -118,6 +131,7 @@ class Loop:
         engine.snapshots.begin_run()
         if not engine.training:
             engine.state.restart()
+            engine.signals.forget_repeats()
         modes = Modes(engine.modules.values())
         error: BaseException | None = None
         self.running = True
@@ -160,14 +174,15 @@ class Loop:
                     plan: Sequence[UpdateState] = updates
                     listened = signals.due <= iteration
                     if listened and signals.batch_started.due <= iteration and feed.has_data:
-                        signals.batch_started.emit(engine, self.count_of_request(iteration))
-                        if boundary.cuts_now() and boundary.attend():  # before a batch is read
+                        signals.batch_started.emit(engine, iteration)
+                        if boundary.cuts_now() and self.cuts(signals.batch_started):  # before a batch is read
                             break
                     try:
                         batch = next(batches)
                     except StopIteration:
                         batches, batch = self.next_pass(batches)
                         if batch is END:
+                            signals.batch_started.repeats = iteration
                             break
                     state.iteration, state.batch = iteration, batch
                     if listened:
@@ -187,12 +202,6 @@ class Loop:
                 feed.give_back(batch)
             raise
 
-    def count_of_request(self, iteration: int) -> int | None:
-        """The count at which a batch is requested; None if the epoch before had requested one for the same iteration in vain, so
-        that receivers with a filter are called once."""
-        before, self._requested = self._requested, iteration
-        return None if before == iteration else iteration
-
     def emit_batch(self, iteration: int) -> Sequence[UpdateState]:
         """Emit what comes between a batch and the updates; returns the plan: the updates of this iteration."""
         engine, boundary = self.engine, self.engine.boundary
@@ -204,7 +213,7 @@ class Loop:
         if signals.iteration_started.due <= iteration and not (
             (boundary.stops or boundary.epoch_stop) and boundary.cuts_now()
         ):
-            state.plan = engine.updates
+            state.plan, self._started = engine.updates, iteration
             signals.iteration_started.emit(engine, iteration)
             plan = state.plan
         self._updates_begun = True
@@ -223,7 +232,9 @@ class Loop:
         iteration = state.iteration
         if boundary.cuts_now():  # before any update: this iteration is not made
             state.iteration = state.completed
-            if boundary.attend():
+            signals = engine.iteration_signals
+            begun = [signals.iteration_started] if self._started == iteration else []
+            if self.cuts(signals.batch_started, signals.batch_completed, *begun):
                 engine.feed.give_back(batch)
                 return False
             state.iteration = iteration
@@ -237,6 +248,17 @@ class Loop:
             self._made += 1
         self._made = 0
         return True
+
+    def cuts(self, *emitted: Signal) -> bool:
+        """Whether a stop cuts an iteration before its updates. Its count comes again then, also in a run that resumes here, and
+        receivers with a filter on counts are called once for it."""
+        for signal in emitted:
+            signal.repeats = self.engine.state.completed + 1
+        if self.engine.boundary.attend():
+            return True
+        for signal in emitted:
+            signal.repeats = None
+        return False
 
     @property
     def in_updates(self) -> bool:
@@ -264,14 +286,8 @@ class Loop:
         engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
         build_optimizers(engine)
         check_modules(engine)
-        report_untrained(engine)
-        report_shared_parameters(engine)
-        report_raw_weights(engine)
-        report_dropped_samples(engine)
-        report_drawn_samples(engine)
-        report_never_emitted(engine)
-        report_loss_parameters(engine)
-        report_wrapped(engine)
+        for look in _AT_START:
+            engine.findings.look(look, engine)
         for update in engine.updates:
             update.omitted_in = 0
             if update.window.filled == 0:
@@ -326,7 +342,7 @@ class Loop:
             engine.feed.measure_again()
         else:
             engine.unfinished.complete(Events.EPOCH_STARTED)
-        self.checks.begin_epoch()
+        engine.findings.look(self.checks.begin_epoch)
         ahead = any(update.window.length > 1 for update in engine.updates)
         before_pass = partial(begin_stream, engine, "data", state.epoch, state.epoch_iteration)
         batches = engine.feed.batches(position, resumed=resumed, ahead=ahead, before_pass=before_pass)
@@ -355,7 +371,7 @@ class Loop:
         """Emit EPOCH_COMPLETED, unless the epoch is to be continued, or a state was put back in place."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
         if boundary.take_restored():
-            self._requested, self._epoch = 0, None
+            self._started, self._epoch = 0, None
             return
         self.check_position()
         together = engine.training and engine.processes.distributed
@@ -371,7 +387,7 @@ class Loop:
                 self.report_length(f"gives more than {self.source.length} batches, which are not used")
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
-        self.checks.end_epoch()
+        engine.findings.look(self.checks.end_epoch)
         check_epoch(engine, self.began)
         boundary.take_epoch_stop()
         state.epoch_open = False  # last: an interrupt before leaves the epoch to be ended by the next run
@@ -417,15 +433,15 @@ class Loop:
         """Emit what comes after the last epoch."""
         engine = self.engine
         if engine.state.epoch_open:
-            self.checks.end_epoch(whole=False)
-        self.checks.finish()
-        report_training_mode(engine)
-        report_random_samples(engine)
+            engine.findings.look(self.checks.end_epoch, whole=False)
+        engine.findings.look(self.checks.finish)
+        engine.findings.look(report_training_mode, engine)
+        engine.findings.look(report_random_samples, engine)
         if engine.state.stop_reason is not None:
             engine.signals.emit(engine, Events.TERMINATED)
         else:
-            check_steps(engine, self.began)
-        self.schedulers.report()
+            engine.findings.look(check_steps, engine, self.began)
+        engine.findings.look(self.schedulers.report)
         engine.signals.emit(engine, Events.COMPLETED)
         if engine.training:
             note_run()

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .checks import did_you_mean
-from .connection import Connection
+from .connection import Connection, next_place
 from .events import EventEnum, Events, check_receiver, resolve
 from .handler import Handler, begin_with, bind, never_called
 from .interval import event_of
@@ -40,6 +40,7 @@ class _Record:
 
     handler: Handler
     initial: dict[str, Any]  # its state as new, for `reset`
+    place: int  # of its receivers among those of equal phase and rank; kept while it is not on
     connections: list[tuple[Signal, Connection]] | None = None  # None unless it is on
     leaving: bool = False
     held: Mapping[str, Any] | None = None  # a state that was loaded while it was not on
@@ -97,12 +98,12 @@ class Registry(Mapping[str, Handler], Part):
 
     # ---- what users ask for, through the engine -------------------------------------------------------------------
 
-    def attach(self, handlers: Iterable[Handler]) -> Attachment:
-        """Attach all of these handlers, or none; see `Engine.attach`."""
+    def attach(self, handlers: Iterable[Handler], *, place: int | None = None) -> Attachment:
+        """Attach all of these handlers, or none; see `Engine.attach`. ``place`` is that of a handler before (`place_of`)."""
         done: list[Handler] = []
         try:
             for handler in handlers:
-                self._attach(handler)
+                self._attach(handler, next_place() if place is None else place)
                 done.append(handler)
         except BaseException:
             for handler in done:
@@ -119,7 +120,7 @@ class Registry(Mapping[str, Handler], Part):
 
         return Attachment(detach)
 
-    def _attach(self, handler: Handler) -> None:
+    def _attach(self, handler: Handler, place: int) -> None:
         if not isinstance(handler, Handler):
             hint = (
                 f"give an instance: {handler.__name__}(...)"
@@ -159,7 +160,7 @@ class Registry(Mapping[str, Handler], Part):
                 handler.name,
             )
         try:
-            self._records[handler.name] = _Record(handler, begin_with(handler, self.engine))
+            self._records[handler.name] = _Record(handler, begin_with(handler, self.engine), place)
             bind(handler, self.engine)
             self._settle_later(handler)
         except BaseException:
@@ -186,6 +187,10 @@ class Registry(Mapping[str, Handler], Part):
         if record is None or (isinstance(handler, Handler) and record.handler is not handler):
             return False
         return event is None or any(signal.event is event for signal, _ in record.connections or ())
+
+    def place_of(self, name: str) -> int:
+        """The place of a handler's receivers among those of equal phase and rank, for what is attached in place of it."""
+        return self._find(name).place
 
     def without(self, names: Iterable[str]) -> AbstractContextManager[None]:
         """Disable the handlers with these names inside the ``with`` block; see `Engine.without`."""
@@ -299,7 +304,7 @@ class Registry(Mapping[str, Handler], Part):
             handler.attached(engine)
             if engine.running:
                 check_device(engine, handler)
-            connections = list(self._connections_of(handler))
+            connections = list(self._connections_of(record))
         except BaseException:
             self._release(handler)
             raise
@@ -313,8 +318,8 @@ class Registry(Mapping[str, Handler], Part):
             if engine.state.epoch_open:
                 self._emit_to(handler, Events.EPOCH_STARTED)
 
-    def _connections_of(self, handler: Handler) -> Iterator[tuple[Signal, Connection]]:
-        kind = type(handler).__name__
+    def _connections_of(self, record: _Record) -> Iterator[tuple[Signal, Connection]]:
+        handler, kind = record.handler, type(record.handler).__name__
         for subscription in handler.subscriptions:
             method = getattr(handler, subscription.method)
             event = subscription.event
@@ -338,6 +343,7 @@ class Registry(Mapping[str, Handler], Part):
                     subscription.reads,
                     subscription.writes,
                     subscription.repeatable,
+                    record.place,
                 )
                 yield self.engine.signal(one), Connection(method, *how)
 

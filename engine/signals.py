@@ -40,6 +40,7 @@ class Signal(blinker.NamedSignal):
     Attributes:
         due: Smallest count at which a receiver may have to run; `NEVER` without receivers.
         fired: Number of emissions, for events that are counted by them.
+        repeats: A count that comes again, since its iteration was not made; receivers with a filter on counts were called for it.
         around: The wrapper set by `Bus.call_through`.
         cut: Where an error cut an emission short, until `take_cut`: the error's id, the plan, the place in it, and whether the
             receiver there had begun.
@@ -65,11 +66,13 @@ class Signal(blinker.NamedSignal):
         "event",
         "fired",
         "group",
+        "repeats",
     )
 
     def __init__(self, event: EventEnum) -> None:
         self.event = event
         self.fired = 0
+        self.repeats: int | None = None
         self.due = NEVER
         self.group: weakref.ref[SignalGroup] | None = None
         self.around: Around | None = None
@@ -351,6 +354,8 @@ class Signal(blinker.NamedSignal):
 
     def _select(self, count: int) -> Plan:
         """The plan for this count; also computes when a filter passes next."""
+        if count == self.repeats:
+            return self._plan
         passing, following = [], NEVER
         for connection in self._filtered:
             assert connection.filter is not None

@@ -45,11 +45,12 @@ class Window:
         extra_weight: by how much the sum of their weights exceeds `held`; an int or float, or a tensor on a device.
         kept: what the window was computed from, for steps that compute it again; None if none do.
         was_cleared: whether gradients of the epoch's first complete window were cleared before its end.
+        was_emptied: whether none was left of them.
     """
 
     __slots__ = (
         "_checked", "extra_weight", "filled", "held", "kept", "length", "length_of", "size",
-        "was_cleared",
+        "was_cleared", "was_emptied",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Window:
         self.held = 0
         self.extra_weight: Any = ZERO
         self.kept: list[Kept] | None = None
-        self.was_cleared = False
+        self.was_cleared = self.was_emptied = False
         self._checked = True
 
     def closes(self, feed: EpochEnd, iteration: int, *, more: bool) -> bool:
@@ -98,12 +99,24 @@ class Window:
         return True
 
     def _misses_gradients(self, parameters: Sequence[Tensor]) -> bool:
-        """Whether no gradient was added to as often as there were micro-steps: torch adds in place, and counts that."""
+        """Whether no gradient was added to as often as there were micro-steps: torch adds in place, and counts that.
+
+        Gradients that were set to zero in place were changed more often, and are still zero if no backward came after it.
+        """
         gradients = [p.grad for p in parameters if p.grad is not None]
+        if not gradients:
+            self.was_emptied = any(p.requires_grad for p in parameters)
+            return self.was_emptied
         dense = [
             one for one in gradients if type(one) is Tensor and one.layout is torch.strided and not one.requires_grad
         ]
-        return len(dense) == len(gradients) > 0 and all(one._version < self.held - 1 for one in dense)
+        if len(dense) < len(gradients):
+            return False
+        changes = [one._version for one in dense]
+        if max(changes) < self.held - 1:
+            return True
+        self.was_emptied = min(changes) >= self.held and not any(bool(one.any()) for one in dense)
+        return self.was_emptied
 
     def trust_gradients(self) -> None:
         """Do not look for cleared gradients in this epoch: they were replaced for a good reason."""
@@ -111,7 +124,9 @@ class Window:
 
     def divide(self, parameters: Sequence[Tensor], total: Any) -> None:
         """Divide the gradients by a number."""
-        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], total)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients:  # none, if somebody has cleared them
+            torch._foreach_div_(gradients, total)
 
     def discard(self, optimizer: Optimizer | None) -> None:
         """Forget what the window holds; how far it is filled stays."""
@@ -125,7 +140,7 @@ class Window:
     def begin_epoch(self, epoch: int) -> None:
         """Take the length of this epoch."""
         self.length = 1 if self.length_of is None else self.length_of(epoch)
-        self._checked, self.was_cleared = self.filled > 0, False
+        self._checked, self.was_cleared, self.was_emptied = self.filled > 0, False, False
 
     def state_dict(self) -> dict[str, Any]:
         return {"filled": self.filled, "held": self.held, "extra_weight": self.extra_weight, "kept": self.kept}

@@ -93,6 +93,8 @@ class GradientNoise(Handler):
             self._iteration = engine.state.iteration
             self._drawing.clear()
         gradients = gradients_of(update)
+        if not gradients:  # somebody has cleared them, which is reported
+            return
         noise = [  # for a sharded gradient, each rank draws the noise of the full gradient and keeps its own shard
             local_part(
                 spread_like(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,8 +87,7 @@ class Guards(Handler):
         self._facts: dict[str, Facts] = {}
         self._modes: dict[nn.Module, bool] = {}
         self._known: set[Tensor] = set()
-        self._batches: list[tuple[int, Any]] = []
-        self._labels: list[tuple[int, int]] = []
+        self._batches, self._labels = list[tuple[int, Any]](), list[tuple[int, int]]()
         self._foreign: list[tuple[Tensor, int]] = []  # what optimizers hold besides the model, with its versions
         self._stepped: set[Tensor] = set()
         self._look: Look | None = None
@@ -150,14 +150,15 @@ class Guards(Handler):
         if self._look is not None or not self._facts:
             return
         self._check_ranks(engine)
-        self._check_batch(engine)
-        self._check_model(engine)
+        safely = engine.findings.look
+        safely(self._check_batch, engine)
+        safely(self._check_model, engine)
         self._look = look = Look(engine, self.name)
-        self._check_left_over(engine)
-        look.connect(Events.LOSS_COMPUTED, self._see_loss)
-        look.connect(Events.GRADIENTS_READY, self._see_gradients)
-        look.connect(Events.OPTIMIZER_STEP_STARTED, self._see_before_step)
-        look.connect(Events.OPTIMIZER_STEP_COMPLETED, self._see_step)
+        safely(self._check_left_over, engine)
+        look.connect(Events.LOSS_COMPUTED, partial(safely, self._see_loss))
+        look.connect(Events.GRADIENTS_READY, partial(safely, self._see_gradients))
+        look.connect(Events.OPTIMIZER_STEP_STARTED, partial(safely, self._see_before_step))
+        look.connect(Events.OPTIMIZER_STEP_COMPLETED, partial(safely, self._see_step))
         look.connect(Events.ITERATION_COMPLETED, self._see_end)
 
     def _report(
@@ -427,6 +428,12 @@ class Guards(Handler):
         look = self._look
         if look is None:
             return
+        engine.findings.look(self._check_end, engine, look)
+        if not look.pending or engine.state.iteration - look.iteration > _LONGEST:
+            look.close()
+            self._look = None
+
+    def _check_end(self, engine: Engine, look: Look) -> None:
         for update, calls in look.counted(engine):
             self._report(
                 engine,
@@ -447,9 +454,6 @@ class Guards(Handler):
                 key="elsewhere",
             )
         self._stepped = look.stepped()
-        if not look.pending or engine.state.iteration - look.iteration > _LONGEST:
-            look.close()
-            self._look = None
 
     # ---- looking at an evaluation ---------------------------------------------------------------------------------
 
@@ -457,8 +461,8 @@ class Guards(Handler):
     def look_at_evaluation(self, engine: Engine) -> None:
         """Look at the first batch of an evaluation."""
         self._look = look = Look(engine, self.name)
-        look.connect(Events.UPDATE_STARTED, self._see_forward_begin)
-        look.connect(Events.UPDATE_COMPLETED, self._see_forward_end)
+        look.connect(Events.UPDATE_STARTED, partial(engine.findings.look, self._see_forward_begin))
+        look.connect(Events.UPDATE_COMPLETED, partial(engine.findings.look, self._see_forward_end))
         look.connect(Events.ITERATION_COMPLETED, lambda engine: look.close())
 
     def _see_forward_begin(self, engine: Engine) -> None:

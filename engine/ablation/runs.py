@@ -166,14 +166,15 @@ def writes_or_shows(handler: Handler) -> bool:
 
 
 def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handler:
-    """Replace the handler with this name by a new one."""
+    """Replace the handler with this name by a new one, whose receivers run in its places."""
     with unchanged_random_state():
         handler = factory()
     if not isinstance(handler, Handler):
         raise TypeError(f"the factory of the alternative to {name!r} returned {handler!r}; expected a Handler")
     check_new(handler, f"the factory of the alternative to {name!r}")
+    place = engine.handlers.place_of(name)
     engine.detach(name)
-    engine.attach(handler)
+    engine.handlers.attach([handler], place=place)
     return handler
 
 

@@ -73,7 +73,7 @@ def try_out(
         if not engine.handlers[name].enabled:
             who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
             raise ValueError(f"the handler {name!r} is already switched off, by {who}")
-    originals = [engine.handlers[name] for name, _ in variant.swapped]
+    originals = [(engine.handlers[name], engine.handlers.place_of(name)) for name, _ in variant.swapped]
     others: list[Handler] = []
     try:
         with engine.without(*sorted(variant.off)):
@@ -94,9 +94,9 @@ def try_out(
     finally:
         for handler in others:
             engine.detach(handler)
-        for handler in originals:
+        for handler, place in originals:
             if handler.engine is None:
-                engine.attach(handler)
+                engine.handlers.attach([handler], place=place)
 
 
 def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[str] | None) -> list[str]:

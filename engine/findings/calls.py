@@ -50,6 +50,7 @@ class FirstCalls(TorchFunctionMode):
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
         self._means: Problem | None = None
         self._hooks = ExitStack()
+        self._failed = False
 
     def __enter__(self) -> FirstCalls:
         for root in self._engine.modules.values():
@@ -66,11 +67,19 @@ class FirstCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         result = func(*args, **named)
-        if torch.compiler.is_compiling():
+        if self._failed or torch.compiler.is_compiling():
             return result
-        name = getattr(func, "__name__", "")
+        try:
+            self._see(getattr(func, "__name__", ""), args, named, result)
+        except Exception as error:
+            self._failed = True
+            self._engine.findings.look_failed("FirstCalls", error)
+        return result
+
+    def _see(self, name: str, args: Any, named: Any, result: Any) -> None:
+        """Look at one call and at what it returned."""
         if not all(_has_values(one) for one in tensors_in((args, named, result))):
-            return result
+            return
         if (look := _LOOKS.get(name)) is not None:
             self.problems += look(self, args, named, result)
         elif name == "_pad_packed_sequence" and len(set(result[1].tolist())) > 1:
@@ -78,7 +87,6 @@ class FirstCalls(TorchFunctionMode):
         elif name == "index_select":  # as pad_packed_sequence puts sequences back in their order
             self._recurrent += [(result, first, kind) for one, first, kind in self._recurrent if one is args[0]]
         self._follow(args, named, result)
-        return result
 
     def _follow(self, args: Any, named: Any, result: Any) -> None:
         """Note what is cut off from the parameters: by detach, data, no_grad, or a gradient without its graph."""
@@ -207,7 +215,8 @@ class FirstCalls(TorchFunctionMode):
             )
 
     def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
-        if isinstance(output := returned[0], Tensor) and output.dim() == 3:
+        output = returned[0] if isinstance(returned, tuple) and returned else None
+        if isinstance(output, Tensor) and output.dim() == 3:
             self._recurrent.append((output, layer.batch_first, "both" if layer.bidirectional else "forward"))
 
     def _step(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
@@ -248,7 +257,7 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 
 def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
-    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one)]
+    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one) and one.layout is torch.strided]
     if len(tensors) < 2 or tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
         return
     inputs, targets = tensors[0].detach(), tensors[1].detach().reshape(-1, 1).to(tensors[0].dtype)

@@ -5,13 +5,13 @@ The rules are in `rules`; a handler adds its own in `Handler.findings`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..randomness import unchanged_random_state
 from .composition import Composition
-from .reports import Finding, Findings
+from .reports import Finding, Findings, failed_look
 from .rules import OF_BATCHES, OF_COMPOSITIONS
 
 if TYPE_CHECKING:
@@ -53,11 +53,22 @@ def _found(composition: Composition) -> Iterator[Finding]:
 
 def _all_found(composition: Composition) -> Iterator[Finding]:
     for rule in OF_COMPOSITIONS:
-        yield from rule(composition)
-    for rule in OF_BATCHES if composition.reads_batch else ():
-        yield from rule(composition)
+        yield from _looked(rule, composition)
+    if composition.reads_batch:
+        _ = composition.first_batch  # an error of the data is the user's, and not one of a rule
+        for rule in OF_BATCHES:
+            yield from _looked(rule, composition)
     for handler in composition.handlers:
-        yield from handler.findings(composition.engine)
+        yield from _looked(handler.findings, composition.engine)
+
+
+def _looked(rule: Callable[[Any], Iterable[Finding]], argument: Any) -> Iterator[Finding]:
+    """What a rule finds; one that raises an error finds nothing, and is skipped."""
+    try:
+        found = [*rule(argument)]
+    except Exception as error:
+        found = [failed_look(getattr(rule, "__qualname__", repr(rule)), error)]
+    yield from found
 
 
 @contextmanager

@@ -76,10 +76,12 @@ class EpochChecks:
         if not self.engine.training or not self._before:
             return
         before, self._before = self._before, []
-        stale = [p for one in before for p in self._check_updated(one, whole=whole)]
+        stale: list[Tensor] = []
+        for one in before:
+            stale += self._check_updated(one, whole=whole)
         if stale or list(map(id, _parameters(_parts(self.engine)))) != self._known_ids:
             self._check_held(stale)
-        if [part.training for part in self._parts] != self._modes or not all(self._modes):
+        if [part.training for part in self._parts] != self._modes or False in self._modes:
             self._check_modes()
         for one in before:
             self._check_loss(one.update)
@@ -230,11 +232,12 @@ class EpochChecks:
                 key=update.name,
             )
         # Receivers of BACKWARD_COMPLETED may have put other tensors in place of the gradients, such as masked ones.
-        if update.window.was_cleared and not engine.signal(Events.BACKWARD_COMPLETED).connections:
+        window = update.window
+        if window.was_cleared and (window.was_emptied or not engine.signal(Events.BACKWARD_COMPLETED).connections):
             engine.findings.report(
                 "W16",
                 f"gradients of update {update.name!r} were cleared inside an accumulation window of "
-                f"{update.window.length}: only what came after is used",
+                f"{window.length}: only what came after is used",
                 "do not call zero_grad(): the engine clears the gradients after each step",
                 key=update.name,
             )

@@ -53,17 +53,18 @@ class FirstStep(Step):
         """As `Step` does it."""
         look = self.look
         assert look is not None
-        if look.begins(update):
-            samples = samples_of(self.engine, self.state.batch)
+        findings = self.engine.findings
+        if findings.look(look.begins, update):
+            samples = findings.look(samples_of, self.engine, self.state.batch)
             with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, update, samples) as calls:
                 loss = super().compute_loss(update, batch, iteration, listened)
-            report_problems(self.engine, update, calls.found())
+            findings.look(_report_calls, self.engine, update, calls)
         else:
             loss = super().compute_loss(update, batch, iteration, listened)
         if iteration > look.last:
             self.look_no_more()
         elif update.evaluation == 0 and isinstance(loss, Tensor):
-            look.at(update, loss)
+            findings.look(look.at, update, loss)
         return loss
 
     def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
@@ -72,7 +73,7 @@ class FirstStep(Step):
         if self.look is not None and iteration > self.look.last:
             self.look_no_more()
         elif self.look is not None and update.raw_loss is not None and self.look.sees_first(update):
-            report_unheard(self.engine, update)
+            self.engine.findings.look(report_unheard, self.engine, update)
 
     def look_no_more(self) -> None:
         """Become a plain `Step`."""
@@ -88,7 +89,7 @@ class FirstEvaluation(Step):
     def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
         """As `Step` does it."""
         self.__class__ = Step  # type: ignore[assignment]
-        report_other_scale(self.engine, self.state.batch)
+        self.engine.findings.look(report_other_scale, self.engine, self.state.batch)
         if is_compiled(self.engine):  # a mode around it would have it compiled again
             return self.compute_loss(update, batch, iteration, listened)
         with ActiveDropout() as dropout:
@@ -121,6 +122,10 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
             f"detach one of the two, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
+
+
+def _report_calls(engine: Engine, update: UpdateState, calls: FirstCalls) -> None:
+    report_problems(engine, update, calls.found())
 
 
 def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Problem]) -> None:
@@ -164,8 +169,8 @@ class _Look:
         engine = self.engine()
         assert engine is not None
         if not self._seen:
-            note_scale(engine, engine.state.batch)
-            engine.snapshots.note_unsaved()
+            engine.findings.look(note_scale, engine, engine.state.batch)
+            engine.findings.look(engine.snapshots.note_unsaved)
         if update.name not in self._seen:
             self._seen.add(update.name)
             changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []
@@ -177,10 +182,11 @@ class _Look:
                 report_problems(engine, update, problems_of(one, window, samples, adversarial=adversarial))
             if update.backward_loss is loss and isinstance(update.raw_loss, Tensor) and update.raw_loss is not loss:
                 self._report_reported_loss(engine, update)
-        self._look_for_foreign_leaves(engine, update, loss)
-        self._look_for_gradients(engine, update)
-        self._look_for_kept_graphs(engine, update, loss)
-        self._look_for_seeds(engine, update)
+        look = engine.findings.look
+        look(self._look_for_foreign_leaves, engine, update, loss)
+        look(self._look_for_gradients, engine, update)
+        look(self._look_for_kept_graphs, engine, update, loss)
+        look(self._look_for_seeds, engine, update)
 
     @staticmethod
     def _report_reported_loss(engine: Engine, update: UpdateState) -> None:

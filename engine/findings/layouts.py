@@ -38,9 +38,12 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
                 key=layers[layer],
             )
 
+    def hook(layer: Any, args: tuple[Any, ...]) -> None:
+        engine.findings.look(look, layer, args)
+
     with ExitStack() as stack:
         for layer in layers if samples is not None else ():
-            stack.callback(layer.register_forward_pre_hook(look).remove)
+            stack.callback(layer.register_forward_pre_hook(hook).remove)
         yield
 
 

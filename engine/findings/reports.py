@@ -6,11 +6,11 @@ What cannot be meant is an error instead. Parts and handlers report with ``engin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .. import blame
 from ..codes import CODES, REPEATS, Severity
@@ -28,9 +28,13 @@ __all__ = [
     "Reports",
     "allow",
     "check_codes",
+    "failed_look",
     "finding",
     "warn",
 ]
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,16 @@ def finding(
 ) -> Finding:
     """A finding with its code's severity, unless another one is given."""
     return Finding(code, sentence, way_out, tuple(handlers), CODES[code][0] if severity is None else severity)
+
+
+def failed_look(name: str, error: Exception) -> Finding:
+    """The finding for a look that has raised an error."""
+    text = str(error).partition("\n")[0][:200]
+    return finding(
+        "W09",
+        f"{name}, which looks for mistakes, raised {type(error).__name__}: {text}; it is skipped",
+        "nothing in the run depends on it; please report it, with the kind of data and model",
+    )
 
 
 class Findings(Sequence[Finding]):
@@ -184,10 +198,12 @@ class Reports(Part):
         self.allowed = check_codes("Engine(allow=)", allowed)
         self.checked = False
         self._of_run: dict[tuple[Any, ...], Finding] = {}
+        self._failed: set[str] = set()  # names of looks that have raised an error in this run
         self._parent: Reports | None = None
 
     def begin_run(self) -> None:
         """Forget what was reported in the run before, so that it is reported again."""
+        self._failed = set()
         if self._parent is None:
             self._of_run = {}
 
@@ -247,6 +263,28 @@ class Reports(Part):
         root._of_run[known] = found
         if found.severity != "info":
             warn(found)
+
+    def look(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
+        """Call a function that only looks for mistakes, and must never end a run.
+
+        An error in it is reported once, and the function is not called again in this run: None is returned in its place. Errors
+        by which a finding stops the run are raised.
+        """
+        name = function.__qualname__
+        if name in self._failed:
+            return None
+        try:
+            return function(*arguments, **options)
+        except (FindingError, FindingWarning):
+            raise
+        except Exception as error:
+            self.look_failed(name, error)
+            return None
+
+    def look_failed(self, name: str, error: Exception) -> None:
+        """Report that a look has raised an error, and skip it for the rest of the run."""
+        self._failed.add(name)
+        self.add(failed_look(name, error), key=name)
 
     def is_allowed(self, code: str) -> bool:
         """Whether a code is silenced: by this engine, by the one that runs it, or by `allow`."""

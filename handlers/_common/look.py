@@ -61,8 +61,9 @@ class Look:
             if update.optimizer is not None:
                 self._hooks.append(update.optimizer.register_step_post_hook(partial(self._count, update.name)))
         for p in self._elsewhere:
-            self._hooks.append(p.register_hook(partial(self._note, p)))
-            self._hooks.append(p.register_post_accumulate_grad_hook(self._compare))
+            safely = engine.findings.look
+            self._hooks.append(p.register_hook(partial(safely, self._note, p)))
+            self._hooks.append(p.register_post_accumulate_grad_hook(partial(safely, self._compare)))
 
     def _count(self, name: str, *of_the_step: Any) -> None:
         self._calls[name] += 1

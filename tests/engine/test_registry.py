@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import weakref
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from signalfire.handlers import (
     Profiler,
 )
 from signalfire.testing import fingerprint
+from signalfire.tuning import find_learning_rate
 from tests import kit
 
 
@@ -336,6 +338,94 @@ def test_without_that_is_not_entered_is_reported_and_an_unknown_name_refused_at_
         assert not engine.handlers["ema"].enabled
     del block
     assert engine.handlers["ema"].enabled
+
+
+class Change(Handler):
+    """Changes the first weights as an epoch ends; several of these do not commute, and have one phase and rank."""
+
+    def __init__(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(name=name)
+        self.change = change
+
+    @on(Events.EPOCH_COMPLETED)
+    def apply(self, engine: Engine) -> None:
+        change_weights(engine.model, self.change)
+
+
+def change_weights(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    with torch.no_grad():
+        weight = next(model.parameters())
+        weight.copy_(change(weight))
+
+
+def without_nested(engine: Engine) -> None:
+    with engine.without("double"), engine.without("add", "square"):
+        engine.wiring()
+
+
+def toggled_in_another_order(engine: Engine) -> None:
+    for name in ("square", "double", "add"):
+        engine.handlers[name].enabled = False
+    for name in ("add", "square", "double"):
+        engine.handlers[name].enabled = True
+
+
+def toggled_inside_a_run(engine: Engine) -> None:
+    double = engine.handlers["double"]
+
+    @engine.on(Events.ITERATION_COMPLETED(before=3))
+    def toggle(engine: Engine) -> None:
+        double.enabled = not double.enabled
+
+
+def muted(engine: Engine) -> None:
+    with engine.signal(Events.EPOCH_COMPLETED).muted(), engine.without("double", "add"):
+        engine.handlers["square"].enabled = False
+    engine.handlers["square"].enabled = True
+
+
+def swept(engine: Engine) -> None:
+    find_learning_rate(engine, make_data(4), steps=4, diverges=None)
+
+
+def joined_by_another(engine: Engine) -> None:
+    with engine.without("double"):
+        engine.connect(Events.EPOCH_COMPLETED, lambda engine: change_weights(engine.model, torch.neg))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: change_weights(engine.model, torch.neg))
+
+
+@pytest.mark.parametrize(
+    "toggle", [without_nested, toggled_in_another_order, toggled_inside_a_run, muted, swept, joined_by_another]
+)
+def test_handlers_that_were_disabled_run_in_their_order_of_before(toggle: Callable[[Engine], object]) -> None:
+    changes: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "double": lambda weight: weight * 2,
+        "add": lambda weight: weight + 1,
+        "halve": lambda weight: weight / 2,
+        "square": lambda weight: weight * weight,
+    }
+    engine = make_engine(Change("double", changes["double"]), Change("add", changes["add"]))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: change_weights(engine.model, changes["halve"]))
+    engine.attach(Change("square", changes["square"]))
+    model = copy.deepcopy(engine.model)
+    toggle(engine)
+    engine.run(make_data(2), max_epochs=1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for x, y in make_data(2):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    for change in changes.values():
+        change_weights(model, change)
+    kit.assert_same(engine.model, model)
+
+
+def test_a_handler_that_is_detached_and_attached_again_goes_to_the_end() -> None:
+    first, second = Change("first", torch.neg), Change("second", torch.neg)
+    engine = make_engine(first, second)
+    engine.detach(first)
+    engine.attach(first)
+    assert [one.owner for one in engine.signal(Events.EPOCH_COMPLETED).connections] == ["second", "first"]
 
 
 def test_own_events_are_known_once_a_handler_subscribes_to_them() -> None:

@@ -18,11 +18,12 @@ from torch.nn.functional import mse_loss
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, Findings, Update
 from signalfire.handlers import (
     Checkpoint,
     DistributedDataParallel,
     GradientAccumulation,
+    Guards,
     LRScheduling,
     MixedPrecision,
     NonFiniteGuard,
@@ -244,6 +245,36 @@ def zero_grad_of_the_model_in_the_loss(right: bool) -> None:
         return mse_loss(output, target)
 
     build(model, GradientAccumulation(3), loss=loss).run(batches(), max_epochs=1)
+
+
+@mistake("W09")
+def a_look_for_mistakes_that_cannot_read_the_data(right: bool) -> Findings:
+    model = nn.Linear(3, 1)
+
+    def function(engine: Engine, batch: Any) -> Tensor:
+        return mse_loss(model(batch.dequantize() if batch.is_quantized else batch), torch.zeros(4, 1))
+
+    inputs = torch.randn(4, 3) if right else torch.quantize_per_tensor(torch.eye(4, 3), 0.1, 0, torch.quint8)
+    engine = Engine(Update.from_function(function, SGD), model=model)
+    engine.attach(Guards())
+    engine.run([inputs], max_epochs=1)
+    return engine.findings.of_run()
+
+
+@mistake("W16")
+def zero_grad_after_each_backward_of_a_window(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(2))
+    if not right:
+        engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.updates[0].optimizer.zero_grad())
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W16")
+def gradients_set_to_zero_after_each_backward_of_a_window(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(2))
+    if not right:
+        engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.model.zero_grad(set_to_none=False))
+    engine.run(batches(), max_epochs=1)
 
 
 @mistake("W17")

@@ -229,6 +229,84 @@ def test_a_receiver_with_a_filter_is_called_once_where_unsized_data_ends() -> No
     assert all_seen == [1] * 6 + [2] * 6
 
 
+BEFORE_UPDATES = [Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED]
+FILTERS: list[dict[str, Any]] = [{"once": 3}, {"every": 3}, {"after": 2, "before": 4}]
+
+
+def make_cut(event: Events, options: dict[str, Any], seen: list[str]) -> Engine:
+    """An engine that ends the epoch before iteration 3 is made, and notes which events call filtered receivers for it."""
+    engine = trainer()
+    engine.connect(event(**options), lambda engine: engine.terminate_epoch("enough"))
+    for one in BEFORE_UPDATES:
+        engine.connect(one(once=3), partial(lambda label, engine: seen.append(label), one.label))
+    return engine
+
+
+@pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
+@pytest.mark.parametrize("options", FILTERS, ids=str)
+def test_an_epoch_that_is_ended_before_an_iteration_is_made_is_ended_once(
+    event: Events, options: dict[str, Any]
+) -> None:
+    seen: list[str] = []
+    lengths: list[int] = []
+    engine = make_cut(event, options, seen)
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: lengths.append(engine.state.epoch_iteration))
+    engine.run(range(4), max_iters=5)
+    assert (engine.state.iteration, lengths) == (5, [2])
+    assert seen == [one.label for one in BEFORE_UPDATES]
+
+
+@pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
+def test_a_resumed_run_calls_nobody_again_for_an_iteration_that_was_not_made(event: Events) -> None:
+    states: list[dict[str, Any]] = []
+    before: list[str] = []
+    engine = make_cut(event, {"every": 3}, before)
+    with engine.connect(Events.EPOCH_COMPLETED, lambda engine: states.append(engine.state_dict())):
+        engine.run(range(4), max_epochs=1)
+    after: list[str] = []
+    resumed = make_cut(event, {"every": 3}, after)
+    resumed.load_state_dict(states[0])
+    resumed.run(range(4), max_iters=5)
+    assert resumed.state.iteration == 5
+    assert before + after == [one.label for one in BEFORE_UPDATES]
+
+
+@pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
+def test_a_run_that_was_stopped_before_an_iteration_is_made_continues_with_it(event: Events) -> None:
+    engine = trainer()
+    engine.connect(event(once=3), lambda engine: engine.terminate("enough"))
+    assert engine.run(range(4), max_epochs=1).iteration == 2
+    assert engine.run(range(4), max_epochs=2).iteration == 8
+
+
+@pytest.mark.parametrize("event", BEFORE_UPDATES[1:], ids=str)
+def test_an_iteration_that_an_error_cut_short_is_begun_again(event: Events) -> None:
+    engine = trainer()
+    seen: list[int] = []
+    engine.connect(event(once=3), lambda engine: seen.append(engine.state.iteration))
+    with (
+        engine.connect(Events.UPDATE_STARTED(once=3), lambda engine: 1 / 0),
+        pytest.raises(ZeroDivisionError),
+    ):
+        engine.run(range(4), max_epochs=1)
+    engine.run(range(4), max_epochs=1)
+    assert seen == [3, 3]
+
+
+def test_every_evaluation_counts_from_the_first_iteration() -> None:
+    evaluator = Engine(Update.from_function(lambda engine, batch: None), training=False)
+    seen: list[int] = []
+
+    @evaluator.on(Events.ITERATION_STARTED(once=2))
+    def end(engine: Engine) -> None:
+        seen.append(engine.state.iteration)
+        engine.terminate_epoch("enough")
+
+    for _ in range(2):
+        evaluator.run(range(4))
+    assert seen == [2, 2]
+
+
 @pytest.mark.parametrize("how", ["stop", "error"])
 @pytest.mark.parametrize("epoch_length", [None, 3])
 def test_a_batch_of_an_iterator_that_was_not_trained_on_comes_first_in_the_next_run(
