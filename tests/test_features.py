@@ -660,7 +660,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "handlers/test_summary.py": ["test_shapes_and_calls_are_those_of_the_first_forward"],
         "handlers/test_straggler_detection.py": [
             "test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_normal",
-            "test_nobody_is_named_in_undisturbed_runs",
+            "test_nobody_is_named_whom_a_busy_machine_holds_up_in_some_iterations",
             "test_between_two_comparisons_an_iteration_makes_three_calls_more",
         ],
         "test_cuda.py": [
