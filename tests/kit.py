@@ -31,6 +31,7 @@ from signalfire.handlers import Average, Metrics
 
 __all__ = [
     "CLIENTS",
+    "Clock",
     "DISTRIBUTING",
     "LIMIT",
     "MEMORY",
@@ -118,6 +119,19 @@ def free_port() -> int:
         with socket.socket() as tried, suppress(OSError):
             tried.bind(("127.0.0.1", port))
             return port
+
+
+class Clock:
+    """What a module reads in place of `time`: it stands still but where a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
