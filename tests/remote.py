@@ -161,7 +161,7 @@ import os, random, signal, sys, threading, time, traceback
 from pathlib import Path
 from signalfire import Events
 from signalfire.handlers import Checkpoint, MLflowLogger, TrackioLogger, WandbLogger
-from tests.kit import batches
+from tests.kit import LIMIT, batches
 from tests.remote import trainer
 
 kind, folder, life = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
@@ -191,10 +191,12 @@ def die():
 def live(engine):
     global made
     made += 1
-    if made == 1 and not opened.wait(120):
-        raise TimeoutError("the remote run was not opened within two minutes")
+    if made == 1 and not opened.wait(LIMIT):
+        raise TimeoutError("the remote run was not opened in time")
     if made == life:
         threading.Thread(target=die).start()
+    if made == life + 4 and life:
+        threading.Event().wait()  # for the end, however late it comes on a busy machine
     time.sleep(0.02)
 
 engine.connect(Events.ITERATION_COMPLETED, live)

@@ -14,7 +14,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from signalfire.handlers import Checkpoint
-from tests.kit import needs
+from tests.kit import LIMIT, needs
 from tests.neutral.exercises import NOTEBOOKS
 from tests.neutral.exercises import run as run_notebook
 
@@ -243,7 +243,7 @@ def test_the_main_example_says_what_it_does_before_it_imports_torch(tmp_path: Pa
     (tmp_path / "torch.py").write_text("raise SystemExit('this is the import of torch')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(EXAMPLES / "main.py")]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=LIMIT)
     first, _, rest = result.stderr.partition("\n")
     assert first == "Importing PyTorch and making the data; training begins in a few seconds."
     assert rest == "this is the import of torch\n"
