@@ -28,6 +28,9 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Hundreds of programs that tests start would compile the package again, which takes each of them a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 
 ROOT = Path(__file__).parent.parent
 
