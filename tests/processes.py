@@ -6,10 +6,13 @@ import gc
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
+import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.kit import LIMIT
 
-__all__ = ["Failed", "assert_alike", "run_together"]
+__all__ = ["Failed", "assert_alike", "run_program", "run_together"]
 
 
 class Failed(AssertionError):
@@ -103,6 +106,55 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
             dist.barrier()
     sys.stdout.flush()
     os._exit(0 if reported[0] == "result" else 1)
+
+
+def run_program(*arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What has become of a script, or of a module after ``-m``, in a process that is forked from this one.
+
+    What this process has imported is not imported again, which takes most of the time of a small program.
+    """
+    program = [str(argument) for argument in arguments]
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("output", "errors")]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = os.fork()
+        if process == 0:
+            _become(program, cwd, outputs)
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        return subprocess.CompletedProcess(program, status, *(path.read_text() for path in outputs))
+
+
+def _become(program: list[str], cwd: Path, outputs: list[Path]) -> None:
+    """In the child: never returns."""
+    status = 1
+    try:
+        gc.freeze()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.chdir(cwd)
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        if program[0] == "-m":
+            sys.argv, sys.path[:0] = program[1:], [str(cwd)]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[:0] = program, [str(Path(cwd, program[0]).parent)]
+            runpy.run_path(str(Path(cwd, program[0])), run_name="__main__")
+        status = 0
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def assert_alike(results: Sequence[Any]) -> Any:
