@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.kit import LIMIT
 
-__all__ = ["Failed", "assert_alike", "run_program", "run_together"]
+__all__ = ["Failed", "assert_alike", "program", "run_program", "run_together"]
 
 
 class Failed(AssertionError):
@@ -113,23 +113,37 @@ def run_program(*arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
 
     What this process has imported is not imported again, which takes most of the time of a small program.
     """
-    program = [str(argument) for argument in arguments]
     with TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("output", "errors")]
-        sys.stdout.flush()
-        sys.stderr.flush()
-        process = os.fork()
-        if process == 0:
-            _become(program, cwd, outputs)
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        return subprocess.CompletedProcess(program, status, *(path.read_text() for path in outputs))
+        process = program(*arguments, cwd=cwd, outputs=outputs)
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
 
 
-def _become(program: list[str], cwd: Path, outputs: list[Path]) -> None:
+def program(
+    *arguments: Any, cwd: Path, outputs: Sequence[Path], environment: Mapping[str, str] = {}
+) -> multiprocessing.process.BaseProcess:
+    """The process of `run_program`, to be started: in a session of its own, and with what it writes in these two files.
+
+    Args:
+        environment: what it has besides the environment of this process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    given = [str(argument) for argument in arguments]
+    return multiprocessing.get_context("fork").Process(target=_become, args=(given, cwd, outputs, environment))
+
+
+def _become(program: list[str], cwd: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
     """In the child: never returns."""
     status = 1
     try:
         gc.freeze()
+        os.setsid()
+        os.environ.update(environment)
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # of the process that was forked
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         for descriptor, path in enumerate(outputs, start=1):

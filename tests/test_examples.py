@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def run_forked(script: str, *arguments: str, folder: Path) -> str:
     """As `run`, without importing anything again."""
+    importlib.import_module("mnist1d.data")  # which the main example imports, and scipy with it
     result = run_program(EXAMPLES / script, *arguments, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "FindingWarning" not in result.stderr, result.stderr

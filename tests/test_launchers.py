@@ -19,8 +19,8 @@ import pytest
 
 from signalfire import Events
 from signalfire.handlers import History
-from tests.kit import finished, free_port, needs
-from tests.processes import Failed, run_together
+from tests.kit import free_port, needs
+from tests.processes import Failed, run_program, run_together
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = re.compile(r"^2 process\(es\), (\d+) steps: accuracy ([\d.]+) %.* weights ([0-9a-f]{12})$", re.M)
@@ -176,7 +176,7 @@ def test_the_first_script_of_several_processes_prints_what_the_page_says(tmp_pat
     for number, command in enumerate([[], launcher]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        done = finished(*command, script, cwd=folder)
+        done = run_program(*command, script, cwd=folder)
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout.strip())
     assert re.findall(r"prints `(.*? iterations)`", page) == shown

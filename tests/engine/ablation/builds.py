@@ -53,8 +53,11 @@ def build(seed: int) -> Any:
     return composed(seed), train
 
 
+PARENT = os.getppid()
+
+
 def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
-    """Writes down each run that is made, and takes its time; the last one of so many that SIGNALFIRE_MADE names never ends."""
+    """Writes down each run that is made, and takes its time; the last one of so many that SIGNALFIRE_MADE names ends with its parent."""
     engine = composed(seed)
 
     def run(engine: Engine) -> None:
@@ -65,7 +68,7 @@ def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
                 file.write(f"{seed} {' '.join(off)}\n")
             time.sleep(pause)
             last = int(os.environ.get("SIGNALFIRE_MADE", 10**6))
-            while (Path(folder) / "made.txt").read_text().count("\n") >= last:
+            while (Path(folder) / "made.txt").read_text().count("\n") >= last and os.getppid() == PARENT:
                 time.sleep(0.01)
 
         train(engine)
