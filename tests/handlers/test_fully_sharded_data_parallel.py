@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import signalfire.distributed.sharded as sharded
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.distributed import is_sharded, whole_tensor
+from signalfire.distributed.watch import Watch
 from signalfire.handlers import (
     EMA,
     SWA,
@@ -571,18 +572,25 @@ def interrupted(folder: Path) -> Any:
     def interrupt(path: Path) -> str:
         raise KeyboardInterrupt
 
+    heard, broken = folder.parent / "heard", Watch._broken
+
+    def hear(watch: Watch) -> bool:
+        found = broken(watch)
+        if found:
+            heard.touch()
+        return found
+
     if engine.processes.is_rank_zero:
         sharded.sha256_of = interrupt
+    else:
+        Watch._broken = hear  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         engine.run(loader(6), max_epochs=2)
     except BaseException as error:
         seconds = time.monotonic() - began
-        other = folder.parent / "the other one has ended"
         if engine.processes.is_rank_zero:
-            wait_until(other.exists)  # it has the store, and lives on, as a notebook does
-        else:
-            other.touch()
+            wait_until(heard.exists)  # it has the store, and lives on for a while, as a notebook does
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]), seconds
     return None
 

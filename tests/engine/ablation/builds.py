@@ -57,7 +57,10 @@ PARENT = os.getppid()
 
 
 def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
-    """Writes down each run that is made, and takes its time; the last one of so many that SIGNALFIRE_MADE names ends with its parent."""
+    """Writes down each run that is made, and takes its time.
+
+    The last one of so many that SIGNALFIRE_MADE names ends with its parent.
+    """
     engine = composed(seed)
 
     def run(engine: Engine) -> None:
