@@ -574,8 +574,8 @@ def interrupted(folder: Path) -> Any:
 
     heard, broken = folder.parent / "heard", Watch._broken
 
-    def hear(watch: Watch) -> bool:
-        found = broken(watch)
+    def hear(self: Watch) -> bool:
+        found = broken(self)
         if found:
             heard.touch()
         return found

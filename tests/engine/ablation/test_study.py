@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +39,10 @@ def apart_from_timings(store: Path) -> bytes:
 def made(folder: Path) -> list[str]:
     path = folder / "made.txt"
     return path.read_text().splitlines() if path.exists() else []
+
+
+def has_ended(process: BaseProcess) -> bool:
+    return not process.is_alive()
 
 
 def made_or_ended(count: int, folder: Path, ended: Callable[[], bool]) -> bool:
@@ -161,7 +166,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
         study.start()
         assert study.pid is not None
         try:
-            wait_until(partial(made_or_ended, before + 1, killed, lambda study=study: not study.is_alive()))
+            wait_until(partial(made_or_ended, before + 1, killed, partial(has_ended, study)))
             time.sleep(draws.uniform(0, 0.2))
         finally:
             study.kill()
