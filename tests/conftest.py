@@ -1,9 +1,9 @@
 """What every test runs under: one thread, and the tier that was asked for.
 
 The quick tier runs by default: of each test the first case and the last, unless it is marked `whole`. `--moderate` adds what is
-marked `moderate`, `--full` all cases and what is marked `slow` as well; what is marked `campaign` or `neutral` runs by that name
-alone, as in `-m campaign`. A test that is named by its id runs whatever its marks are. GPUs are hidden, and what needs one is
-skipped, unless `--cuda` is given.
+marked `moderate`, `--full` all cases and what is marked `slow` as well; `--rest` runs what `--full` adds to `--moderate`, and no
+more. What is marked `campaign` or `neutral` runs by that name alone, as in `-m campaign`. A test that is named by its id runs
+whatever its marks are. GPUs are hidden, and what needs one is skipped, unless `--cuda` is given.
 """
 
 from __future__ import annotations
@@ -24,8 +24,12 @@ import torch
 # whole store for as long as the resolver waits, 5 s by default: longer than many a timeout in these tests.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-# On a small shared machine, two threads are many times slower, and sums come out otherwise.
+# On a small shared machine, two threads are many times slower, and sums come out otherwise: also in programs that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Hundreds of programs that tests start would compile the package again, which takes each of them a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--moderate", action="store_true", help="run the moderate tests as well, of 0.15 s to some seconds"
     )
+    parser.addoption("--rest", action="store_true", help="run what --full adds to --moderate, and no more")
     parser.addoption(
         "--cuda", action="store_true", help="let the tests see the GPUs: for tests/test_cuda.py and the like"
     )
@@ -79,17 +84,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"an address in the id of a test differs from process to process: {unstable[0]}")
     if config.option.markexpr or any("::" in argument for argument in config.args):
         return
-    full = config.getoption("--full")
-    off = {"campaign", "neutral"} | (set() if full else {"slow"})
-    off |= set() if full or config.getoption("--moderate") else {"moderate"}
-    left_out = [item for item in items if any(mark.name in off for mark in item.iter_markers())]
-    if not full:
-        gone = set(left_out)
-        left_out += _beyond([item for item in items if item not in gone])
-    if left_out:
+    tier = next((name for name in ("full", "rest", "moderate") if config.getoption(f"--{name}")), "quick")
+    kept = _of_tier("full" if tier == "rest" else tier, items)
+    if tier == "rest":
+        kept -= _of_tier("moderate", items)
+    if left_out := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left_out)
-        out = set(left_out)
-        items[:] = [item for item in items if item not in out]
+        items[:] = [item for item in items if item in kept]
+
+
+def _of_tier(tier: str, items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases that the quick, the moderate or the full tier runs."""
+    off = {"campaign", "neutral"} | {"quick": {"slow", "moderate"}, "moderate": {"slow"}, "full": set()}[tier]
+    kept = [item for item in items if not any(mark.name in off for mark in item.iter_markers())]
+    return set(kept) if tier == "full" else set(kept).difference(_beyond(kept))
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +114,7 @@ def pytest_collection_finish() -> None:
 
 
 def _beyond(items: list[pytest.Item]) -> list[pytest.Item]:
-    """The cases of each test that the quick tier does not run: those between the first and the last."""
+    """The cases of each test that the full tier alone runs: those between the first and the last."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("whole") is None:

@@ -34,6 +34,7 @@ __all__ = [
     "DISTRIBUTING",
     "LIMIT",
     "MEMORY",
+    "Clock",
     "Trial",
     "assert_same",
     "average_gradients",
@@ -111,13 +112,37 @@ def needs(extra: str, *modules: str) -> None:
         pytest.skip(f"install the extra: pip install -e '.[{extra}]'", allow_module_level=True)
 
 
+_PORTS: list[socket.socket] = []
+
+
 def free_port() -> int:
-    """A port to listen on. Connections get theirs above, so that none takes it before it is listened on."""
+    """A port to listen on. Connections get theirs above, so that none takes it before it is listened on, and no other process
+    of tests is given it as long as this one lives."""
     while True:
         port = random.SystemRandom().randrange(20000, 32768)  # Linux gives connections ports from 32768
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
+        held = socket.socket(socket.AF_UNIX)
+        try:
+            held.bind(f"\0port {port} of Signalfire's tests")  # a name without a file, which ends with the process
+            with socket.socket() as tried:
+                tried.bind(("127.0.0.1", port))
+        except OSError:
+            held.close()
+            continue
+        _PORTS.append(held)
+        return port
+
+
+class Clock:
+    """What a module reads in place of `time`: it stands still but where a test moves it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:

@@ -6,10 +6,13 @@ import gc
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
+import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from tests.kit import LIMIT
 
-__all__ = ["Failed", "assert_alike", "run_together"]
+__all__ = ["Failed", "assert_alike", "program", "run_program", "run_together"]
 
 
 class Failed(AssertionError):
@@ -103,6 +106,69 @@ def _work(function: Callable[..., Any], args: tuple[Any, ...], rank: int, size: 
             dist.barrier()
     sys.stdout.flush()
     os._exit(0 if reported[0] == "result" else 1)
+
+
+def run_program(*arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """What has become of a script, or of a module after ``-m``, in a process that is forked from this one.
+
+    What this process has imported is not imported again, which takes most of the time of a small program.
+    """
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("output", "errors")]
+        process = program(*arguments, cwd=cwd, outputs=outputs)
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
+
+
+def program(
+    *arguments: Any, cwd: Path, outputs: Sequence[Path], environment: Mapping[str, str] = {}
+) -> multiprocessing.process.BaseProcess:
+    """The process of `run_program`, to be started: in a session of its own, and with what it writes in these two files.
+
+    Args:
+        environment: what it has besides the environment of this process.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    given = [str(argument) for argument in arguments]
+    return multiprocessing.get_context("fork").Process(target=_become, args=(given, cwd, outputs, environment))
+
+
+def _become(program: list[str], cwd: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
+    """In the child: never returns."""
+    status = 1
+    try:
+        gc.freeze()
+        os.setsid()
+        os.environ.update(environment)
+        multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # of the process that was forked
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for descriptor, path in enumerate(outputs, start=1):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), descriptor)
+        sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
+        os.chdir(cwd)
+        warnings.resetwarnings()
+        warnings.simplefilter("default")
+        if program[0] == "-m":
+            sys.argv, sys.path[:0] = program[1:], [str(cwd)]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv, sys.path[:0] = program, [str(Path(cwd, program[0]).parent)]
+            runpy.run_path(str(Path(cwd, program[0])), run_name="__main__")
+        status = 0
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def assert_alike(results: Sequence[Any]) -> Any:

@@ -377,7 +377,7 @@ def guarded_evaluation(folder: Path) -> Engine:
 
 def outputs(folder: Path) -> Engine:
     engine = Engine(Update.prediction(), model=mlp(5, 8, 1))
-    engine.attach(Predictions(targets=True), DistributedDataParallel(timeout=20.0))
+    engine.attach(Predictions(targets=True), DistributedDataParallel(timeout=60.0))
     return engine
 
 
@@ -452,7 +452,7 @@ def replicas(folder: Path) -> Engine:
             tensor += expected_processes().rank
     return build(
         model,
-        DistributedDataParallel(timeout=20.0),
+        DistributedDataParallel(timeout=60.0),
         Guards(every="2it"),
         Metrics(loss=Average()),
         GradientAccumulation(2),
@@ -466,7 +466,7 @@ def replicas(folder: Path) -> Engine:
 def replicas_and_a_thread(folder: Path) -> Engine:
     return build(
         mlp(5, 8, 1),
-        DistributedDataParallel(timeout=20.0),
+        DistributedDataParallel(timeout=60.0),
         Checkpoint(folder, name="saved", every="1it", asynchronous=True),
     )
 
@@ -488,7 +488,7 @@ def shards(folder: Path) -> Engine:
     model = mlp(5, 8, 1)
     return build(
         model,
-        FullyShardedDataParallel(timeout=20.0, reduce_every_batch=True),
+        FullyShardedDataParallel(timeout=60.0, reduce_every_batch=True),
         GradientAccumulation(2),
         Validation(evaluator_of(model), batches(2, seed=1), prefix="val_"),
     )
@@ -499,7 +499,7 @@ def parts(folder: Path) -> Engine:
     torch.manual_seed(expected_processes().rank)
     return build(
         mlp(5, 8, 1, nn.Tanh()),
-        TensorParallel({"0": ColwiseParallel(), "2": RowwiseParallel()}, timeout=20.0),
+        TensorParallel({"0": ColwiseParallel(), "2": RowwiseParallel()}, timeout=60.0),
         Metrics(loss=Average()),
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )

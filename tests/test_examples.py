@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -14,11 +15,21 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from signalfire.handlers import Checkpoint
-from tests.kit import needs
+from tests.kit import LIMIT, needs
 from tests.neutral.exercises import NOTEBOOKS
 from tests.neutral.exercises import run as run_notebook
+from tests.processes import run_program
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_forked(script: str, *arguments: str, folder: Path) -> str:
+    """As `run`, without importing anything again."""
+    importlib.import_module("mnist1d.data")  # which the main example imports, and scipy with it
+    result = run_program(EXAMPLES / script, *arguments, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    assert "FindingWarning" not in result.stderr, result.stderr
+    return result.stdout
 
 
 def run(script: str, *arguments: str, folder: Path) -> str:
@@ -243,7 +254,7 @@ def test_the_main_example_says_what_it_does_before_it_imports_torch(tmp_path: Pa
     (tmp_path / "torch.py").write_text("raise SystemExit('this is the import of torch')")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, str(EXAMPLES / "main.py")]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=60)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=LIMIT)
     first, _, rest = result.stderr.partition("\n")
     assert first == "Importing PyTorch and making the data; training begins in a few seconds."
     assert rest == "this is the import of torch\n"
@@ -306,7 +317,7 @@ def test_notebooks_are_stored_without_outputs(notebook: Path) -> None:
 @pytest.mark.parametrize("model", ["logistic", "mlp", "gru"])
 def test_the_main_example_trains_every_model_and_does_without_handlers(model: str, tmp_path: Path) -> None:
     without = "gradient_accumulation,gradient_clipping,best,early_stopping,progress_bar"
-    output = run("main.py", "--model", model, "--steps", "100", "--without", without, folder=tmp_path)
+    output = run_forked("main.py", "--model", model, "--steps", "100", "--without", without, folder=tmp_path)
     assert "100 optimizer steps" in output
     assert not list(tmp_path.glob("runs/*/*/state.pt"))
     assert list(tmp_path.glob("runs/*/events*"))
@@ -314,7 +325,7 @@ def test_the_main_example_trains_every_model_and_does_without_handlers(model: st
 
 @pytest.mark.slow
 def test_the_main_example_lists_its_wiring_without_what_is_off(tmp_path: Path) -> None:
-    wiring = run("main.py", "--list", "--without", "gradient_clipping", folder=tmp_path)
+    wiring = run_forked("main.py", "--list", "--without", "gradient_clipping", folder=tmp_path)
     assert "GET_BATCH_COMPLETED\n  PREPARE   device_transfer.move_batch" in wiring
     assert "gradient_clipping.clip" not in wiring
     assert "disabled: gradient_clipping" in wiring
@@ -323,7 +334,6 @@ def test_the_main_example_lists_its_wiring_without_what_is_off(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_main_example_names_the_handlers_there_are_if_one_is_misspelt(tmp_path: Path) -> None:
-    command = [sys.executable, str(EXAMPLES / "main.py"), "--without", "clipping"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    result = run_program(EXAMPLES / "main.py", "--without", "clipping", cwd=tmp_path)
     assert result.returncode == 2
     assert "gradient_clipping" in result.stderr

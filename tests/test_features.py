@@ -79,6 +79,27 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_seconds_are_due_at_the_first_iteration_after_them",
         ],
     },
+    "E9 engine.check(): findings with codes, as a table and as JSON": {
+        "engine/findings/test_check.py": [
+            "test_nothing_is_changed",
+            "test_a_run_after_a_check_is_the_run_without_it",
+            "test_a_check_of_a_good_composition_finds_nothing",
+            "test_what_is_found_is_a_table_and_json",
+            "test_the_first_run_reports_warnings_once_and_keeps_the_rest",
+            "test_a_code_is_silenced_in_check_and_in_run",
+            "test_a_handler_adds_findings_of_its_own",
+        ],
+        "engine/test_declarations.py": [
+            "test_every_receiver_that_is_shipped_declares_what_it_uses",
+            "test_receivers_write_what_they_declare_and_nothing_else",
+            "test_receivers_read_what_they_declare_and_nothing_else",
+        ],
+        "test_mistakes.py": [
+            "test_a_mistake_is_noticed",
+            "test_the_same_done_right_stays_silent",
+            "test_each_code_has_a_case",
+        ],
+    },
     "E10 what silently ruins training is noticed": {
         "handlers/test_guards.py": [
             "test_the_recipes_raise_no_alarm_and_end_as_without",
@@ -443,6 +464,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
         "engine/checkpoints/test_failures.py": ["test_one_from_which_three_runs_failed_is_passed_over"],
     },
+    "H8 no more collectives than plain DDP and FSDP2": {
+        "test_collectives.py": [
+            "test_an_iteration_makes_the_collectives_of_plain_ddp",
+            "test_an_iteration_makes_the_collectives_of_plain_fsdp",
+            "test_the_ranks_agree_once_between_epochs_and_share_an_order_that_is_drawn",
+            "test_an_evaluation_makes_one_reduction_at_its_end",
+        ],
+    },
     "T2 all ranks halve their batches": {
         "handlers/test_distributed_data_parallel.py": ["test_all_halve_their_batches_when_the_memory_of_one_runs_out"],
     },
@@ -484,6 +513,18 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_run_resumed_inside_the_schedule_ends_like_one_that_was_not_stopped",
             "test_detaching_leaves_the_zeros_and_nothing_else",
             "test_frozen_parameters_are_neither_pruned_nor_counted",
+        ],
+    },
+    "C8 checkpoints and averages of what is trained only": {
+        "handlers/test_trained_only.py": [
+            "test_the_frozen_base_is_not_written_and_the_run_goes_on_as_if_it_were",
+            "test_a_model_with_another_base_is_refused_and_keeps_its_weights",
+            "test_weights_of_what_is_trained_are_put_on_top_of_the_base",
+            "test_a_frozen_parameter_that_is_changed_by_hand_is_written",
+            "test_where_nothing_is_frozen_it_says_so",
+            "test_ranks_leave_out_the_base_and_resume_exactly",
+            "test_averages_of_what_is_trained_evaluate_as_averages_of_everything_do",
+            "test_a_parameter_is_averaged_from_its_first_step_and_a_resumed_run_knows_it",
         ],
     },
     "C9 engine.rewind and engine.replay": {
@@ -619,7 +660,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "handlers/test_summary.py": ["test_shapes_and_calls_are_those_of_the_first_forward"],
         "handlers/test_straggler_detection.py": [
             "test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_normal",
-            "test_nobody_is_named_in_undisturbed_runs",
+            "test_nobody_is_named_whom_a_busy_machine_holds_up_in_some_iterations",
             "test_between_two_comparisons_an_iteration_makes_three_calls_more",
         ],
         "test_cuda.py": [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import re
@@ -10,13 +11,16 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
+from runpy import run_path
 
 import pytest
 
 from signalfire import Events
 from signalfire.handlers import History
-from tests.kit import finished, free_port, needs
+from tests.kit import free_port, needs
+from tests.processes import Failed, run_program, run_together
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PRINTED = re.compile(r"^2 process\(es\), (\d+) steps: accuracy ([\d.]+) %.* weights ([0-9a-f]{12})$", re.M)
@@ -121,15 +125,21 @@ def code_of_the_page_up_to(text: str) -> str:
     return "\n".join(blocks[: last + 1])
 
 
+def printed_by(script: Path) -> str:
+    """What a script prints that runs in this process, one of several, as it would under torchrun."""
+    with redirect_stdout(io.StringIO()) as printed:
+        run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.slow
 def test_the_test_of_a_handler_in_the_guide_runs_in_two_processes(tmp_path: Path) -> None:
     script = tmp_path / "test_mine.py"
     script.write_text(code_of_the_page_up_to("def test_ranks_agree"))
-    done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
-    assert done.returncode == 0, done.stderr
+    run_together(printed_by, 2, script)
     script.write_text(script.read_text().replace("one == weights[0]", "one != weights[0]"))
-    done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
-    assert "AssertionError" in done.stderr
+    with pytest.raises(Failed, match="AssertionError"):
+        run_together(printed_by, 2, script)
 
 
 NOISY = """
@@ -153,9 +163,7 @@ engine.processes.print(trained[0] == trained[1])
 def test_the_handler_of_the_guide_that_changes_weights_does_so_alike_on_all_ranks(tmp_path: Path) -> None:
     script = tmp_path / "noisy.py"
     script.write_text(code_of_the_page_up_to("class WeightNoise") + NOISY)
-    done = finished("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", script)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
+    assert run_together(printed_by, 2, script) == ["True\n", ""]
 
 
 @pytest.mark.slow
@@ -168,7 +176,7 @@ def test_the_first_script_of_several_processes_prints_what_the_page_says(tmp_pat
     for number, command in enumerate([[], launcher]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        done = finished(*command, script, cwd=folder)
+        done = run_program(*command, script, cwd=folder)
         assert done.returncode == 0, done.stderr
         shown.append(done.stdout.strip())
     assert re.findall(r"prints `(.*? iterations)`", page) == shown

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit import needs
+from tests.kit import LIMIT, needs
 
 needs("notebooks", "nbclient", "nbformat", "ipykernel")
 
@@ -79,7 +79,9 @@ def executed(*cells: str, again: tuple[int, ...] = (), allow_errors: bool = Fals
     """What each execution of a cell has left as its outputs; those in ``again`` are executed anew at the end."""
     made = [nbformat.v4.new_code_cell(one) for one in cells]
     notebook = nbformat.v4.new_notebook(cells=made)
-    client = NotebookClient(notebook, timeout=120, kernel_name="python3", allow_errors=allow_errors)
+    client = NotebookClient(
+        notebook, timeout=LIMIT, startup_timeout=LIMIT, kernel_name="python3", allow_errors=allow_errors
+    )
     outputs = []
     with client.setup_kernel(cwd=str(ROOT), env={**os.environ, "PYTHONPATH": str(ROOT)}):
         for place in (*range(len(cells)), *again):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codeop
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import run_program
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -27,7 +26,7 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     code = PYTHON[number] if number == 0 else PYTHON[0] + "\n" + PYTHON[number]
     script = tmp_path / "example.py"
     script.write_text("import torch\ntorch.set_num_threads(1)\n" + code + "\nprint(trainer)\n")
-    result = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True, env=os.environ)
+    result = run_program(script, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "FindingWarning" not in result.stderr, result.stderr
     shown = re.search(r"^This prints\n+```\n(.*?)^```.*?^```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)

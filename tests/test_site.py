@@ -20,7 +20,7 @@ import signalfire
 from signalfire import ablation, testing, tuning
 from signalfire.codes import CODES
 from tests.engine.ablation.reports import WORSE, report
-from tests.kit import finished, needs, shipped, wait_until
+from tests.kit import LIMIT, finished, needs, shipped, wait_until
 
 needs("docs", "sybil", "sphinx", "furo", "myst_parser", "lightning", "ignite")
 
@@ -278,10 +278,10 @@ def test_the_search_finds_the_page_without_a_server(words: str, expected: str, s
     tab.goto((site / "index.html").as_uri())
     tab.fill("input[name=q]", words)
     tab.press("input[name=q]", "Enter")
-    tab.wait_for_selector("#search-results li a", timeout=60_000)
+    tab.wait_for_selector("#search-results li a", timeout=1000 * LIMIT)
     # The pages that were found are shown one by one, and only then this line.
     tab.wait_for_function(
-        "document.querySelector('.search-summary')?.innerText.startsWith('Search finished')", timeout=60_000
+        "document.querySelector('.search-summary')?.innerText.startsWith('Search finished')", timeout=1000 * LIMIT
     )
     found = [
         link.get_attribute("href").partition("#")[0].partition("?")[0]

@@ -365,7 +365,7 @@ def _went_back_together(folder: str) -> tuple[int, list[str], str]:
         mlp(5, 8, 1),
         Rewindable(every="2it"),
         Checkpoint(folder, every="4it", keep=2),
-        DistributedDataParallel(timeout=20.0),
+        DistributedDataParallel(timeout=60.0),
     )
     rewinding(engine, at=17, to=13, leave_out=3)
     kept: list[str] = []

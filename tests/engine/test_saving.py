@@ -32,7 +32,7 @@ from signalfire.handlers import (
     ProgressBar,
 )
 from tests import kit
-from tests.kit import build, linear
+from tests.kit import LIMIT, build, linear
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -243,7 +243,7 @@ except OSError as error:
 @pytest.mark.parametrize("handler", ["checkpoint", "tensorboard"])
 def test_a_full_disk_is_an_error_and_no_end_of_waiting(handler: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", FULL_DISK, str(tmp_path), handler]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     assert result.stdout.startswith("OSError"), result.stderr
     if handler == "checkpoint":
         (file,) = tmp_path.iterdir()

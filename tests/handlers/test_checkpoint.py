@@ -36,7 +36,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import batches, build, content_of, evaluator_of, mlp, quick, spread
+from tests.kit import LIMIT, batches, build, content_of, evaluator_of, mlp, quick, spread
 from tests.processes import run_together
 
 
@@ -415,7 +415,7 @@ def test_a_full_disk_leaves_the_old_ones_and_no_rest(tmp_path: Path) -> None:
         [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT,
         check=False,
     )
     assert done.stdout.strip() == "refused", done.stderr
@@ -749,7 +749,7 @@ class Gated(Files):
 
     def write(self, path: Path, content: Content) -> None:
         self.reached.set()
-        assert self.gate.wait(30)
+        assert self.gate.wait(LIMIT)
         if self.error is not None:
             raise self.error
         super().write(path, content)
@@ -797,7 +797,7 @@ def test_nothing_is_reported_as_saved_before_the_disk_has_it(tmp_path: Path) -> 
 
     @engine.on(Events.ITERATION_STARTED(once=5))
     def look(engine: Engine) -> None:  # that of iteration 4 is under way
-        assert gated.reached.wait(30)
+        assert gated.reached.wait(LIMIT)
         assert handler.kept == [first]
         assert handler.last == tmp_path / first[0]
         assert saved == [2]

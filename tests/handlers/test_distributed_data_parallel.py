@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -50,6 +50,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
+from signalfire.update import UpdateState
 from tests.kit import digest, quick
 from tests.processes import assert_alike, run_together
 
@@ -470,14 +471,20 @@ def test_what_one_process_asks_for_all_do(size: int) -> None:
 
 
 def _alarmed() -> dict[str, Any]:
+    """The signal comes in rank 1 after it has said what it asks for in iteration 5, and before it has heard the other."""
     engine = make_engine()
+    noticed = engine.group.noticed
+
+    def alarmed(update: UpdateState) -> bool:
+        if engine.state.iteration == 5:
+            os.kill(os.getpid(), signal.SIGALRM)
+        return noticed(update)
 
     def set_alarm(engine: Engine) -> None:
         signal.signal(signal.SIGALRM, lambda *_: engine.boundary.preempt("alarm"))
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        engine.group.noticed = alarmed  # type: ignore[method-assign]
 
     on_rank(1, engine, Events.ITERATION_COMPLETED(once=4), set_alarm)
-    on_rank(0, engine, Events.ITERATION_COMPLETED(once=4), lambda engine: time.sleep(0.4))
     engine.run(batches(*[4] * TURNS * 2), max_epochs=3)
     return ended(engine)
 

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import signalfire.distributed.sharded as sharded
 from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.distributed import is_sharded, whole_tensor
+from signalfire.distributed.watch import Watch
 from signalfire.handlers import (
     EMA,
     SWA,
@@ -47,7 +48,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import free_port, quick, spread
+from tests.kit import LIMIT, free_port, quick, spread, wait_until
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 
@@ -114,7 +115,7 @@ def start(number: int, function: Callable[..., Any], *args: Any) -> tuple[list[A
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(number), LOCAL_WORLD_SIZE=str(number),
                           MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # fmt: skip
         torch.set_num_threads(1)
-        faulthandler.dump_traceback_later(12)
+        faulthandler.dump_traceback_later(LIMIT / 2)
         try:
             end.send_bytes(pickle.dumps((True, function(*args))))  # by value: tensors are shared otherwise
         except BaseException:
@@ -141,7 +142,7 @@ def together(number: int, function: Callable[..., Any], *args: Any) -> list[Any]
     results = []
     try:
         for end in ends:
-            assert end.poll(20), "a process hangs"
+            assert end.poll(LIMIT), "a process hangs"
             results.append(pickle.loads(end.recv_bytes()))
     finally:
         for process in processes:
@@ -358,7 +359,7 @@ def killed_while_saving(folder: Path, size: int) -> None:
 def test_a_process_that_is_killed_during_a_save_leaves_the_older_checkpoint_whole(tmp_path: Path) -> None:
     processes, ends = start(2, killed_while_saving, tmp_path, 6)
     try:
-        assert ends[0].poll(30)
+        assert ends[0].poll(LIMIT)
         well, reported = pickle.loads(ends[0].recv_bytes())
         assert not well
         assert "Connection" in reported or "closed" in reported  # the other notices, and does not wait for ever
@@ -575,7 +576,7 @@ def test_a_process_without_a_batch_takes_part(number: int, window: int) -> None:
         assert steps == 3 * math.ceil(math.ceil(7 / number) / window)
 
 
-TIMEOUT = 50.0
+TIMEOUT = LIMIT
 
 
 def interrupted(folder: Path) -> Any:
@@ -585,22 +586,32 @@ def interrupted(folder: Path) -> Any:
     def interrupt(path: Path) -> str:
         raise KeyboardInterrupt
 
+    heard, broken = folder.parent / "heard", Watch._broken
+
+    def hear(self: Watch) -> bool:
+        found = broken(self)
+        if found:
+            heard.touch()
+        return found
+
     if engine.processes.is_rank_zero:
         sharded.sha256_of = interrupt
+    else:
+        Watch._broken = hear  # type: ignore[method-assign]
     began = time.monotonic()
     try:
         engine.run(loader(6), max_epochs=2)
     except BaseException as error:
         seconds = time.monotonic() - began
         if engine.processes.is_rank_zero:
-            time.sleep(5)  # it has the store, and lives on, as a notebook does
+            wait_until(heard.exists)  # it has the store, and lives on for a while, as a notebook does
         return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]), seconds
     return None
 
 
 @pytest.mark.slow
 def test_an_interrupt_while_shards_are_written_ends_all_processes(tmp_path: Path) -> None:
-    (first, _, _), (second, reported, seconds) = together(2, interrupted, tmp_path)
+    (first, _, _), (second, reported, seconds) = together(2, interrupted, tmp_path / "saved")
     assert first == "KeyboardInterrupt"
     assert second == "RuntimeError"
     assert "rank 0 " in reported

@@ -231,10 +231,14 @@ import sys
 sys.path.insert(0, {tests!r})
 from test_preemption import *
 torch.set_num_threads(1)
-engine = build(Path({folder!r}), Preemption({arguments}), pause=0.05)
+engine = build(Path({folder!r}), Preemption({arguments}))
 @engine.on(Events.ITERATION_COMPLETED(once=2))
 def show(engine):
     print("begun", flush=True)
+@engine.on(Events.ITERATION_STARTED(once=4))
+def wait_for_the_signal(engine):
+    while engine.handlers["preemption"].preempted is None:
+        time.sleep(0.001)
 for event in (Events.PREEMPTED, Events.TERMINATED, Events.COMPLETED, Events.ENDED):
     engine.connect(event, lambda engine, event=event: print(event.name, flush=True))
 engine.run(loader(), max_epochs=EPOCHS)

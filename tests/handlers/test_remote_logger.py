@@ -212,6 +212,7 @@ def test_the_run_puts_a_row_into_a_queue_and_calls_nothing_else(tmp_path: Path) 
     service.gate.clear()
     logger = ServiceLogger(service, tmp_path, every="1it", timeout=0)
     engine = trainer(logger)
+    engine.connect(Events.COMPLETED, lambda engine: wait_until(lambda: service.requests))
     engine.connect(Events.COMPLETED, lambda engine: sizes.append(logger.path.exists()))
     sizes: list[bool] = []
     with pytest.warns(UserWarning, match="could not be closed"):
@@ -469,6 +470,7 @@ def test_a_new_run_puts_what_another_one_left_aside(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="2 rows that were not sent|cannot be sent"):
         build(linear(5, 1), logger).run(DATA, max_epochs=1)
     first = logger.remote_id
+    wait_until(lambda: not any(thread.name == "service_logger" for thread in threading.enumerate()))
     service.fails = None
     logger = ServiceLogger(service, tmp_path, every="3it")
     with pytest.warns(UserWarning, match="2 rows of run .* were never sent; they are in .*unsent.1.jsonl"):

@@ -1,30 +1,105 @@
-"""Stragglers in real processes: who is named, for what, how often, and at what cost."""
+"""Stragglers in real processes: who is named, for what, how often, and at what cost.
+
+The ranks have clocks of their own, which the work in the tests moves, and waiting for others: however busy the machine is, they
+measure the same. A campaign measures undisturbed runs by the real clocks.
+"""
 
 from __future__ import annotations
 
+import random
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Handler, Phase
-from signalfire.distributed import expected_processes
-from signalfire.handlers import DistributedDataParallel, FullyShardedDataParallel, StragglerDetection
+from signalfire import group as group_of_ranks
+from signalfire.distributed import expected_processes, process_group
+from signalfire.distributed import processes as collectives
+from signalfire.handlers import (
+    DistributedDataParallel,
+    FullyShardedDataParallel,
+    StragglerDetection,
+    straggler_detection,
+)
 from signalfire.handlers.straggler_detection import Times, find_stragglers
 from tests import kit
 from tests.kit import quick
 from tests.processes import run_together
 
+USUAL = 0.001
 DELAY = 0.02
+TIMEOUT = 60.0
 Slow = Callable[[int], bool]
 """Whether the rank under test is slow in an iteration."""
+
+
+class Clocks:
+    """The clocks of a rank: work moves them, and who waits for the others in a collective comes to the time of the last of them.
+
+    Attributes:
+        wall: seconds that have passed.
+        cpu: seconds of the processor, which do not pass while this rank sleeps or waits.
+    """
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+        self.ranks: Any = None
+
+    def sleep(self, seconds: float) -> None:
+        self.wall += seconds
+
+    def burn(self, seconds: float) -> None:
+        self.wall += seconds
+        self.cpu += seconds
+
+    def meet(self, *arguments: Any) -> None:
+        """Wait for the last rank."""
+        last = torch.tensor(self.wall, dtype=torch.float64)
+        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self.ranks)
+        self.wall = last.item()
+
+    def install(self) -> None:
+        """Have the package read these clocks in this process, which is forked, and whose collectives of its own move them."""
+        process_group(timeout=TIMEOUT)
+        self.ranks = dist.new_group(backend="gloo")
+        for module in (straggler_detection, collectives):
+            module.perf_counter = lambda: self.wall  # type: ignore[attr-defined]
+        straggler_detection.thread_time = lambda: self.cpu  # type: ignore[attr-defined]
+        collectives.dist = _Collectives(self)  # type: ignore[attr-defined]
+        clocks = {"perf_counter": lambda: self.wall, "thread_time": lambda: self.cpu, "monotonic": time.monotonic}
+        group_of_ranks.time = SimpleNamespace(**clocks)  # type: ignore[attr-defined]
+
+
+class _Collectives:
+    """The functions of `torch.distributed`, of which those that wait for the other ranks move the clocks."""
+
+    def __init__(self, clocks: Clocks) -> None:
+        self.clocks = clocks
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(dist, name)
+        if name not in ("all_gather", "all_reduce", "barrier", "broadcast"):
+            return function
+
+        def called(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+            if not async_op:
+                self.clocks.meet()
+            return function(*arguments, async_op=async_op, **options)
+
+        return called
+
+
+CLOCKS = Clocks()
 
 
 def on_rank(rank: int, slow: Slow) -> Slow:
@@ -46,8 +121,8 @@ class Samples(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         iteration, place = divmod(index, self.size * expected_processes().world_size)
-        if place % self.size == 0 and self.slow(iteration + 1):
-            time.sleep(DELAY)
+        if place % self.size == 0:
+            CLOCKS.sleep(DELAY if self.slow(iteration + 1) else USUAL)
         sample = self.values[index % 64]
         return sample[:5], sample[5:]
 
@@ -64,28 +139,21 @@ class Stream:
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         samples, rank = self.samples, expected_processes().rank
         for first in range(0, samples.iterations * samples.size, samples.size):
-            if samples.slow(first // samples.size + 1):
-                time.sleep(DELAY)
+            CLOCKS.sleep(DELAY if samples.slow(first // samples.size + 1) else USUAL)
             values = samples.values[[(first + 17 * rank + place) % 64 for place in range(samples.size)]]
             yield values[:, :5], values[:, 5:]
 
 
-def burn(seconds: float) -> None:
-    begun = time.thread_time()
-    while time.thread_time() - begun < seconds:
-        pass
-
-
 PLACES: dict[str, tuple[Any, Callable[[float], None]]] = {
-    "forward": (Events.FORWARD_COMPLETED, time.sleep),
-    "backward": (Events.BACKWARD_COMPLETED, burn),
-    "handlers": (Events.ITERATION_COMPLETED, time.sleep),
+    "forward": (Events.FORWARD_COMPLETED, CLOCKS.burn),
+    "backward": (Events.BACKWARD_COMPLETED, CLOCKS.burn),
+    "handlers": (Events.ITERATION_COMPLETED, CLOCKS.sleep),
 }
 
 
 def build(*handlers: Handler, distributing: Handler | None = None) -> Engine:
     engine = kit.build(kit.mlp(5, 8, 1, nn.Tanh()), optimizer=partial(torch.optim.SGD, lr=0.01))
-    engine.attach(distributing or DistributedDataParallel(timeout=60.0), *handlers)
+    engine.attach(distributing or DistributedDataParallel(timeout=TIMEOUT), *handlers)
     return engine
 
 
@@ -97,20 +165,28 @@ def told(engine: Engine, data: Any, **bounds: Any) -> list[str]:
     return [str(one.message) for one in seen]
 
 
+def working(engine: Engine, seconds: Callable[[str, int], float], sharded: bool = False) -> None:
+    """Let each part but the data take so many seconds in each iteration, and the ranks wait for each other where they do."""
+    for part, (event, work) in PLACES.items():
+        engine.connect(event, lambda engine, part=part, work=work: work(seconds(part, engine.state.iteration)))
+    # The ranks meet in the forward of a sharded model, in the backward, and in a collective at the end of each iteration.
+    if sharded:
+        engine.model.register_forward_pre_hook(CLOCKS.meet)
+    next(engine.model.parameters()).register_hook(CLOCKS.meet)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.processes.barrier(), phase=Phase.PERSIST)
+
+
 def watched(part: str, kind: str, every: int, slow_windows: int) -> tuple[list[str], list[float], list[dict[int, str]]]:
     """Rank 1 is slow in so many windows of ``every`` iterations; there is one before, and there are three after them."""
+    CLOCKS.install()
     end = every * (slow_windows + 1)
     slow = on_rank(1, lambda iteration: every <= iteration < end)
     in_data: Slow = slow if part == "data" else lambda iteration: False
     handler = StragglerDetection(every=f"{every}it")
-    own = DistributedDataParallel(timeout=60.0, shard_policy="own")
-    sharded = FullyShardedDataParallel(timeout=60.0)
+    own = DistributedDataParallel(timeout=TIMEOUT, shard_policy="own")
+    sharded = FullyShardedDataParallel(timeout=TIMEOUT)
     engine = build(handler, distributing={"own": own, "sharded": sharded}.get(kind))
-    if part in PLACES:
-        event, work = PLACES[part]
-        engine.connect(event, lambda engine: work(DELAY) if slow(engine.state.iteration) else None)
-    # Each iteration ends with a collective, in which the others wait for what rank 1 does there.
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.processes.barrier(), phase=Phase.PERSIST)
+    working(engine, lambda of, iteration: DELAY if of == part and slow(iteration) else USUAL, kind == "sharded")
     found: list[dict[int, str]] = []
     compared = Events.ITERATION_COMPLETED(every=every)
     engine.connect(compared, lambda engine: found.append(dict(handler.stragglers)), phase=Phase.RECORD)
@@ -120,13 +196,13 @@ def watched(part: str, kind: str, every: int, slow_windows: int) -> tuple[list[s
 
 
 SCENARIOS = [
-    ("data", "auto", 20, 2),
-    ("data", "auto", 100, 1),
-    ("data", "own", 100, 1),
-    ("data", "sharded", 100, 1),
-    ("forward", "auto", 100, 1),
-    ("backward", "auto", 100, 1),
-    ("handlers", "own", 100, 1),
+    ("data", "auto", 10, 2),
+    ("data", "auto", 10, 1),
+    ("data", "own", 10, 1),
+    ("data", "sharded", 10, 1),
+    ("forward", "auto", 10, 1),
+    ("backward", "auto", 10, 1),
+    ("handlers", "own", 10, 1),
 ]
 
 
@@ -139,13 +215,32 @@ def test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_nor
     slow, normal = messages
     assert f"iteration {2 * every}: rank 1 is a straggler" in slow
     assert f"Slow is: {part} (" in slow
-    assert found[: slow_windows + 1] == [{}, *[{1: part}] * slow_windows]
-    back = found.index({}, 1)  # what else a busy machine does may keep rank 1 slow for another window
-    assert found[back:] == [{}] * (len(found) - back)
-    assert f"iteration {(back + 1) * every}: rank 1 is back to normal" in normal
-    assert min(ratios[1 : slow_windows + 1]) > 2
+    assert found == [{}, *[{1: part}] * slow_windows, {}, {}, {}]
+    assert f"iteration {(slow_windows + 2) * every}: rank 1 is back to normal" in normal
+    # Each of the four parts takes the usual time, but for the one that is slow.
+    slow_ratio = (3 * USUAL + DELAY) / (4 * USUAL)
+    assert ratios == pytest.approx([1, *[slow_ratio] * slow_windows, 1, 1, 1])
     for other in others:
         assert other == ([], ratios, found)
+
+
+def stalled() -> list[str]:
+    """What is said of ranks that others on a busy machine hold up: rank 1 in most iterations, and the others in some."""
+    CLOCKS.install()
+    rank = expected_processes().rank
+    draws = random.Random(rank)
+
+    def seconds(part: str, iteration: int) -> float:
+        return draws.uniform(0.9, 1.1) * USUAL + (DELAY if draws.random() < (0.6 if rank == 1 else 0.2) else 0.0)
+
+    engine = build(StragglerDetection())
+    working(engine, seconds)
+    return told(engine, Samples(300, lambda iteration: draws.random() < 0.2).loader())
+
+
+@pytest.mark.slow
+def test_nobody_is_named_whom_a_busy_machine_holds_up_in_some_iterations() -> None:
+    assert run_together(stalled, 3) == [[]] * 3
 
 
 def undisturbed(runs: int, iterations: int) -> list[list[str]]:
@@ -154,10 +249,8 @@ def undisturbed(runs: int, iterations: int) -> list[list[str]]:
     ]
 
 
-@pytest.mark.parametrize(
-    ("runs", "iterations"),
-    [pytest.param(3, 400, marks=pytest.mark.slow), pytest.param(10, 1000, marks=pytest.mark.campaign)],
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("runs", "iterations"), [(3, 400), (10, 1000)])
 def test_nobody_is_named_in_undisturbed_runs(runs: int, iterations: int) -> None:
     for found in run_together(undisturbed, 3, runs, iterations):
         assert found == [[]] * runs

@@ -14,7 +14,7 @@ import torch
 
 from signalfire import Events
 from signalfire.handlers import WandbLogger
-from tests.kit import needs, same
+from tests.kit import LIMIT, needs, same
 from tests.remote import DATA, first_send, go_back_once, killed_and_resumed, rows_of_csv, trainer
 
 needs("wandb", "wandb")
@@ -114,7 +114,7 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     engine = trainer(logger, folder=tmp_path)
     go_back_once(engine, at=8, to=3)
     sent = first_send(logger, of=4)
-    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.log("waited", sent.wait(60)))
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.log("waited", sent.wait(LIMIT)))
     engine.connect(Events.CHECKPOINT_LOADED, lambda engine: engine.updates[0].optimizer.param_groups[0].update(lr=0.01))
     engine.run(DATA, max_epochs=2)
     assert logger.remote_id == "mine-1"
@@ -142,7 +142,7 @@ def test_a_run_that_failed_to_begin_is_tried_again(tmp_path: Path, monkeypatch: 
     logger = make(tmp_path)
     engine = trainer(logger, folder=tmp_path)
     sent = first_send(logger)
-    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.log("waited", sent.wait(60)))
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.log("waited", sent.wait(LIMIT)))
     with pytest.warns(UserWarning, match="cannot be sent: OSError: no answer; training continues"):
         engine.run(DATA, max_epochs=2)
     assert sorted(numbers(tmp_path, logger.remote_id)) == sorted(rows_of_csv(tmp_path / "log.csv"))

@@ -53,8 +53,14 @@ def build(seed: int) -> Any:
     return composed(seed), train
 
 
+PARENT = os.getppid()
+
+
 def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
-    """Writes down each run that is made, and takes its time."""
+    """Writes down each run that is made, and takes its time.
+
+    The last one of so many that SIGNALFIRE_MADE names ends with its parent.
+    """
     engine = composed(seed)
 
     def run(engine: Engine) -> None:
@@ -64,6 +70,9 @@ def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
             with open(Path(folder) / "made.txt", "a") as file:
                 file.write(f"{seed} {' '.join(off)}\n")
             time.sleep(pause)
+            last = int(os.environ.get("SIGNALFIRE_MADE", 10**6))
+            while (Path(folder) / "made.txt").read_text().count("\n") >= last and os.getppid() == PARENT:
+                time.sleep(0.01)
 
         train(engine)
 

@@ -102,7 +102,7 @@ def test_submitits_executor_leaves_the_same_store(here: bytes, tmp_path: Path, m
 
 
 ON_RAY = """
-import sys, time
+import os, sys, time
 
 import ray
 
@@ -112,8 +112,13 @@ from tests.engine.ablation.builds import make_study
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 make_study(store=sys.argv[1]).run(LeaveOneOut(["ema"]), workers=RayExecutor(num_cpus=1))
 executor = RayExecutor()
-running, waiting = executor.submit(time.sleep, 1), executor.submit(time.sleep, 3600)
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+go_on = sys.argv[1] + ".go_on"
+running, waiting = executor.submit(wait_for, go_on), executor.submit(time.sleep, 3600)
 print("cancelled:", waiting.cancel())
+open(go_on, "w").close()
 running.result()
 print("the next:", executor.submit(divmod, 7, 2).result(timeout=300))  # the only worker is free again
 try:

@@ -14,6 +14,7 @@ from matplotlib.image import imread
 from signalfire.ablation.report import Report
 from signalfire.ablation.results import Variant
 from tests.engine.ablation.reports import NOTHING, WORSE, report, results
+from tests.kit import LIMIT
 
 
 @pytest.mark.moderate
@@ -36,7 +37,7 @@ def test_the_picture_needs_no_display_and_leaves_pyplot_alone(tmp_path: Path) ->
         f"report.plot({str(tmp_path / 'found.png')!r})\n"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
     assert (tmp_path / "found.png").stat().st_size > 1000
 
 

@@ -194,7 +194,7 @@ def test_in_this_process_each_run_is_made_when_it_is_asked_for() -> None:
     assert made == [7, 8]
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(300)
 def test_what_an_executor_finishes_first_comes_first_and_what_is_no_longer_wanted_is_cancelled() -> None:
     class OnlyTheSecond(Executor):
         futures: list[Future[Any]] = []

@@ -10,9 +10,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ from signalfire.handlers import EMA, Checkpoint, CSVLogger, GradientNoise, Histo
 from tests.engine.ablation import builds
 from tests.engine.ablation.builds import ROOT, make_study
 from tests.kit import LIMIT, finished, group_ended, needs, python, wait_until
+from tests.processes import program
 
 DESIGN = LeaveOneOut(["ema", "gradient_clipping", "gradient_noise"])
 
@@ -39,8 +41,12 @@ def made(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def made_or_ended(count: int, folder: Path, study: subprocess.Popen[str]) -> bool:
-    return len(made(folder)) >= count or study.poll() is not None
+def has_ended(process: BaseProcess) -> bool:
+    return not process.is_alive()
+
+
+def made_or_ended(count: int, folder: Path, ended: Callable[[], bool]) -> bool:
+    return len(made(folder)) >= count or ended()
 
 
 @pytest.fixture(scope="module")
@@ -146,21 +152,29 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     whole.mkdir()
     killed.mkdir()
     monkeypatch.chdir(whole)
-    builds.study_of(".", 0.2).run(LeaveOneOut(), workers=0)
+    builds.study_of(".", 0.05).run(LeaveOneOut(), workers=0)
 
-    program = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.2]
+    arguments = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.05]
+    outputs = [tmp_path / "output", tmp_path / "errors"]
     draws = random.Random(workers)
     kills = 2 if workers else 4  # new processes take their time
     for _ in range(kills):
         before = len(made(killed))
-        with python(*program, cwd=killed, stderr=subprocess.DEVNULL, start_new_session=True) as study:
-            wait_until(partial(made_or_ended, before + 1, killed, study))
-            time.sleep(draws.uniform(0, 0.6))
+        # However late it is killed on a busy machine, it does not come to its end.
+        most = {"SIGNALFIRE_MADE": str(before + 3 + workers // 2)}
+        study = program(*arguments, cwd=killed, outputs=outputs, environment=most)
+        study.start()
+        assert study.pid is not None
+        try:
+            wait_until(partial(made_or_ended, before + 1, killed, partial(has_ended, study)))
+            time.sleep(draws.uniform(0, 0.2))
+        finally:
             study.kill()
-            assert study.wait() == -signal.SIGKILL
-            wait_until(partial(group_ended, study.pid))  # its workers end by themselves
+        study.join()
+        assert study.exitcode == -signal.SIGKILL, outputs[1].read_text()
+        wait_until(partial(group_ended, study.pid))  # its workers end by themselves
     assert kills <= len(made(killed)) < 12 + kills
-    ended = finished(*program, cwd=killed)
+    ended = finished(*arguments, cwd=killed)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""  # no terminal, no bar
     assert apart_from_timings(killed / "store.jsonl") == apart_from_timings(whole / "store.jsonl")
@@ -170,9 +184,10 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
-    program = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.5]
-    with python(*program, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as study:
-        wait_until(partial(made_or_ended, 2 + workers, tmp_path, study))
+    arguments = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.0]
+    env = {**os.environ, "SIGNALFIRE_MADE": str(2 + workers)}
+    with python(*arguments, cwd=tmp_path, env=env, stderr=subprocess.PIPE, start_new_session=True) as study:
+        wait_until(partial(made_or_ended, 2 + workers, tmp_path, lambda: study.poll() is not None))
         os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
         _, said = study.communicate(timeout=LIMIT)
     assert "\nKeyboardInterrupt\n" in said

@@ -309,7 +309,7 @@ def _saved_together(folder: Path) -> list[Any]:
 @pytest.mark.moderate
 def test_every_rank_knows_what_is_on_the_disk_though_only_one_writes(tmp_path: Path) -> None:
     entry = Entry("2", None, 2)
-    ours, others = run_together(_saved_together, 2, tmp_path, timeout=60)
+    ours, others = run_together(_saved_together, 2, tmp_path)
     assert ours == [[("2", entry)], OSError, "write of state.pt fails", None, [("2", entry)], [entry], "3-exception"]
     reported = "rank 0 could not write the checkpoint '3': OSError: write of state.pt fails"
     assert others == [[("2", entry)], RuntimeError, reported, None, [("2", entry)], [entry]]

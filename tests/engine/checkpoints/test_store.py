@@ -28,7 +28,7 @@ from signalfire.checkpoints import Content, Files, Taken, clean, commit, encode,
 from signalfire.checkpoints.state_file import SerializedState
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
-from tests.kit import build, linear, quick, spread
+from tests.kit import LIMIT, build, linear, quick, spread
 
 DATA = [(torch.ones(2, 2) * i, torch.ones(2, 1)) for i in range(1, 4)]
 DISK = Files()
@@ -804,7 +804,7 @@ def test_a_small_disk_that_is_really_full_is_an_oserror_and_the_run_can_go_on(tm
     """A file system of its own, in memory, of 600 kB, which this process alone mounts."""
     mounted = 'mount -t tmpfs -o size=600k tmpfs "$1" && exec "$2" -c "$3" "$1"'
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mounted, "sh", str(tmp_path), sys.executable, FULL]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    found = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
     if found.returncode and ("unshare" in found.stderr or "mount" in found.stderr):
         pytest.skip(f"no file system can be mounted here: {found.stderr.strip()}")
     lines = found.stdout.splitlines()

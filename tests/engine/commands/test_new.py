@@ -8,6 +8,7 @@ import pytest
 
 from signalfire.__main__ import main
 from tests.kit import finished
+from tests.processes import run_program
 
 FILES = ["README.md", "loss_spikes.py", "pyproject.toml", "study.py", "test_loss_spikes.py", "train.py"]
 
@@ -47,16 +48,16 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_a_new_project_trains_continues_passes_its_tests_and_its_study(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     assert main(["new", str(folder)]) == 0
-    trained = finished("train.py", cwd=folder)
+    trained = run_program("train.py", cwd=folder)
     assert trained.returncode == 0, trained.stderr
     assert "accuracy: 9" in trained.stdout
-    again = finished("train.py", cwd=folder)
+    again = run_program("train.py", cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "checkpoint: resuming from 'runs/first/checkpoint-epoch0010-iter00000200', epoch 10" in again.stderr
     assert again.stdout == trained.stdout
     tested = finished("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=folder)
     assert tested.returncode == 0, tested.stdout
     assert "2 passed" in tested.stdout
-    studied = finished("study.py", cwd=folder)
+    studied = run_program("study.py", cwd=folder)
     assert studied.returncode == 0, studied.stderr
     assert "Without ema, accuracy" in studied.stdout

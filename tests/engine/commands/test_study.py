@@ -14,7 +14,7 @@ from signalfire.__main__ import main
 from signalfire.ablation import LeaveOneOut, StoreWarning
 from signalfire.commands.study import find_function
 from tests.engine.ablation.builds import ROOT, make_study
-from tests.kit import finished
+from tests.processes import run_program
 
 TRAIN = f"""
 import sys
@@ -40,20 +40,20 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
-    done = finished(*COMMAND, "train:build", *OPTIONS, "--workers", 2, "--store", "s.jsonl", cwd=folder)
+    done = run_program(*COMMAND, "train:build", *OPTIONS, "--workers", 2, "--store", "s.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "4 variants x 2 seeds: 8 of 8 runs to make" in done.stdout
     assert re.search(r"^- ema +2/2 ", done.stdout, re.MULTILINE)
     assert "Without gradient_clipping, 2 seeds are too few" in done.stdout
     table = done.stdout[done.stdout.index("variant              runs") :]
-    again = finished(*COMMAND, "train.py:build", *OPTIONS, "--store", "s.jsonl", cwd=folder)
+    again = run_program(*COMMAND, "train.py:build", *OPTIONS, "--store", "s.jsonl", cwd=folder)
     assert "0 of 8 runs to make" in again.stdout
-    reported = finished("-m", "signalfire", "report", "s.jsonl", cwd=folder)
+    reported = run_program("-m", "signalfire", "report", "s.jsonl", cwd=folder)
     assert (reported.returncode, reported.stderr) == (0, "")
     # The store does not know in which order the design has its variants.
     repeated = again.stdout[again.stdout.index("variant              runs") :]
     assert sorted(reported.stdout.split()) == sorted(table.split()) == sorted(repeated.split())
-    verified = finished(*COMMAND, "train:build", *OPTIONS, "--store", "s.jsonl", "--verify", 3, cwd=folder)
+    verified = run_program(*COMMAND, "train:build", *OPTIONS, "--store", "s.jsonl", "--verify", 3, cwd=folder)
     assert verified.stdout == "3 runs made again: all of them as in the store, bit for bit\n", verified.stderr
 
 
@@ -68,7 +68,7 @@ def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
     ],
 )
 def test_what_a_person_gets_wrong_is_said_in_a_sentence(arguments: Any, message: str, folder: Path) -> None:
-    done = finished(*COMMAND, arguments[0], *OPTIONS, *arguments[1:], "--workers", 0, cwd=folder)
+    done = run_program(*COMMAND, arguments[0], *OPTIONS, *arguments[1:], "--workers", 0, cwd=folder)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -76,7 +76,7 @@ def test_what_a_person_gets_wrong_is_said_in_a_sentence(arguments: Any, message:
 
 @pytest.mark.slow
 def test_an_error_of_the_user_keeps_its_traceback(folder: Path) -> None:
-    done = finished(*COMMAND, "train:broken", *OPTIONS, "--workers", 0, cwd=folder)
+    done = run_program(*COMMAND, "train:broken", *OPTIONS, "--workers", 0, cwd=folder)
     assert done.returncode == 1
     assert "ZeroDivisionError: of the user" in done.stderr
     assert "in broken" in done.stderr

@@ -14,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from signalfire.distributed import SINGLE_PROCESS, lost_another, process_group
+from signalfire.distributed import processes as collectives
 from signalfire.distributed.processes import BROADCAST_AT_ONCE, GATHERED_AT_ONCE
 from signalfire.handlers import DistributedDataParallel
+from tests.kit import wait_until
 from tests.processes import assert_alike, run_together
 
 TIMEOUT = 60.0
@@ -103,21 +105,29 @@ SIZES = sorted({size + near for size in (0, GATHERED_AT_ONCE, BROADCAST_AT_ONCE,
 """Of texts, so that pickled they are a little shorter, exactly as long, and a little longer than what one collective sends."""
 
 
-def _waited() -> float:
+def _waited(folder: Path) -> float:
+    """Rank 1 lets 5 seconds pass, on a clock of the test, once rank 0 has begun to wait."""
     processes = process_group(timeout=TIMEOUT)
     processes.barrier()
-    before = processes.waited
+    processes.waited = 0.0
+
+    def clock() -> float:
+        now = 5.0 if (folder / "passed").exists() else 0.0
+        (folder / f"read by {processes.rank}").touch()
+        return now
+
+    collectives.perf_counter = clock  # type: ignore[attr-defined]
     if processes.rank == 1:
-        time.sleep(0.3)
+        wait_until((folder / "read by 0").exists)
+        (folder / "passed").touch()
     processes.any(False)
-    return processes.waited - before
+    return processes.waited
 
 
 @pytest.mark.slow
-def test_the_time_that_a_rank_waits_for_others_in_a_collective_is_counted() -> None:
+def test_the_time_that_a_rank_waits_for_others_in_a_collective_is_counted(tmp_path: Path) -> None:
     assert SINGLE_PROCESS.waited == 0
-    first, second = run_together(_waited, 2)
-    assert first - second == pytest.approx(0.3, abs=0.15)
+    assert run_together(_waited, 2, tmp_path) == [5.0, 0.0]
 
 
 def _values_of_any_size() -> list[bool]:
