@@ -37,7 +37,7 @@ from ._common.torch_schedulers import (
     takes_metric,
     unwrap_step,
 )
-from ._common.updates import made_step
+from ._common.updates import made_step, only_update
 
 __all__ = ["LRScheduling"]
 
@@ -64,7 +64,7 @@ class LRScheduling(Handler):
             without ``mode`` gets the metric's own direction.
         warmup: With ``monitor``, the factory of a second scheduler, which is stepped after every optimizer step, such as
             ``partial(LinearLR, start_factor=0.01, total_iters=500)``. Its factor multiplies the rates of the first one.
-        update: Name of the update whose optimizer is scheduled; the first by default.
+        update: Name of the update whose optimizer is scheduled; needed where the engine has several.
 
     Attributes:
         scheduler: The scheduler; None before the first run.
@@ -150,9 +150,8 @@ class LRScheduling(Handler):
         self.check_metric_event = None if self.monitor is None else Events.EPOCH_COMPLETED
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(
-            Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
-        )
+        update = only_update(engine, self.update, by=self, does="is scheduled")
+        engine.overrides.claim(Override.LEARNING_RATE, by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, reads=["optimizer", "step", "window", "bounds"], writes=["rates"])
     def build(self, engine: Engine) -> None:

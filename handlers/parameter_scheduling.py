@@ -13,7 +13,7 @@ from signalfire.capture import Capture
 from signalfire.checks import check_int, check_name, check_number
 from signalfire.interval import check_every
 
-from ._common.updates import made_step
+from ._common.updates import made_step, only_update
 
 __all__ = ["ParameterScheduling"]
 
@@ -36,7 +36,7 @@ class ParameterScheduling(Handler):
         every: Interval between changes: "1step" (every optimizer step), "10steps", "1ep", ... The schedule is called with the
             number of steps or epochs, according to the unit, and not with the number of intervals.
         index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.
-        update: Name of the update whose optimizer is scheduled; the first by default.
+        update: Name of the update whose optimizer is scheduled; needed where the engine has several.
         groups: Indices of the parameter groups to schedule; all by default.
 
     Example:
@@ -118,11 +118,8 @@ class ParameterScheduling(Handler):
         return _Ramp(start, end, over, cosine=True)
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(
-            Override.PARAMETER_GROUP,
-            by=self,
-            target=f"{self.field!r} of update {engine.find_update(self.update).name!r}",
-        )
+        update = only_update(engine, self.update, by=self, does="is scheduled")
+        engine.overrides.claim(Override.PARAMETER_GROUP, by=self, target=f"{self.field!r} of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.FINALIZE, reads=["optimizer", "step"], writes=["groups"])
     def begin(self, engine: Engine) -> None:

@@ -28,6 +28,7 @@ from ._common.averages import AveragedWeights
 from ._common.batches import check_data
 from ._common.ranks import AVERAGE
 from ._common.torch_schedulers import restore_rates, step, unwrap_step
+from ._common.updates import only_update
 
 __all__ = ["SWA"]
 
@@ -64,8 +65,8 @@ class SWA(AveragedWeights):
             export with a new average.
         evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
             uses another one.
-        update: Name of the update whose learning rate is annealed and whose forward is called; the first by default. All
-            modules of the engine are averaged, and so are trained tensors in no module.
+        update: Name of the update whose learning rate is annealed and whose forward is called; the first by default, but needed
+            beside ``lr`` where the engine has several. All modules of the engine are averaged, and so are trained tensors in no module.
 
     Attributes:
         count: Number of averaged weights.
@@ -123,9 +124,8 @@ class SWA(AveragedWeights):
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
         if self.lr is not None:
-            engine.overrides.claim(
-                Override.LEARNING_RATE, by=self, target=f"of update {engine.find_update(self.update).name!r}"
-            )
+            update = only_update(engine, self.update, by=self, does="is annealed to lr")
+            engine.overrides.claim(Override.LEARNING_RATE, by=self, target=f"of update {update.name!r}")
 
     def bind_tensors(self, engine: Engine) -> None:
         """Collect the parameters and buffers, and check that BatchNorm statistics can be recomputed."""

@@ -222,7 +222,7 @@ def test_with_a_schedule_for_each_optimizer() -> None:
         "generator": partial(OneCycleLR, max_lr=0.05, total_steps=8),
     }
     handlers: list[Handler] = [
-        LRScheduling(schedules["discriminator"], name="discriminator_schedule"),
+        LRScheduling(schedules["discriminator"], update="discriminator", name="discriminator_schedule"),
         LRScheduling(schedules["generator"], update="generator", name="generator_schedule"),
         GradientAccumulation(2, update="discriminator"),
     ]

@@ -422,7 +422,7 @@ def test_an_update_is_scheduled_by_its_name() -> None:
 
     engine = Engine([update("a"), update("b")], model=models, seed=0)
     first, second = (
-        LRScheduling(partial(ExponentialLR, gamma=0.5), name="first"),
+        LRScheduling(partial(ExponentialLR, gamma=0.5), update="a", name="first"),
         LRScheduling(partial(OneCycleLR, max_lr=0.3), update="b", name="second"),
     )
     engine.attach(first, second, GradientAccumulation(3, update="b"))

@@ -232,7 +232,7 @@ def test_an_update_is_scheduled_by_its_name() -> None:
 
     engine = Engine([update("a"), update("b")], model=models, seed=0)
     engine.attach(
-        ParameterScheduling("momentum", lambda n: 0.01 * n, name="first"),
+        ParameterScheduling("momentum", lambda n: 0.01 * n, update="a", name="first"),
         ParameterScheduling("momentum", lambda n: 0.02 * n, update="b", name="second"),
     )
     engine.run(batches(), max_epochs=1)
