@@ -18,7 +18,7 @@ SCHEDULES: dict[str, Callable[..., Handler]] = {
     "rates": partial(LRScheduling, partial(ExponentialLR, gamma=0.5)),
     "rates, by a metric": partial(LRScheduling, partial(ReduceLROnPlateau, mode="min"), monitor="loss"),
     "a field": partial(ParameterScheduling, "momentum", lambda steps: 0.01 * steps),
-    "annealing": partial(SWA, lr=0.01),
+    "annealing": partial(SWA, start=2, lr=0.01),
 }
 
 
