@@ -127,6 +127,9 @@ class Guards(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def check_epoch(self, engine: Engine) -> None:
         """Compare the losses of the epoch with that of guessing."""
+        engine.findings.look(self._check_losses, engine)
+
+    def _check_losses(self, engine: Engine) -> None:
         for update in engine.updates if engine.training else ():
             facts = self._facts.get(update.name, Facts())
             losses, facts.epoch_losses = facts.epoch_losses, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib.util
 import json
@@ -112,9 +113,6 @@ def needs(extra: str, *modules: str) -> None:
         pytest.skip(f"install the extra: pip install -e '.[{extra}]'", allow_module_level=True)
 
 
-_PORTS: list[socket.socket] = []
-
-
 def free_port() -> int:
     """A port to listen on. Connections get theirs above, so that none takes it before it is listened on, and no other process
     of tests is given it as long as this one lives."""
@@ -128,7 +126,7 @@ def free_port() -> int:
         except OSError:
             held.close()
             continue
-        _PORTS.append(held)
+        atexit.register(held.close)
         return port
 
 

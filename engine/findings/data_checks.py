@@ -50,11 +50,12 @@ def check_data(engine: Engine) -> None:
         _check_ranks(engine, data)
     elif source.policy == "own" and engine.processes.distributed and engine.training:
         _check_own(engine, data)
-    _report_samples(engine, data)
-    _report_workers(engine, data)
+    safely = engine.findings.look
+    safely(_report_samples, engine, data)
+    safely(_report_workers, engine, data)
     if engine.training:
-        _report_single_samples(engine, data)
-        engine.feed.versions = _versions(data)
+        safely(_report_single_samples, engine, data)
+        engine.feed.versions = safely(_versions, data)
 
 
 def _refuse_no_batches(data: Any) -> None:
@@ -86,7 +87,7 @@ def _refuse_endless(engine: Engine, data: Any) -> None:
 
 def _check_ranks(engine: Engine, data: Any) -> None:
     """Compare the data of ranks that shard it between them, or that all read it; one collective a run."""
-    extent, content = extent_of(data), _fingerprint(data)
+    extent, content = extent_of(data), engine.findings.look(_fingerprint, data)
     others = engine.processes.gather((extent, content))
     same = isinstance(engine.group.data, SameData)
     use = "read by each of the" if same else "sharded over the"
@@ -107,8 +108,7 @@ def _check_ranks(engine: Engine, data: Any) -> None:
 
 def _check_own(engine: Engine, data: Any) -> None:
     """Compare the first batches of ranks that bring their own data; one collective a run."""
-    first = tensors_in(first_batch(data))
-    content = [float(widened(one).sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
+    content = engine.findings.look(_sums_of_first_batch, data)
     others = engine.processes.gather(content)
     if content and all(one == others[0] for one in others):
         engine.findings.report(
@@ -117,6 +117,11 @@ def _check_own(engine: Engine, data: Any) -> None:
             "on the same samples",
             "give each rank its own part of the data, or leave that to shard_policy='auto'",
         )
+
+
+def _sums_of_first_batch(data: Any) -> list[float]:
+    first = tensors_in(first_batch(data))
+    return [float(widened(one).sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
 
 
 def _in_words(extent: Mapping[str, int]) -> str:
@@ -247,9 +252,13 @@ def _versions(data: Any) -> int | None:
 
 def check_epoch(engine: Engine, began: int) -> None:
     """Look at a complete epoch of a run that ``began`` after this iteration, before EPOCH_COMPLETED is emitted."""
-    if not engine.training:
-        return
-    check_steps(engine, began)
+    if engine.training:
+        engine.findings.look(check_steps, engine, began)
+        engine.findings.look(_check_versions, engine)
+
+
+def _check_versions(engine: Engine) -> None:
+    """Report batches of a list that were changed in place during the first epoch of the run."""
     feed = engine.feed
     if feed.versions is not None and feed.current.given is feed.current.data:
         if _versions(feed.current.data) not in (None, feed.versions):

@@ -28,7 +28,7 @@ class OwnLoads:
     """
 
     def __init__(self, engine: Engine) -> None:
-        look = partial(_look, Reference(engine))
+        look = partial(_look_safely, Reference(engine))
         roots = engine.modules.values() if engine.training else ()
         self._hooks = [root.register_load_state_dict_pre_hook(look) for root in roots]
 
@@ -38,9 +38,12 @@ class OwnLoads:
             hook.remove()
 
 
-def _look(reference: Reference, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
-    if (engine := reference()) is None:
-        return
+def _look_safely(reference: Reference, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    if (engine := reference()) is not None:
+        engine.findings.look(_look, engine, module, state, prefix)
+
+
+def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
     own = {prefix + name: one for name, one in module.named_parameters() if not is_sharded(one) and not one.is_meta}
     given = {name: state[name] for name in own if isinstance(state.get(name), Tensor)}
     if not given or any(one.is_meta or is_sharded(one) for one in given.values()):

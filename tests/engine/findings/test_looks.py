@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from signalfire import Engine, Events, FindingError, Handler, Update
-from signalfire.findings import calls, epoch_checks, first_steps
+from signalfire.findings import calls, data_checks, epoch_checks, first_steps
 from signalfire.handlers import Guards
 from tests.kit import assert_same
 
@@ -104,6 +104,12 @@ LOOKS: list[tuple[Any, str]] = [
     (epoch_checks.EpochChecks, "begin_epoch"),
     (epoch_checks.EpochChecks, "end_epoch"),
     (epoch_checks.EpochChecks, "finish"),
+    (data_checks, "_report_samples"),
+    (data_checks, "_report_workers"),
+    (data_checks, "_report_single_samples"),
+    (data_checks, "_versions"),
+    (data_checks, "check_steps"),
+    (Guards, "_check_losses"),
     (Guards, "_check_batch"),
     (Guards, "_check_model"),
     (Guards, "_see_gradients"),
