@@ -112,11 +112,15 @@ class Window:
         ]
         if len(dense) < len(gradients):
             return False
-        changes = [one._version for one in dense]
-        if max(changes) < self.held - 1:
+        if max(one._version for one in dense) < self.held - 1:
             return True
-        self.was_emptied = min(changes) >= self.held and not any(bool(one.any()) for one in dense)
+        self.was_emptied = self.was_zeroed(dense)
         return self.was_emptied
+
+    def was_zeroed(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these gradients are zero, and were changed more often than micro-steps have added to them."""
+        changed = all(one._version >= self.held for one in gradients)
+        return changed and not any(bool(one.any()) for one in gradients)
 
     def trust_gradients(self) -> None:
         """Do not look for cleared gradients in this epoch: they were replaced for a good reason."""

@@ -30,6 +30,7 @@ __all__ = [
     "has_nan",
     "held_by_optimizers",
     "names_of",
+    "report_cleared",
     "rates_of",
     "shown",
     "trainable",
@@ -234,13 +235,18 @@ class EpochChecks:
         # Receivers of BACKWARD_COMPLETED may have put other tensors in place of the gradients, such as masked ones.
         window = update.window
         if window.was_cleared and (window.was_emptied or not engine.signal(Events.BACKWARD_COMPLETED).connections):
-            engine.findings.report(
-                "W16",
-                f"gradients of update {update.name!r} were cleared inside an accumulation window of "
-                f"{window.length}: only what came after is used",
-                "do not call zero_grad(): the engine clears the gradients after each step",
-                key=update.name,
-            )
+            report_cleared(engine, update)
+
+
+def report_cleared(engine: Engine, update: UpdateState) -> None:
+    """Report gradients that were cleared inside an accumulation window."""
+    engine.findings.report(
+        "W16",
+        f"gradients of update {update.name!r} were cleared inside an accumulation window of {update.window.length}: only what "
+        "came after is used",
+        "do not call zero_grad(): the engine clears the gradients after each step",
+        key=update.name,
+    )
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ..window import ONE
 from .calls import FirstCalls
 from .composition import listed
 from .dropout import ActiveDropout, is_compiled
-from .epoch_checks import counted, held_by_optimizers, names_of
+from .epoch_checks import counted, held_by_optimizers, names_of, report_cleared
 from .evaluation_findings import note_scale, report_other_scale
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
@@ -185,6 +185,7 @@ class _Look:
         look = engine.findings.look
         look(self._look_for_foreign_leaves, engine, update, loss)
         look(self._look_for_gradients, engine, update)
+        look(self._look_for_cleared_gradients, engine, update)
         look(self._look_for_kept_graphs, engine, update, loss)
         look(self._look_for_seeds, engine, update)
 
@@ -236,6 +237,14 @@ class _Look:
                 "gradients that were there before the run",
                 key=update.name,
             )
+
+    def _look_for_cleared_gradients(self, engine: Engine, update: UpdateState) -> None:
+        """Gradients that were set to zero in place in an open window; later backwards would hide that."""
+        gradients = [p.grad for p in update.parameters if p.grad is not None]
+        plain = all(type(one) is Tensor and one.layout is torch.strided and not one.requires_grad for one in gradients)
+        if update.window.held and gradients and plain and engine.overrides.gradients is None:
+            if update.window.was_zeroed(gradients):
+                report_cleared(engine, update)
 
     def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""

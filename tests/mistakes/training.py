@@ -277,6 +277,14 @@ def gradients_set_to_zero_after_each_backward_of_a_window(right: bool) -> None:
     engine.run(batches(), max_epochs=1)
 
 
+@mistake("W16")
+def gradients_set_to_zero_between_the_batches_of_a_window(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(3))
+    if not right:
+        engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.model.zero_grad(set_to_none=False))
+    engine.run(batches(), max_epochs=1)
+
+
 @mistake("W17")
 def a_receiver_that_calls_the_optimizer_as_well(right: bool) -> None:
     engine = build(mlp(5, 8, 1), optimizer=ADAM)
