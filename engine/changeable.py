@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .blame import warn
 from .data.held_generators import set_state, state_of
-from .keys import UNSAVED
+from .keys import OWN_PARAMETERS, UNSAVED
 from .spec import loss_module
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "Holder",
     "Unsaved",
     "buffer_names",
+    "given_parameters",
     "holders",
     "is_own_parameter",
     "own_name",
@@ -68,6 +70,36 @@ def own_parameters(engine: Engine) -> dict[str, Tensor]:
 def own_name(update: str, place: int) -> str:
     """The name of a trained tensor in no module, by its place among those of an update."""
     return f"{_OWN}{place} of update {update!r}"
+
+
+def given_parameters(
+    engine: Engine, weights: Mapping[str, Any], state: Mapping[str, Any]
+) -> list[tuple[Tensor, Tensor]]:
+    """The trained tensors in no module, with their values among weights, or in a whole state.
+
+    Raises:
+        ValueError: for values of another shape.
+    """
+    values = weights.get(OWN_PARAMETERS) or {
+        own_name(update, place): value
+        for update, part in state.get("updates", {}).items()
+        for place, (_, value) in enumerate(sorted(part.get(OWN_PARAMETERS, {}).items()))
+    }
+    if not engine.training or not values:
+        return []
+    trained = own_parameters(engine)
+    if missing := sorted(values.keys() - trained.keys()):
+        warn(
+            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded: no optimizer holds it here. A factory "
+            "builds an optimizer in the run: then load the weights at STARTED, or give a whole state to load_state_dict()"
+        )
+    for name in values.keys() & trained.keys():
+        if values[name].shape != trained[name].shape:
+            raise ValueError(
+                f"load_weights(): {name} has the shape {list(values[name].shape)} in the weights, and "
+                f"{list(trained[name].shape)} here"
+            )
+    return [(trained[name], values[name]) for name in values.keys() & trained.keys()]
 
 
 def is_own_parameter(name: str) -> bool:

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .acts import Override
-from .blame import warn
-from .changeable import Unsaved, own_name, own_parameters
+from .changeable import Unsaved, given_parameters, own_parameters
 from .copies import Copies, Copy
 from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
@@ -305,9 +304,7 @@ class Snapshots(Part):
         engine.unfinished.reset()
         seed = engine.seed
         # An evaluation has no position to return to: it measures all of its data.
-        saved = put_back(
-            engine, loaded, allowed=self._allowed, resumes=engine.training, goes_back=self._goes_back
-        )
+        saved = put_back(engine, loaded, allowed=self._allowed, resumes=engine.training, goes_back=self._goes_back)
         engine.past.reset()  # its states are those of another run
         engine.past.load_state_dict(saved.get("past", {}))
         if engine.training:
@@ -421,7 +418,7 @@ class Snapshots(Part):
         engine, given = self.engine, weights if "format" in weights else {}
         weights = read_shards(weights, parameters=_parameters(engine), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
-        own = _own_parameters_in(engine, weights, given)
+        own = given_parameters(engine, weights, given)
         if isinstance(unsaved := weights.get(UNSAVED), Unsaved):
             unsaved.put_back(engine)
         weights = {name: state for name, state in weights.items() if name not in (OWN_PARAMETERS, UNSAVED)}
@@ -461,36 +458,6 @@ class Snapshots(Part):
 
 def _parameters(engine: Engine) -> Iterator[nn.Parameter]:
     return (parameter for root in engine.modules.values() for parameter in root.parameters())
-
-
-def _own_parameters_in(
-    engine: Engine, weights: Mapping[str, Any], state: Mapping[str, Any]
-) -> list[tuple[Tensor, Tensor]]:
-    """The trained tensors in no module, with their values among weights, or in a whole state.
-
-    Raises:
-        ValueError: for values of another shape.
-    """
-    values = weights.get(OWN_PARAMETERS) or {
-        own_name(update, place): value
-        for update, part in state.get("updates", {}).items()
-        for place, (_, value) in enumerate(sorted(part.get(OWN_PARAMETERS, {}).items()))
-    }
-    if not engine.training or not values:
-        return []
-    trained = own_parameters(engine)
-    if missing := sorted(values.keys() - trained.keys()):
-        warn(
-            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded: no optimizer holds it here. A factory "
-            "builds an optimizer in the run: then load the weights at STARTED, or give a whole state to load_state_dict()"
-        )
-    for name in values.keys() & trained.keys():
-        if values[name].shape != trained[name].shape:
-            raise ValueError(
-                f"load_weights(): {name} has the shape {list(values[name].shape)} in the weights, and "
-                f"{list(trained[name].shape)} here"
-            )
-    return [(trained[name], values[name]) for name in values.keys() & trained.keys()]
 
 
 def _is_of_training(state: Mapping[str, Any]) -> bool:

@@ -124,10 +124,9 @@ class Checkpoint(Handler):
             )
         if mode is not None:
             check_choice(self, "mode", mode, ("min", "max"))
-        if mode is not None and monitor is None:
-            raise ValueError(
-                f"Checkpoint(mode={mode!r}): without monitor= the last versions are kept; add monitor=, or omit mode="
-            )
+            if monitor is None:
+                kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
+                raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
@@ -333,8 +332,7 @@ class Checkpoint(Handler):
     def select_best(self, engine: Engine) -> None:
         """Select the current state if the metric has a new value that is among the best."""
         assert self.monitor is not None
-        value = self.monitor.new_value(engine)
-        if value is None:
+        if (value := self.monitor.new_value(engine)) is None:
             return
         self.monitor.report_nan(engine, value, self.name, "so this state is not kept")
         place = self.retention.place(value, engine.state.iteration, self.monitor.better)

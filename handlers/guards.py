@@ -108,14 +108,8 @@ class Guards(Handler):
         self._facts = {update.name: Facts() for update in engine.updates}
         self._modes = {part: part.training for root in engine.modules.values() for part in root.modules()}
         self._known = set(trainable(engine))
-        names = names_of(engine)
-        self._foreign = [
-            (p, p._version)
-            for update in engine.updates
-            if counts_versions(update)
-            for p in update.parameters
-            if p not in names
-        ]
+        names, counted = names_of(engine), [update for update in engine.updates if counts_versions(update)]
+        self._foreign = [(p, p._version) for update in counted for p in update.parameters if p not in names]
 
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
@@ -133,9 +127,8 @@ class Guards(Handler):
         for update in engine.updates if engine.training else ():
             facts = self._facts.get(update.name, Facts())
             losses, facts.epoch_losses = facts.epoch_losses, []
-            if len(losses) >= 5 and all(
-                abs(loss - math.log(classes)) < 0.01 * math.log(classes) for loss, classes in losses
-            ):
+            guessed = [abs(loss - math.log(classes)) < 0.01 * math.log(classes) for loss, classes in losses]
+            if len(losses) >= 5 and all(guessed):
                 self._report(
                     engine,
                     "G24",

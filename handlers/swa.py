@@ -66,7 +66,8 @@ class SWA(AveragedWeights):
         evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
             uses another one.
         update: Name of the update whose learning rate is annealed and whose forward is called; the first by default, but needed
-            beside ``lr`` where the engine has several. All modules of the engine are averaged, and so are trained tensors in no module.
+            beside ``lr`` where the engine has several. All modules of the engine are averaged, and so are trained tensors in no
+            module.
 
     Attributes:
         count: Number of averaged weights.

@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
 
-import torch
-from torch.utils.data import default_collate, default_convert
-
 from ..blame import warn
 from ..distributed.processes import SINGLE_PROCESS, Processes, SameData
-from ..randomness import derived_seed, packed, random_state, set_random_state, unchanged_random_state
+from ..randomness import derived_seed, packed, set_random_state, unchanged_random_state
 from .extent import DataError, check_same_extent, extent_of, length_of
 from .first_batches import FirstBatches
 from .held_generators import HeldGenerators, draws_in_workers
 from .left_out import LeftOut
-from .loading import SkippingLoader, epochs_of, generators_of, has_torch_order, is_plain, set_epochs, skippable
+from .loading import (
+    SkippingLoader,
+    epochs_of,
+    generators_of,
+    is_plain,
+    may_draw,
+    set_epochs,
+    skippable,
+    state_before_order,
+)
 from .sharding import draws_while_read, rounds, samples_without_padding, shard, shard_policy, until_all_end
 from .streamed import END, RereadingWarning, Streamed, inner, items, keeps_position
 
@@ -208,7 +214,7 @@ class Source:
             set_epochs(self.data, epoch)
             self.measure()
         # The generators before the order is drawn, so that a resumed run draws the same order.
-        states = _state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
+        states = state_before_order(self.data), [generator.get_state() for generator in generators_of(self.data)]
         same = self.policy == "round_robin" or isinstance(self.processes, SameData)
         if same and not is_plain(self.data):  # all ranks use the order that rank 0 draws
             states = self.processes.broadcast(states)
@@ -487,17 +493,3 @@ class Source:
         if isinstance(self.data, Iterator):
             return isinstance(self.iterator, Streamed) and self.iterator.read == [END]
         return self.last()
-
-
-def may_draw(data: Any) -> bool:
-    """Whether data may draw from the global generators between batches: DataLoaders with torch's collate functions do not."""
-    return not (is_plain(data) or (skippable(data) and data.collate_fn in (default_collate, default_convert)))
-
-
-def _state_before_order(data: Any) -> dict[str, Any]:
-    """The state of the global generators that the data may draw its order from: reading NumPy's takes 50 us."""
-    if is_plain(data):
-        return {}
-    if skippable(data) and has_torch_order(data):
-        return {"torch": torch.get_rng_state()}
-    return random_state()

@@ -30,8 +30,8 @@ __all__ = [
     "has_nan",
     "held_by_optimizers",
     "names_of",
-    "report_cleared",
     "rates_of",
+    "report_cleared",
     "shown",
     "trainable",
 ]

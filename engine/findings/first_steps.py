@@ -241,10 +241,11 @@ class _Look:
     def _look_for_cleared_gradients(self, engine: Engine, update: UpdateState) -> None:
         """Gradients that were set to zero in place in an open window; later backwards would hide that."""
         gradients = [p.grad for p in update.parameters if p.grad is not None]
+        if not update.window.held or not gradients or engine.overrides.gradients is not None:
+            return
         plain = all(type(one) is Tensor and one.layout is torch.strided and not one.requires_grad for one in gradients)
-        if update.window.held and gradients and plain and engine.overrides.gradients is None:
-            if update.window.was_zeroed(gradients):
-                report_cleared(engine, update)
+        if plain and update.window.was_zeroed(gradients):
+            report_cleared(engine, update)
 
     def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""
