@@ -308,8 +308,8 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     if pixels.is_complex():
         raise ValueError("an image of complex numbers")
     real, most = pixels.is_floating_point(), 1 if pixels.is_floating_point() or pixels.dtype is torch.bool else 255
-    pixels = widened(pixels)
-    problem = _out_of_range(pixels, real)
+    problem = _out_of_range(widened(pixels), real)
+    pixels = pixels if pixels.dtype in (torch.float32, torch.float64) else widened(pixels)
     shown = (pixels.nan_to_num(0.0) * (255 / most)).round().clamp(0, 255).to(torch.uint8).expand(-1, -1, -1, 3)
     return shown.permute(1, 0, 2, 3).reshape(height, count * width, 3).numpy(), problem
 

@@ -244,6 +244,7 @@ class LRScheduling(Handler):
             self.scheduler = None
             self.build(engine)
             return
+        self._loaded = False
         total = self._total_steps(engine) if self.total is not None else None
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
