@@ -318,7 +318,7 @@ class MetricCalls(TorchFunctionMode):
         )
 
 
-_SAME = {"detach", "item", "__float__", "float", "double", "cpu"}
+_SAME = {"detach", "clone", "item", "__float__", "float", "double", "cpu"}
 _OF_MEANS = {"sqrt", "exp", "pow", "__pow__", "log"}
 _OVER_SAMPLES = {
     "f1_score", "fbeta_score", "precision_score", "recall_score", "roc_auc_score", "average_precision_score", "r2_score",

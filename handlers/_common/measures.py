@@ -141,9 +141,8 @@ class Average:
             ignored: Whether all of its targets are ignored, so that the mean may be NaN.
         """
         if value.__class__ is Tensor or isinstance(value, Tensor):
-            value = (
-                value.detach().clone()
-            )  # the memory of a parameter, a buffer, or a CUDA graph's output changes later
+            # A copy: the memory of a parameter, a buffer, or a CUDA graph's output changes later.
+            value = value.detach().clone()
         elif isinstance(value, np.ndarray):
             value = value.copy()
         self._pending.append((value, weight, ignored))
@@ -162,11 +161,11 @@ class Average:
             TypeError: If the function returns None.
         """
         assert self.function is not None
+        ignored = all_ignored(inputs[1] if len(inputs) > 1 else named.get("target"), self.ignored)
         if self._half is not None:
             value = torch.func.functional_call(self._half, _wide_tensors(self._half), tuple(inputs), dict(named))
         else:
             value = self.function(*inputs, **named)
-        ignored = all_ignored(inputs[1] if len(inputs) > 1 else named.get("target"), self.ignored)
         if isinstance(value, Mapping):
             for key, part in value.items():
                 self._part(key).add(part, weight, ignored)
