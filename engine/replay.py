@@ -197,7 +197,7 @@ class Replay:
                 set_random_state(position["random"])
                 for (generator, _), state in zip(generators, position["generators"], strict=True):
                     generator.set_state(state)
-                set_epochs(data, position["epochs"])
+                set_epochs(data, position["epochs"], position["number"])
                 return list(next(islice(indices_from(data, number), index, None)))
         finally:
             for generator, state in generators:

@@ -280,6 +280,9 @@ class Metrics(Handler):
         batch, spec = engine.state.batch, engine.state.update.spec
         ignored = ignored_class(getattr(spec.loss, "loss", None) or spec.loss)
         self._ignored = None if all_ignored(_targets_in(engine.state.update, batch), ignored) is None else ignored
+        for metric in self._of_output:
+            if isinstance(metric, Accuracy) and metric.follows_loss:
+                metric.ignore_index = ignored
         if spec.samples is None and hides_samples(batch):
             engine.findings.report(
                 "W03",

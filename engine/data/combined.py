@@ -44,16 +44,24 @@ class CombinedData:
         self.mode = check_choice(self, "mode", mode, ("min", "max", "cycle"))
         self.names = list(parts) if isinstance(parts, Mapping) else None
         self.parts = list(parts.values() if isinstance(parts, Mapping) else parts)
-        self._lengths = [self._length(place, part) for place, part in enumerate(self.parts)]
-        if all(length is None for length in self._lengths):
+        if all(length is None for length in self._measure()):
             raise TypeError(
                 "CombinedData(mode='min'): at least one part must have a length, for the length of the epoch"
             )
+
+    def _measure(self) -> list[int | None]:
+        """The lengths of the parts, which samplers may change from epoch to epoch."""
+        return [self._length(place, part) for place, part in enumerate(self.parts)]
 
     def _length(self, place: int, part: Any) -> int | None:
         name = self.names[place] if self.names is not None else place
         if isinstance(part, Iterator) or not (hasattr(part, "__iter__") or hasattr(part, "__getitem__")):
             raise TypeError(f"CombinedData(parts[{name!r}]={part!r}): expected data that can be iterated repeatedly")
+        if isinstance(part, ReloadedData):
+            raise TypeError(
+                f"CombinedData(parts[{name!r}]): only the run reloads ReloadedData; combine what it loads: "
+                "ReloadedData(lambda epoch: CombinedData(...))"
+            )
         try:
             length = len(part)
         except (TypeError, NotImplementedError):
@@ -67,7 +75,10 @@ class CombinedData:
         return length
 
     def __len__(self) -> int:
-        return (min if self.mode == "min" else max)(length for length in self._lengths if length is not None)
+        return self._shared_length(self._measure())
+
+    def _shared_length(self, lengths: list[int | None]) -> int:
+        return (min if self.mode == "min" else max)(length for length in lengths if length is not None)
 
     def __iter__(self) -> Iterator[Any]:
         return self.batches_from(0)
@@ -78,14 +89,14 @@ class CombinedData:
         return self._batches(start, key)
 
     def _batches(self, start: int, key: int) -> Iterator[Any]:
-        columns = [self._column(place, start, key) for place in range(len(self.parts))]
-        for _ in range(start, len(self)):
+        lengths = self._measure()
+        columns = [self._column(place, start, key, length) for place, length in enumerate(lengths)]
+        for _ in range(start, self._shared_length(lengths)):
             batch = [next(column) for column in columns]
             yield tuple(batch) if self.names is None else dict(zip(self.names, batch, strict=True))
 
-    def _column(self, place: int, start: int, key: int) -> Iterator[Any]:
+    def _column(self, place: int, start: int, key: int, length: int | None) -> Iterator[Any]:
         """The batches of one part, without end."""
-        length = self._lengths[place]
         times, offset = divmod(start, length) if length is not None else (0, start)
         while times == 0 or self.mode == "cycle":
             yield from _from(self.parts[place], offset, derived_seed(key, place, times), times)

@@ -11,7 +11,7 @@ from ..randomness import unchanged_random_state
 from .left_out import LeftOut
 from .same import same_data
 from .source import DataError, Source
-from .streamed import END
+from .streamed import END, inner
 
 if TYPE_CHECKING:
     from ..state import State
@@ -213,7 +213,7 @@ class Feed:
             DataError: for data that is empty, or that ended before its length.
         """
         state, source = self.state, self.current
-        kind = type(source.data).__name__
+        kind = type(inner(source.data)).__name__
         in_epoch = state.iteration - state.epoch_start
         taken = state.iteration - source.started_at
         if source.epoch_length is None:
@@ -231,7 +231,7 @@ class Feed:
             return False
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
-            f"length is an estimate, give run() epoch_length={taken} or another number of iterations of an epoch"
+            f"length is an estimate, give run() epoch_length={taken}, or another number than its length"
         )
 
     def begin_again(self) -> Iterator[Any]:

@@ -354,12 +354,18 @@ def generators_of(data: Any) -> list[torch.Generator]:
     return [one for one in found if isinstance(one, torch.Generator)]
 
 
-def set_epochs(data: Any, epochs: int | list[Any]) -> None:
-    """Call ``set_epoch`` of the data and its samplers: with one epoch for all, or with the list returned by `epochs_of`."""
+def set_epochs(data: Any, epochs: int | list[Any], unknown: int | None = None) -> None:
+    """Call ``set_epoch`` of the data and its samplers.
+
+    Args:
+        data: The data.
+        epochs: One epoch for all, or the list that `epochs_of` returned.
+        unknown: The epoch of those for which that list has None; they are left as they are by default.
+    """
     parts = [part for part in _samplers(data) if callable(getattr(part, "set_epoch", None))]
     for part, epoch in zip(parts, [epochs] * len(parts) if isinstance(epochs, int) else epochs, strict=True):
-        if epoch is not None:
-            part.set_epoch(epoch)
+        if (known := unknown if epoch is None else epoch) is not None:
+            part.set_epoch(known)
 
 
 def has_torch_order(loader: DataLoader[Any]) -> bool:
@@ -394,6 +400,6 @@ def is_shuffled(data: Any) -> bool:
 
 
 def epochs_of(data: Any) -> list[Any]:
-    """The current epoch of each sampler with ``set_epoch``; None where it has none."""
+    """The current epoch of each sampler with ``set_epoch``; None where no attribute ``epoch`` is an int."""
     parts = [part for part in _samplers(data) if callable(getattr(part, "set_epoch", None))]
     return [epoch if isinstance(epoch := getattr(part, "epoch", None), int) else None for part in parts]

@@ -118,7 +118,7 @@ class Source:
         """
         self._choose(epoch)
         if epochs is not None and len(epochs) == len(epochs_of(self.data)):
-            set_epochs(self.data, epochs)
+            set_epochs(self.data, epochs, epoch)
         self.measure()
 
     def _choose(self, epoch: int) -> None:
@@ -375,10 +375,10 @@ class Source:
         before = epochs_of(self.data)
         try:
             if before and len(saved.get("epochs", ())) == len(before):
-                set_epochs(self.data, saved["epochs"])
+                set_epochs(self.data, saved["epochs"], saved["number"])
             return extent_of(inner(self.data))
         finally:
-            set_epochs(self.data, before)
+            set_epochs(self.data, before, self.epoch)
 
     def resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         """Continue the pass of a saved run after the batches it had read: these are skipped if possible, else read again."""
@@ -393,7 +393,7 @@ class Source:
     def _resume(self, saved: Mapping[str, Any], iteration: int) -> Iterator[Any]:
         set_random_state(saved["random"])
         self._set_generators(saved["generators"])
-        set_epochs(self.data, saved["epochs"])
+        set_epochs(self.data, saved["epochs"], saved["number"])
         self.saved = {key: value for key, value in saved.items() if not key.endswith("_now")}
         wanted = iteration - saved["started_at"]
         if isinstance(self.data, FirstBatches) and wanted > self._limit(self.data):
@@ -467,7 +467,7 @@ class Source:
         if self.loaded:
             self.held.put_back(saved.get("held_now", {}))
         if announced:
-            set_epochs(self.data, saved["epochs_now"])
+            set_epochs(self.data, saved["epochs_now"], self.epoch)
         data = inner(self.data)
         if saved.get("place_now") is not None and keeps_position(data):
             data.load_state_dict(saved["place_now"]["position"])

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -42,10 +42,25 @@ def ignored_class(function: Any) -> int:
 
 
 def all_ignored(target: Any, ignored: int) -> Tensor | None:
-    """Whether all targets of a batch are the ignored class, on their device; None if they are no classes."""
-    if type(target) is not Tensor or target.dtype is not torch.int64 or target.layout is not torch.strided:
+    """Whether all targets of a batch are the ignored class, on their device; None if they are no classes.
+
+    Args:
+        target: A tensor, or several in a tuple or mapping.
+        ignored: The class.
+    """
+    targets = tensors_in(target)
+    if not targets or not all(_are_classes(one) for one in targets):
         return None
-    return None if target.is_nested else (target == ignored).all()
+    return (
+        torch.stack([(one == ignored).all() for one in targets]).all()
+        if len(targets) > 1
+        else (targets[0] == ignored).all()
+    )
+
+
+def _are_classes(target: Tensor) -> bool:
+    plain = type(target) is Tensor and target.layout is torch.strided and not target.is_nested
+    return plain and target.dtype is torch.int64
 
 
 def _loss_of_torch(function: Any) -> bool:
@@ -334,7 +349,8 @@ class Accuracy:
 
     Args:
         threshold: The score above which class 1 is predicted.
-        ignore_index: Targets of this class, such as padding, do not count, as in torch's losses. None counts all targets.
+        ignore_index: Targets of this class, such as padding, do not count. By default, it is that of the update's loss: its
+            ``ignore_index``, or -100. None counts all targets.
 
     Example:
         >>> import torch
@@ -351,11 +367,14 @@ class Accuracy:
 
     higher_is_better = True
 
-    def __init__(self, *, threshold: float | None = None, ignore_index: int | None = _IGNORED) -> None:
+    def __init__(self, *, threshold: float | None = None, ignore_index: int | Literal["loss"] | None = "loss") -> None:
         self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
-        self.ignore_index = (
-            None if ignore_index is None else check_int(self, "ignore_index", ignore_index, least=-sys.maxsize)
-        )
+        self.follows_loss = ignore_index == "loss"  # whether `Metrics` sets the class
+        self.ignore_index: int | None = _IGNORED
+        if not self.follows_loss:
+            self.ignore_index = (
+                None if ignore_index is None else check_int(self, "ignore_index", ignore_index, least=-sys.maxsize)
+            )
         self.reset()
 
     def reset(self) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, SubsetRandomSampler, TensorDataset
 
-from signalfire import DataError, Engine, Events, ReloadedData, Update
+from signalfire import CombinedData, DataError, Engine, Events, ReloadedData, Update
 from signalfire.handlers import GradientAccumulation, LimitBatches
 from signalfire.tuning import find_learning_rate
 from tests.kit import build, evaluator_of, linear
@@ -85,6 +86,58 @@ def test_a_run_over_them_resumes_inside_each_epoch(cut: int) -> None:
     resumed.run(buckets(), max_epochs=3)
     assert seen == in_epochs(2, 3, 4)[cut:]
     assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
+
+
+class Reseeded:
+    """An order of its own for each epoch, whose number it keeps under this name."""
+
+    def __init__(self, name: str, kind: Callable[[int], Any]) -> None:
+        self.name, self.kind = name, kind
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        setattr(self, self.name, self.kind(epoch))
+
+    def __len__(self) -> int:
+        return 3 + int(getattr(self, self.name))
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(int(getattr(self, self.name)))
+        return iter(torch.randperm(len(self), generator=generator).tolist())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("seed", int), ("_epoch", int), ("epoch", torch.tensor)])
+@pytest.mark.parametrize("cut", [4, 5, 8])
+def test_a_sampler_may_keep_its_epoch_as_it_likes(name: str, kind: Callable[[int], Any], cut: int) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(ROWS, batch_size=1, sampler=Reseeded(name, kind))  # type: ignore[arg-type]
+
+    whole = small()
+    seen = read(whole)
+    whole.run(loader(), max_epochs=3)
+    begun, resumed = small(), small()
+    begun.run(loader(), max_iters=cut)
+    resumed.load_state_dict(begun.state_dict())
+    rest = read(resumed)
+    resumed.run(loader(), max_epochs=3)
+    assert rest == seen[cut:]
+
+
+@pytest.mark.parametrize("mode", ["min", "max", "cycle"])
+def test_combined_data_is_as_long_as_its_parts_in_each_epoch(mode: Any) -> None:
+    engine = Engine(
+        Update.from_function(lambda engine, batch: engine.model(batch["part"][0]).sum(), SLOW),
+        model=linear(1, 1),
+        seed=0,
+    )
+    seen = iterations(engine)
+    engine.run(CombinedData({"part": buckets()}, mode=mode), max_epochs=3)
+    assert seen == in_epochs(2, 3, 4)
+
+
+def test_reloaded_data_as_a_part_is_refused_with_the_way_out() -> None:
+    with pytest.raises(TypeError, match=r"ReloadedData\(lambda epoch: CombinedData"):
+        CombinedData({"a": ReloadedData(lambda epoch: [epoch]), "b": [1]}, mode="min")
 
 
 def test_a_receiver_of_the_start_of_an_epoch_may_change_its_data() -> None:
@@ -235,6 +288,35 @@ def test_a_run_over_the_other_data_resumes_exactly(cut: int) -> None:
     resumed.run(other(), max_epochs=2)
     assert seen == [(1, 6), (1, 7), (1, 8), (2, 9), (2, 10), (2, 11)][cut - 5 :]
     assert torch.equal(resumed.model[0].weight, whole.model[0].weight)
+
+
+SOME, OTHERS = range(6), range(6, 12)
+OTHER_DATA: dict[str, tuple[Any, Any, int]] = {
+    "lists of numbers": ([0, 1, 2, 3], [20, 21, 22, 23], 20),
+    "lists of arrays": ([np.array(n) for n in range(4)], [np.array(n) for n in range(20, 24)], 20),
+    "equal at both ends": (numbers(0, 1, 2, 3), numbers(0, 8, 2, 3), 0),
+    "other samples": (*(DataLoader(ROWS, sampler=SubsetRandomSampler(part)) for part in (SOME, OTHERS)), -1),
+    "another order": (DataLoader(ROWS, sampler=list(SOME)), DataLoader(ROWS, sampler=list(OTHERS)), 6),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_DATA)
+def test_data_that_differs_a_little_is_other_data(kind: str) -> None:
+    def value(batch: Any) -> float:
+        return float(torch.as_tensor(batch[0] if isinstance(batch, tuple | list) else batch).sum())
+
+    seen: list[float] = []
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        seen.append(value(batch))
+        return engine.model(torch.ones(1, 1)).sum()  # type: ignore[no-any-return]
+
+    one, other, first = OTHER_DATA[kind]
+    engine = Engine(Update.from_function(step, SLOW), model=linear(1, 1), seed=0)
+    engine.run(one, max_iters=2)
+    engine.run(other, max_epochs=1)
+    assert len(seen) == 2 + len(other)
+    assert first in (-1, seen[2])
 
 
 def test_a_new_loader_over_the_same_dataset_goes_on() -> None:
