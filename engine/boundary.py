@@ -141,6 +141,7 @@ class Boundary(Part):
         if not isinstance(reason, str) or not reason:
             raise TypeError(f"terminate({reason!r}): give the reason in a few words")
         self.stops.setdefault(by, reason)
+        engine.signals.note_asker(engine)
         self.wake()
         loop = engine.loop
         alike = not engine.processes.distributed or engine.group.decides_alike(by)
@@ -159,6 +160,7 @@ class Boundary(Part):
             self._own_epoch_stop = reason
         else:
             self.epoch_stop = reason
+        self.engine.signals.note_asker(self.engine)
         self.wake()
 
     def preempt(self, reason: str) -> None:

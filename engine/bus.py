@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import blinker
 
@@ -139,10 +139,18 @@ class Bus(blinker.Namespace):
             signal.fired = 0
         self.forget_repeats()
 
+    def note_asker(self, engine: Engine) -> None:
+        """Note the receiver of an iteration's event that is asking for a stop, if one is being called."""
+        for event in _BEFORE_UPDATES:
+            if (called := self.of(event).executing()) is not None:
+                signal, plan, place = called
+                signal.repeat(engine.state.completed + 1)
+                signal.askers = (signal.askers or set()) | {plan.connections[place]}
+
     def forget_repeats(self) -> None:
         """Let every count of an iteration be new."""
         for event in _BEFORE_UPDATES:
-            self.of(event).repeats = None
+            self.of(event).forget_repeats()
 
     def rewind(self, engine: Engine) -> None:
         """Recompute everything that depends on counts, in every signal."""
@@ -153,21 +161,23 @@ class Bus(blinker.Namespace):
         """The signals whose counts are saved; not those of saving: a state cannot count its own save."""
         return [one for one in self.all() if one.event.counter == "fired" and one.event not in _SAVES]
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Number of emissions of each event that is counted by them, where it is not 0, and counts that come again."""
         counted = sorted(self._counted(), key=lambda one: str(one.event))
-        repeats = {str(event): self.of(event).repeats for event in _BEFORE_UPDATES}
-        return {str(one.event): one.fired for one in counted if one.fired} | {
-            event: count for event, count in repeats.items() if count is not None
-        }
+        repeating = [one for one in map(self.of, _BEFORE_UPDATES) if one.repeats is not None]
+        repeats: dict[str, Any] = {str(one.event): one.repeats for one in repeating}
+        askers = {f"{one.event}{_ASKED}": one.names_of_askers() for one in repeating if one.askers is not None}
+        return {str(one.event): one.fired for one in counted if one.fired} | repeats | askers
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for event in [event for catalogue in self._catalogues for event in catalogue if str(event) in state]:
             self.of(event)  # a receiver that is connected later counts from the first emission
         for signal in self._counted():
             signal.fired = state.get(str(signal.event), 0)
         for event in _BEFORE_UPDATES:
-            self.of(event).repeats = state.get(str(event))
+            signal = self.of(event)
+            signal.repeats = state.get(str(event))
+            signal.find_askers(state.get(f"{event}{_ASKED}"))
 
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
         """The existing signal of this name; unlike blinker's, it creates none."""
@@ -210,6 +220,7 @@ class Decorator:
 
 _BEFORE_UPDATES = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)
 """The events of an iteration that may still not be made, so that its count comes again."""
+_ASKED = ", asked by"
 _SAVES = (Events.CHECKPOINT_STARTED, Events.CHECKPOINT_SAVING, Events.CHECKPOINT_SAVED)
 
 

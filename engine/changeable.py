@@ -12,12 +12,14 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .blame import warn
 from .data.held_generators import set_state, state_of
@@ -35,6 +37,7 @@ __all__ = [
     "Unsaved",
     "buffer_names",
     "given_parameters",
+    "going_back",
     "holders",
     "is_own_parameter",
     "own_name",
@@ -187,11 +190,15 @@ class Unsaved:
 
     It is part of each state that stays in the process. In a file it is empty: there, ``persistent=False`` means what it says.
 
+    Args:
+        engine: The engine.
+        attributes: Whether to keep attributes as well as buffers.
+
     Attributes:
         lacking: The finding to report once the state goes to a file, which lacks what the forward has changed.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, attributes: bool = True) -> None:
         self.lacking: Finding | None = None
         self._engine = weakref.ref(engine)
         losses = {module for root in _losses(engine).values() for module in root.modules()}
@@ -201,7 +208,8 @@ class Unsaved:
         ]
         self._without = [module for module in modules if not module._buffers]
         self._attributes = [
-            (one.item, {key: _Kept(value) for key, value in one.attributes.items()}) for one in holders(engine)
+            (one.item, {key: _Kept(value) for key, value in one.attributes.items()})
+            for one in (holders(engine) if attributes else ())
         ]
 
     def belongs_to(self, engine: Engine) -> bool:
@@ -273,7 +281,7 @@ class _Kept:
         kind = type(value)
         if isinstance(value, Tensor):
             graph = value.grad_fn is not None  # it is not held
-            self._content = value.detach().clone() if content or graph else None
+            self._content = _copy_of(value) if content or graph else None
             self.value = self._content if graph else value
         elif isinstance(value, GENERATORS):
             self._content = state_of(value)
@@ -304,6 +312,38 @@ class _Kept:
             value.clear()
             value.extend(parts)
         return value
+
+
+_LARGE = 2**20  # bytes
+_COPIES = (
+    WeakTensorKeyDictionary()
+)  # of large tensors: their version when they were copied, and the copy, which nobody changes
+
+
+def _copy_of(tensor: Tensor) -> Tensor:
+    """A copy; of a large tensor that nothing has changed since, the same one, since constants would be copied for each state."""
+    if tensor.is_inference() or tensor.numel() * tensor.element_size() < _LARGE:
+        return tensor.detach().clone()
+    version, copy = _COPIES.get(tensor, (-1, None))
+    if version != tensor._version or copy is None or copy.shape != tensor.shape:
+        copy = tensor.detach().clone()
+        _COPIES[tensor] = tensor._version, copy
+    return copy
+
+
+@contextmanager
+def going_back(engine: Engine, state: Mapping[str, Any]) -> Iterator[None]:
+    """Put back what a state of this process holds beside the modules' own, for a block that puts back the rest; or nothing."""
+    if not isinstance(unsaved := state.get(UNSAVED), Unsaved):
+        yield
+        return
+    before = Unsaved(engine)
+    try:
+        unsaved.put_back(engine)
+        yield
+    except BaseException:
+        before.put_back(engine)
+        raise
 
 
 def restored(tensor: Tensor, content: Tensor) -> Tensor:

@@ -182,7 +182,7 @@ class Loop:
                     except StopIteration:
                         batches, batch = self.next_pass(batches)
                         if batch is END:
-                            signals.batch_started.repeats = iteration
+                            signals.batch_started.repeats, signals.batch_started.askers = iteration, None
                             break
                     state.iteration, state.batch = iteration, batch
                     if listened:
@@ -251,13 +251,13 @@ class Loop:
 
     def cuts(self, *emitted: Signal) -> bool:
         """Whether a stop cuts an iteration before its updates. Its count comes again then, also in a run that resumes here, and
-        receivers with a filter on counts are called once for it."""
+        the receivers that asked for the stop are not called for it again."""
         for signal in emitted:
-            signal.repeats = self.engine.state.completed + 1
+            signal.repeat(self.engine.state.completed + 1)
         if self.engine.boundary.attend():
             return True
         for signal in emitted:
-            signal.repeats = None
+            signal.forget_repeats()
         return False
 
     @property

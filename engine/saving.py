@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .blame import warn
-from .changeable import Unsaved, buffer_names
+from .changeable import Unsaved, buffer_names, going_back
 from .connection import Phase
 from .distributed.differences import for_rank, of_all, own_alone
 from .distributed.sharded import read_shards, spread_like
@@ -95,8 +95,13 @@ def put_back(
     Raises:
         ValueError: for a state that does not fit. Then everything is as it was before.
     """
-    if goes_back and isinstance(unsaved := saved.get(UNSAVED), Unsaved):
-        unsaved.put_back(engine)
+    with going_back(engine, saved if goes_back else {}):
+        return _put_all_back(engine, saved, allowed, resumes=resumes)
+
+
+def _put_all_back(
+    engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], *, resumes: bool
+) -> Mapping[str, Any]:
     saved = fill_in(engine.modules, unwrapped(engine.modules, _own_part(engine, saved)), "load_state_dict()")
     check_fit(engine, saved, allowed)
     if engine.training:

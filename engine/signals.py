@@ -40,7 +40,9 @@ class Signal(blinker.NamedSignal):
     Attributes:
         due: Smallest count at which a receiver may have to run; `NEVER` without receivers.
         fired: Number of emissions, for events that are counted by them.
-        repeats: A count that comes again, since its iteration was not made; receivers with a filter on counts were called for it.
+        repeats: A count that comes again, since its iteration was not made.
+        askers: The receivers that asked for a stop at that count. Those with a filter on counts are not called for it again. None
+            stands for all: they were called, and no batch came.
         around: The wrapper set by `Bus.call_through`.
         cut: Where an error cut an emission short, until `take_cut`: the error's id, the plan, the place in it, and whether the
             receiver there had begun.
@@ -60,6 +62,7 @@ class Signal(blinker.NamedSignal):
         "_plans",
         "_selected",
         "around",
+        "askers",
         "awaited",
         "cut",
         "due",
@@ -72,7 +75,7 @@ class Signal(blinker.NamedSignal):
     def __init__(self, event: EventEnum) -> None:
         self.event = event
         self.fired = 0
-        self.repeats: int | None = None
+        self.forget_repeats()
         self.due = NEVER
         self.group: weakref.ref[SignalGroup] | None = None
         self.around: Around | None = None
@@ -352,15 +355,37 @@ class Signal(blinker.NamedSignal):
             return self.fired
         return 0 if counter is None else int(getattr(engine.state, counter))
 
+    def repeat(self, count: int) -> None:
+        """Note that a count comes again; nobody has asked for that yet."""
+        if self.repeats != count:
+            self.repeats, self.askers = count, set()
+
+    def names_of_askers(self) -> list[str]:
+        """The `askers` by their places among the connections and their names, as a state keeps them."""
+        return [f"{place} {one!r}" for place, one in enumerate(self._connections) if one in (self.askers or ())]
+
+    def find_askers(self, names: list[str] | None) -> None:
+        """Find the `askers` of a state again."""
+        found = {one for place, one in enumerate(self._connections) if f"{place} {one!r}" in (names or ())}
+        self.askers = None if names is None else found
+
+    def forget_repeats(self) -> None:
+        """Let every count be new."""
+        self.repeats: int | None = None
+        self.askers: set[Connection] | None = None
+
     def _select(self, count: int) -> Plan:
         """The plan for this count; also computes when a filter passes next."""
-        if count == self.repeats:
+        if count == self.repeats and self.askers is None:
             return self._plan
+        passed = self.askers or () if count == self.repeats else ()
         passing, following = [], NEVER
         for connection in self._filtered:
             assert connection.filter is not None
             due = connection.filter.next_due(count)
-            if due <= count:
+            if due <= count and connection in passed:
+                due = connection.filter.next_due(count + 1)
+            elif due <= count:
                 passing.append(connection)
                 # Other events stay due: several updates or time chunks may emit them again at this count.
                 if self._once_a_count:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .acts import Override
-from .changeable import Unsaved, given_parameters, own_parameters
+from .changeable import Unsaved, given_parameters, going_back, own_parameters
 from .copies import Copies, Copy
 from .distributed.processes import lost_another
 from .distributed.sharded import SHARDS, is_sharded, read_shards
@@ -397,7 +397,9 @@ class Snapshots(Part):
 
     def hold_weights(self) -> dict[str, Any]:
         """The `weights`, and what only this engine can put back; for `load_weights`, later in this process."""
-        held: dict[str, Any] = self._weights(lambda states: copied(states) | {UNSAVED: Unsaved(self.engine)})
+        held: dict[str, Any] = self._weights(
+            lambda states: copied(states) | {UNSAVED: Unsaved(self.engine, attributes=False)}
+        )
         return held
 
     def _weights(self, copy: Callable[[dict[str, Any]], Any]) -> Any:
@@ -419,8 +421,17 @@ class Snapshots(Part):
         weights = read_shards(weights, parameters=_parameters(engine), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
         own = given_parameters(engine, weights, given)
-        if isinstance(unsaved := weights.get(UNSAVED), Unsaved):
-            unsaved.put_back(engine)
+        with going_back(engine, weights):
+            self._put_modules_back(weights, given)
+        with torch.no_grad():
+            for parameter, value in own:
+                parameter.copy_(value)
+        report_averages_left_out(engine, given)
+        engine.signals.emit(engine, Events.WEIGHTS_LOADED)
+
+    def _put_modules_back(self, weights: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Let the modules load weights, of which some may be missing or frozen in the whole state that is given with them."""
+        engine = self.engine
         weights = {name: state for name, state in weights.items() if name not in (OWN_PARAMETERS, UNSAVED)}
         saved = unwrapped(engine.modules, {**given, "modules": weights})
         weights = fill_in(engine.modules, saved, "load_weights()", weights=True)["modules"]
@@ -437,11 +448,6 @@ class Snapshots(Part):
             if different := refusal(root, weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {different}")
         load_modules({root: weights[name] for name, root in modules.items()})
-        with torch.no_grad():
-            for parameter, value in own:
-                parameter.copy_(value)
-        report_averages_left_out(engine, given)
-        engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
     # ---- lineage --------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,9 @@ class Unfinished(Part):
         inside = next((one.event for one in others if one.executing() is not None), None)
         earlier, later = plan.connections[:place], plan.connections[place + 1 :]
         wrote = any(one.owner is None or one.writes is None or "metrics" in one.writes for one in earlier)
-        rest = [one for one in later if self._matters(one, metrics=wrote or inside is not None)]
+        # What functions of the user do is not known.
+        known = [one for one in later if one.owner is not None]
+        rest = [one for one in known if self._matters(one, metrics=wrote or inside is not None)]
         if rest or inside is not None:
             where = signal.event if inside is None else f"{inside} inside {signal.event}"
             before = _named(rest or [plan.connections[place]])

@@ -46,15 +46,18 @@ def marks_of(engine: Engine) -> dict[str, Hashable]:
     marks: dict[str, Hashable] = {f"buffer {name}": _mark(buffer) for name, buffer in unsaved_buffers(engine)}
     found = [one for one in holders(engine) if not _saves_more(one.item)]
     kinds: set[Any] = {type(one.item) for one in found}
-    carried: set[str] = set().union(*(_names(kind)[0] for kind in kinds))
-    used: set[str] = set().union(*(_names(kind)[1] for kind in kinds))
+    carried, used, held = (set[str]().union(*(_names(kind)[place] for kind in kinds)) for place in range(3))
     for holder in found:
-        marks |= _marks_in(holder, carried, used)
+        marks |= _marks_in(holder, carried, used, held)
     return marks
 
 
 def lacking(engine: Engine, before: Marks) -> Finding | None:
-    """The finding that a saved state lacks what has changed since the first forward; None if nothing has."""
+    """The finding that a saved state lacks what has changed since the first forward; None if nothing has.
+
+    It warns of buffers. Attributes, and buffers of another shape, may be counters that are only shown, or caches: those are
+    information.
+    """
     now = marks_of(engine)
     changed = [name for name, mark in before.items() if name in now and now[name] != mark]
     if not changed:
@@ -78,7 +81,14 @@ def lacking(engine: Engine, before: Marks) -> Finding | None:
         f"the forward changes what no saved state holds: {', and '.join(what)}. A run that resumes from the state begins "
         "without these changes",
         f"{'; '.join(ways_out)}; allow W47 where the results do not depend on it",
+        severity="warning"
+        if any(_has_shape_of(now[f"buffer {one}"], before[f"buffer {one}"]) for one in buffers)
+        else "info",
     )
+
+
+def _has_shape_of(mark: Hashable, other: Hashable) -> bool:
+    return isinstance(mark, tuple) and isinstance(other, tuple) and mark[:2] == other[:2]
 
 
 def _saves_more(item: Any) -> bool:
@@ -92,10 +102,11 @@ def _saves_more(item: Any) -> bool:
     return bool(item._state_dict_hooks) or any(getattr(kind, name) is not getattr(nn.Module, name) for name in own)
 
 
-def _marks_in(holder: Holder, carried: set[str], used: set[str]) -> Iterator[tuple[str, Hashable]]:
+def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str]) -> Iterator[tuple[str, Hashable]]:
     for key, value in holder.attributes.items():
         changing = isinstance(value, (*_CONTAINERS, *GENERATORS))  # in place
-        if key in (used if changing else carried) and (mark := _mark(value)) is not None:
+        names = used if changing else held if isinstance(value, Tensor) else carried
+        if key in names and (mark := _mark(value)) is not None:
             yield f"{holder.name}.{key}", mark
 
 
@@ -126,8 +137,8 @@ def _mark_of_tensor(tensor: Tensor) -> Hashable:
 
 
 @lru_cache(maxsize=256)
-def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Attributes that the code of a class reads before it stores them, and all that it reads.
+def _names(kind: type) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """Attributes that the code of a class reads before it stores them; all that it reads; those that it reads before any store.
 
     Of a module it is the code of its forward, and of what that calls; of other classes that of all methods.
     """
@@ -153,7 +164,7 @@ def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
         read |= code.read
         stored |= code.stored
         waiting += read - seen
-    return frozenset(first_read & stored), frozenset(read)
+    return frozenset(first_read & stored), frozenset(read), frozenset(first_read)
 
 
 class _Code:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from signalfire import Engine, Events, ReloadedData, Update
+from signalfire import Engine, Events, Phase, ReloadedData, Update
 from signalfire.testing import trace
-from tests.kit import idle_engine, quick
+from tests.kit import build, idle_engine, linear, quick
 
 
 class ByEpoch(Sampler[int]):
@@ -235,11 +235,22 @@ FILTERS: list[dict[str, Any]] = [{"once": 3}, {"every": 3}, {"after": 2, "before
 
 def make_cut(event: Events, options: dict[str, Any], seen: list[str]) -> Engine:
     """An engine that ends the epoch before iteration 3 is made, and notes which events call filtered receivers for it."""
+
+    def end(engine: Engine) -> None:
+        seen.append("end")
+        engine.terminate_epoch("enough")
+
     engine = trainer()
-    engine.connect(event(**options), lambda engine: engine.terminate_epoch("enough"))
+    engine.connect(event(**options), end, phase=Phase.CONTROL)
     for one in BEFORE_UPDATES:
         engine.connect(one(once=3), partial(lambda label, engine: seen.append(label), one.label))
     return engine
+
+
+def called_for_a_cut(event: Events) -> list[str]:
+    """The filtered receivers that are called for an iteration that is cut at an event, and for the one made in its place."""
+    labels = [one.label for one in BEFORE_UPDATES]
+    return [*labels[: BEFORE_UPDATES.index(event) + 1], "end", *labels]
 
 
 @pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
@@ -253,11 +264,11 @@ def test_an_epoch_that_is_ended_before_an_iteration_is_made_is_ended_once(
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: lengths.append(engine.state.epoch_iteration))
     engine.run(range(4), max_iters=5)
     assert (engine.state.iteration, lengths) == (5, [2])
-    assert seen == [one.label for one in BEFORE_UPDATES]
+    assert seen == called_for_a_cut(event)
 
 
 @pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
-def test_a_resumed_run_calls_nobody_again_for_an_iteration_that_was_not_made(event: Events) -> None:
+def test_a_resumed_run_ends_no_epoch_again_at_an_iteration_that_was_not_made(event: Events) -> None:
     states: list[dict[str, Any]] = []
     before: list[str] = []
     engine = make_cut(event, {"every": 3}, before)
@@ -268,7 +279,31 @@ def test_a_resumed_run_calls_nobody_again_for_an_iteration_that_was_not_made(eve
     resumed.load_state_dict(states[0])
     resumed.run(range(4), max_iters=5)
     assert resumed.state.iteration == 5
-    assert before + after == [one.label for one in BEFORE_UPDATES]
+    assert before + after == called_for_a_cut(event)
+
+
+def test_what_changes_the_batch_of_an_iteration_that_was_cut_is_called_again_as_it_is_made() -> None:
+    data = [(torch.full((1, 1), float(n)), torch.ones(1, 1)) for n in range(4)]
+
+    def doubling() -> Engine:
+        engine = build(linear(1, 1))
+        engine.connect(
+            Events.GET_BATCH_COMPLETED(every=3),
+            lambda engine: setattr(engine.state, "batch", [2 * one for one in engine.state.batch]),
+        )
+        return engine
+
+    whole, engine = doubling(), doubling()
+    whole.run(data, max_epochs=2)
+    stop = engine.connect(Events.GET_BATCH_COMPLETED(once=3), lambda engine: engine.terminate("enough"))
+    with stop:
+        engine.run(data, max_epochs=1)
+    state, resumed = engine.state_dict(), doubling()
+    engine.run(data, max_epochs=2)
+    resumed.load_state_dict(state)
+    resumed.run(data, max_epochs=2)
+    assert torch.equal(engine.model.weight, whole.model.weight)
+    assert torch.equal(resumed.model.weight, whole.model.weight)
 
 
 @pytest.mark.parametrize("event", BEFORE_UPDATES, ids=str)
