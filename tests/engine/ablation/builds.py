@@ -53,9 +53,6 @@ def build(seed: int) -> Any:
     return composed(seed), train
 
 
-PARENT = os.getppid()
-
-
 def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
     """Writes down each run that is made, and takes its time.
 
@@ -66,12 +63,13 @@ def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
     def run(engine: Engine) -> None:
         @engine.on(Events.EPOCH_STARTED(once=1))
         def note(engine: Engine) -> None:
+            parent = os.getppid()
             off = [name for name, handler in sorted(engine.handlers.items()) if not handler.enabled]
             with open(Path(folder) / "made.txt", "a") as file:
                 file.write(f"{seed} {' '.join(off)}\n")
             time.sleep(pause)
             last = int(os.environ.get("SIGNALFIRE_MADE", 10**6))
-            while (Path(folder) / "made.txt").read_text().count("\n") >= last and os.getppid() == PARENT:
+            while (Path(folder) / "made.txt").read_text().count("\n") >= last and os.getppid() == parent:
                 time.sleep(0.01)
 
         train(engine)
