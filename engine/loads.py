@@ -50,7 +50,7 @@ class ModuleTensors:
                     own[key] = tensor
         with torch.no_grad():
             for tensor, values in self._values.items():
-                if tensor.shape == values.shape:
+                if tensor.shape == values.shape and not (tensor.layout is torch.strided and 0 in tensor.stride()):
                     tensor.copy_(values)
                 else:
                     tensor.data = values.to(tensor.device)

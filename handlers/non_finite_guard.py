@@ -96,7 +96,7 @@ class NonFiniteGuard(Handler):
         for update in selected_updates(engine, self.update):
             engine.overrides.claim(Override.NON_FINITE, by=self, target=f"of update {update.name!r}")
 
-    @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS, reads=["loss", "window"], writes=[])
+    @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS, reads=["loss", "loss_weight", "window"], writes=[])
     def record_loss(self, engine: Engine) -> None:
         """Keep the loss on its device until the window is complete: reading it now would synchronise."""
         update = engine.state.update

@@ -161,12 +161,12 @@ class TensorBoardLogger(ScalarLogger):
         self._last.append(summary.SerializeToString())
         self._open().add(summary, step)
 
-    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def write_image(self, engine: Engine) -> None:
         """Write an image."""
         self._write_entry(engine, _image)
 
-    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def write_figure(self, engine: Engine) -> None:
         """Write a figure as an image."""
         self._write_entry(engine, lambda tag, figure: _image(tag, drawn(figure)))
@@ -177,12 +177,12 @@ class TensorBoardLogger(ScalarLogger):
             if summary is not None:
                 self._write(summary, engine.state.iteration)
 
-    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def write_text(self, engine: Engine) -> None:
         """Write a text, which TensorBoard shows as Markdown."""
         self._write_entry(engine, summaries.text)
 
-    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
+    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def write_histogram(self, engine: Engine) -> None:
         """Write a histogram."""
         self._write_entry(engine, _histogram)

@@ -288,10 +288,13 @@ CASES: dict[str, Case] = {
     "OptunaPruning": Case(lambda: OptunaPruning(kit.Trial(), "train_loss", mode="min"), False),
     "Reporting": Case(lambda: Reporting(lambda value, step: False, "train_loss"), False),
     "Reporting, stopping": Case(lambda: Reporting(lambda value, step: step == 1, "train_loss"), True),
-    "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3)), True),
-    "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep"), True),
+    "LRScheduling, steps": Case(lambda: LRScheduling(partial(StepLR, step_size=3), update="main"), True),
+    "LRScheduling, epochs": Case(lambda: LRScheduling(partial(StepLR, step_size=1), every="1ep", update="main"), True),
     "LRScheduling, plateau": Case(
-        lambda: LRScheduling(partial(ReduceLROnPlateau, patience=0, threshold=0.5), monitor="train_loss"), True
+        lambda: LRScheduling(
+            partial(ReduceLROnPlateau, patience=0, threshold=0.5), monitor="train_loss", update="main"
+        ),
+        True,
     ),
     "LabelSmoothing": Case(lambda: LabelSmoothing(0.1), True),
     "LimitBatches": Case(lambda: LimitBatches(3), True),
@@ -307,9 +310,9 @@ CASES: dict[str, Case] = {
     "NonFiniteGuard": Case(lambda: NonFiniteGuard(check="both"), False),
     "OptimizerStatistics": Case(lambda: OptimizerStatistics(every="2st"), False),
     "OverfitBatches": Case(lambda: OverfitBatches(2), True),
-    "ParameterScheduling": Case(lambda: ParameterScheduling("weight_decay", {0: 0.0, 3: 0.1}), True),
+    "ParameterScheduling": Case(lambda: ParameterScheduling("weight_decay", {0: 0.0, 3: 0.1}, update="main"), True),
     "ParameterScheduling, epochs": Case(
-        lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep"), True
+        lambda: ParameterScheduling("weight_decay", {0: 0.0, 2: 0.1}, every="1ep", update="main"), True
     ),
     "ParameterStatistics": Case(lambda: ParameterStatistics(every="2st"), False),
     "Penalty": Case(lambda: Penalty(z_loss, 0.1), True),
@@ -328,7 +331,7 @@ CASES: dict[str, Case] = {
     "WarmStart": Case(lambda: WarmStart(PRETRAINED, allow="*"), True),
     "Rewindable": Case(lambda: Rewindable(every="2it"), False),
     "SWA": Case(lambda: SWA(2, bn_data=make_data()), False),
-    "SWA, with its rate": Case(lambda: SWA(2, lr=0.05, anneal_epochs=1, bn_batches=0), True),
+    "SWA, with its rate": Case(lambda: SWA(2, lr=0.05, anneal_epochs=1, bn_batches=0, update="main"), True),
     "Seeding": Case(lambda: Seeding(5), True),
     "SequenceLengthWarmup": Case(lambda: SequenceLengthWarmup(3, 6, over="4it", increment=1, dim=2), True),
     "SharpnessAwareMinimization": Case(lambda: SharpnessAwareMinimization(0.1), True),

@@ -265,22 +265,22 @@ class RemoteLogger(ScalarLogger):
             state = engine.state
             self._put(kind, state.epoch, state.iteration, engine.updates[0].steps, {tag: value})
 
-    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    @on(Events.IMAGE_LOGGED, phase=Phase.RECORD, reads=["step", "metrics"], writes=["files"])
     def write_image(self, engine: Engine) -> None:
         """Send an image."""
         self._put_entry(engine, "image", png)
 
-    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    @on(Events.FIGURE_LOGGED, phase=Phase.RECORD, reads=["step", "metrics"], writes=["files"])
     def write_figure(self, engine: Engine) -> None:
         """Send a figure as an image, drawn at once: it may be changed or closed afterwards."""
         self._put_entry(engine, "image", lambda figure: png(drawn(figure)))
 
-    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    @on(Events.TEXT_LOGGED, phase=Phase.RECORD, reads=["step", "metrics"], writes=["files"])
     def write_text(self, engine: Engine) -> None:
         """Send a text."""
         self._put_entry(engine, "text", str)
 
-    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=["step"], writes=["files"])
+    @on(Events.HISTOGRAM_LOGGED, phase=Phase.RECORD, reads=["step", "metrics"], writes=["files"])
     def write_histogram(self, engine: Engine) -> None:
         """Send a histogram."""
         self._put_entry(engine, "histogram", lambda histogram: [histogram.counts, histogram.edges])

@@ -449,13 +449,13 @@ def test_averages_follow_buffers_that_change_their_shape_or_type(change: Callabl
     assert digest(again.handlers[averaging.name].state_dict()) == digest(averaging.state_dict())
 
 
-@pytest.mark.parametrize("change", quick([*SHAPES, counter], growing))
+@pytest.mark.parametrize("change", quick(SHAPES, growing))
 def test_the_best_weights_come_back_with_the_buffers_of_then(change: Callable[[Any], Any]) -> None:
     engine = build(change, EarlyStopping("score", mode="max", patience=9, restore_best=True))
     states: list[str] = []
 
     def changed() -> str:
-        return digest([dict(engine.model.named_buffers()), engine.model.calls, engine.model.state_dict()])
+        return digest([dict(engine.model.named_buffers()), engine.model.state_dict()])
 
     def measure(engine: Engine) -> None:
         engine.log("score", [1.0, 3.0, 2.0][engine.state.epoch - 1])
