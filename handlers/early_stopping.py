@@ -12,6 +12,7 @@ from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int, check_number
 from signalfire.findings import finding
 from signalfire.interval import check_every
+from signalfire.keys import UNSAVED
 from signalfire.monitor import Monitor
 from signalfire.planning import last_epoch
 
@@ -100,6 +101,7 @@ class EarlyStopping(Handler):
         self.waited = 0
         self._reason: str | None = None  # for which the run is to stop
         self._weights: dict[str, Any] | None = None  # of the best value
+        self._unsaved: Any = None  # the buffers of then that no state holds, if it was in this process
         self._is_new_best = False  # whether the current event reported the best value
 
     def _check_limits(self) -> None:
@@ -226,13 +228,14 @@ class EarlyStopping(Handler):
         """Copy the weights if the current event reported the best value."""
         if self._is_new_best:
             self._weights = engine.snapshots.hold_weights()
+            self._unsaved = self._weights.pop(UNSAVED)
             self._is_new_best = False
 
     @on("restore_event", reads=[], writes=["weights", "buffers"])
     def restore_best(self, engine: Engine) -> None:
         """Load the weights of the best value."""
         if self._weights is not None:
-            engine.load_weights(self._weights)
+            engine.load_weights(self._weights if self._unsaved is None else self._weights | {UNSAVED: self._unsaved})
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL, rank=CHECK_METRIC, reads=["metrics"], writes=[])
     def check_metric_exists(self, engine: Engine) -> None:
@@ -261,4 +264,5 @@ class EarlyStopping(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
         self._weights = state.get("weights") if self.best_weights_event is not None else None
+        self._unsaved = None
         self.monitor.load_state_dict(state["monitor"])

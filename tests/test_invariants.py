@@ -359,6 +359,7 @@ FIRST_OF_EACH_KIND = {kind(case): case for case in reversed(CASES)}.values()
 
 # Attributes that begin anew in a resumed run.
 PER_RUN = {
+    "EarlyStopping": ["_unsaved"],  # buffers that no file has
     "EMA": ["_versions"],  # how often the memory of a weight was written, as torch counts it
     "SWA": ["_versions"],
     "Export": ["written"],

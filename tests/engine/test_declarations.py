@@ -172,6 +172,11 @@ NOT_RECORDED = {
     ("Export", "write_best"): {"modules", "modes"},
     ("SpikeGuard", "read"): {"gradients", "optimizer", "processes"},  # if the norm overflows; with several ranks
     ("TensorParallel", "compare_gradients"): {"gradients", "processes"},  # with four ranks only
+    ("LRScheduling", "check_total"): {"optimizer"},  # only where a loaded state has no such schedule
+    ("Checkpoint", "save_between_runs"): {"state"},  # only at an event that is emitted between runs
+    # By receivers that these connect, which are called through the guard of looks.
+    ("Guards", "look"): {"loss", "output"},
+    ("Guards", "look_at_evaluation"): {"buffers", "modules"},
 }
 
 

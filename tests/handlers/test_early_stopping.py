@@ -473,5 +473,6 @@ def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
         lambda: EarlyStopping("score", mode="min", patience=2, restore_best=True, **options),
         data(),
         changes_training=True,
+        per_run=("_unsaved",),
         max_epochs=6,
     )
