@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from signalfire import Events
+from signalfire import Events, Phase
 from signalfire.handlers import MLflowLogger
 from tests.kit import LIMIT, needs, same
 from tests.remote import DATA, first_send, go_back_once, killed_and_resumed, rows_of_csv, trainer
@@ -149,7 +149,9 @@ def test_a_resumed_run_continues_the_run_of_mlflow_and_a_param_that_changed_is_a
     logger = make(tmp_path)
     engine = trainer(logger)
     engine.log.hyperparameters(lr=0.1)
-    engine.connect(Events.EPOCH_COMPLETED(once=1), lambda engine: states.append(engine.state_dict()))
+    engine.connect(
+        Events.EPOCH_COMPLETED(once=1), lambda engine: states.append(engine.state_dict()), phase=Phase.PERSIST
+    )
     engine.run(DATA, max_epochs=2)
     again = make(tmp_path)
     engine = trainer(again, folder=tmp_path)
