@@ -320,11 +320,16 @@ _COPIES = (
 )  # of large tensors: their version when they were copied, and the copy, which nobody changes
 
 
+def _copied(tensor: Tensor) -> tuple[int, Tensor | None]:
+    found: tuple[int, Tensor | None] = _COPIES.get(tensor, (-1, None))
+    return found
+
+
 def _copy_of(tensor: Tensor) -> Tensor:
     """A copy; of a large tensor that nothing has changed since, the same one, since constants would be copied for each state."""
     if tensor.is_inference() or tensor.numel() * tensor.element_size() < _LARGE:
         return tensor.detach().clone()
-    version, copy = _COPIES.get(tensor, (-1, None))
+    version, copy = _copied(tensor)
     if version != tensor._version or copy is None or copy.shape != tensor.shape:
         copy = tensor.detach().clone()
         _COPIES[tensor] = tensor._version, copy

@@ -75,7 +75,8 @@ class Signal(blinker.NamedSignal):
     def __init__(self, event: EventEnum) -> None:
         self.event = event
         self.fired = 0
-        self.forget_repeats()
+        self.repeats: int | None = None
+        self.askers: set[Connection] | None = None
         self.due = NEVER
         self.group: weakref.ref[SignalGroup] | None = None
         self.around: Around | None = None
@@ -371,8 +372,7 @@ class Signal(blinker.NamedSignal):
 
     def forget_repeats(self) -> None:
         """Let every count be new."""
-        self.repeats: int | None = None
-        self.askers: set[Connection] | None = None
+        self.repeats = self.askers = None
 
     def _select(self, count: int) -> Plan:
         """The plan for this count; also computes when a filter passes next."""

@@ -110,7 +110,7 @@ class Reseeded:
 @pytest.mark.parametrize("cut", [4, 5, 8])
 def test_a_sampler_may_keep_its_epoch_as_it_likes(name: str, kind: Callable[[int], Any], cut: int) -> None:
     def loader() -> DataLoader[Any]:
-        return DataLoader(ROWS, batch_size=1, sampler=Reseeded(name, kind))  # type: ignore[arg-type]
+        return DataLoader(ROWS, batch_size=1, sampler=Reseeded(name, kind))
 
     whole = small()
     seen = read(whole)
@@ -295,8 +295,12 @@ OTHER_DATA: dict[str, tuple[Any, Any, int]] = {
     "lists of numbers": ([0, 1, 2, 3], [20, 21, 22, 23], 20),
     "lists of arrays": ([np.array(n) for n in range(4)], [np.array(n) for n in range(20, 24)], 20),
     "equal at both ends": (numbers(0, 1, 2, 3), numbers(0, 8, 2, 3), 0),
-    "other samples": (*(DataLoader(ROWS, sampler=SubsetRandomSampler(part)) for part in (SOME, OTHERS)), -1),
-    "another order": (DataLoader(ROWS, sampler=list(SOME)), DataLoader(ROWS, sampler=list(OTHERS)), 6),  # type: ignore[arg-type]
+    "other samples": (
+        DataLoader(ROWS, sampler=SubsetRandomSampler(SOME)),
+        DataLoader(ROWS, sampler=SubsetRandomSampler(OTHERS)),
+        -1,
+    ),
+    "another order": (DataLoader(ROWS, sampler=list(SOME)), DataLoader(ROWS, sampler=list(OTHERS)), 6),
 }
 
 
