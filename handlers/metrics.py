@@ -255,6 +255,8 @@ class Metrics(Handler):
         """Make the values so far available to displays."""
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
+            if isinstance(metric, Accuracy) and metric.follows_loss:
+                metric.ignore_index = ignored_class(_loss_of(engine.find_update(self.update)))
 
     @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss", "modules", "plan"], writes=[])
     def update_metrics(self, engine: Engine) -> None:
@@ -278,11 +280,8 @@ class Metrics(Handler):
         """Find out whether the loss may ignore targets, and report a batch whose class hides its number of samples."""
         self._counted = True
         batch, spec = engine.state.batch, engine.state.update.spec
-        ignored = ignored_class(getattr(spec.loss, "loss", None) or spec.loss)
+        ignored = ignored_class(_loss_of(engine.state.update))
         self._ignored = None if all_ignored(_targets_in(engine.state.update, batch), ignored) is None else ignored
-        for metric in self._of_output:
-            if isinstance(metric, Accuracy) and metric.follows_loss:
-                metric.ignore_index = ignored
         if spec.samples is None and hides_samples(batch):
             engine.findings.report(
                 "W03",
@@ -465,6 +464,11 @@ def _copied(item: Any) -> Any:
 def _plain(value: Any) -> Any:
     """A value of one number as a Python number; any other as it is."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
+
+
+def _loss_of(update: UpdateState) -> Any:
+    """The loss that a user gave."""
+    return getattr(update.spec.loss, "loss", None) or update.spec.loss
 
 
 def _targets_in(update: UpdateState, batch: Any) -> Any:

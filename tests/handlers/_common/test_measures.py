@@ -147,9 +147,6 @@ def test_an_odd_batch_leaves_the_mean_of_the_others(odd: str, samples: Callable[
     assert all(math.isfinite(value) for value in found.values())
 
 
-@pytest.mark.parametrize(
-    "loss", [nn.CrossEntropyLoss(ignore_index=0), partial(F.cross_entropy, ignore_index=0)], ids=["module", "partial"]
-)
 @pytest.mark.parametrize("ignored", [255, 0, -100])
 def test_accuracy_ignores_the_class_that_the_loss_ignores(ignored: int) -> None:
     evaluator = Engine(Update.supervised(nn.CrossEntropyLoss(ignore_index=ignored)), model=nn.Identity())
@@ -158,6 +155,9 @@ def test_accuracy_ignores_the_class_that_the_loss_ignores(ignored: int) -> None:
     assert evaluator.state.metrics == {"followed": 2 / 3, "all": 2 / 4}
 
 
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(ignore_index=0), partial(F.cross_entropy, ignore_index=0)], ids=["module", "partial"]
+)
 def test_the_class_that_the_loss_ignores_is_known(loss: Any) -> None:
     model = linear(5, 3)
     evaluator = Engine(Update.supervised(loss), model=model)
