@@ -36,6 +36,7 @@ __all__ = [
     "Holder",
     "Unsaved",
     "buffer_names",
+    "copy_of",
     "given_parameters",
     "going_back",
     "holders",
@@ -281,7 +282,7 @@ class _Kept:
         kind = type(value)
         if isinstance(value, Tensor):
             graph = value.grad_fn is not None  # it is not held
-            self._content = _copy_of(value) if content or graph else None
+            self._content = copy_of(value) if content or graph else None
             self.value = self._content if graph else value
         elif isinstance(value, GENERATORS):
             self._content = state_of(value)
@@ -315,24 +316,22 @@ class _Kept:
 
 
 _LARGE = 2**20  # bytes
-_COPIES = (
-    WeakTensorKeyDictionary()
-)  # of large tensors: their version when they were copied, and the copy, which nobody changes
+# Of large tensors, the last copy, which nobody changes.
+_COPIES = WeakTensorKeyDictionary()
 
 
-def _copied(tensor: Tensor) -> tuple[int, Tensor | None]:
-    found: tuple[int, Tensor | None] = _COPIES.get(tensor, (-1, None))
-    return found
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy; of a large constant in main memory the same one for each state, since comparing costs less than copying.
 
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    """A copy; of a large tensor that nothing has changed since, the same one, since constants would be copied for each state."""
-    if tensor.is_inference() or tensor.numel() * tensor.element_size() < _LARGE:
+    A tensor's version does not tell, since changes through ``.data`` do not count.
+    """
+    constant = tensor.device.type == "cpu" and tensor.numel() * tensor.element_size() >= _LARGE
+    if not constant or type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return tensor.detach().clone()
-    version, copy = _copied(tensor)
-    if version != tensor._version or copy is None or copy.shape != tensor.shape:
+    copy: Tensor | None = _COPIES.get(tensor)
+    if copy is None or copy.dtype != tensor.dtype or not torch.equal(copy, tensor):
         copy = tensor.detach().clone()
-        _COPIES[tensor] = tensor._version, copy
+        _COPIES[tensor] = copy
     return copy
 
 

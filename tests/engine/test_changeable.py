@@ -19,7 +19,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Handler, Phase, Update
-from signalfire.changeable import own_parameters
+from signalfire.changeable import copy_of, own_parameters
 from signalfire.handlers import EMA, SWA, Checkpoint, EarlyStopping, Lookahead, Rewindable, SpikeGuard
 from signalfire.tuning import find_batch_size, find_learning_rate
 from signalfire.weights import export_weights
@@ -464,3 +464,14 @@ def test_the_best_weights_come_back_with_the_buffers_of_then(change: Callable[[A
     engine.connect(Events.EPOCH_COMPLETED, measure, phase=Phase.PREPARE)
     engine.run(BATCHES, max_epochs=3)
     assert changed() == states[1]
+
+
+def test_a_large_constant_is_copied_once_and_again_once_it_has_changed() -> None:
+    table = torch.zeros(2**19)
+    first = copy_of(table)
+    assert copy_of(table) is first
+    table.data.add_(1)  # without a new version
+    second = copy_of(table)
+    assert second is not first
+    assert torch.equal(first, torch.zeros_like(table))
+    assert torch.equal(second, table)
