@@ -84,10 +84,15 @@ class Window:
         before = sum((weight for _, _, weight, _ in self.kept), start=ZERO)
         self.kept.append((batch, loss.detach(), self.held + self.extra_weight - before, share))
 
-    def average(self, parameters: Sequence[Tensor]) -> bool:
-        """Make the gradients those of the weighted mean loss; False if the weights add up to zero."""
+    def average(self, parameters: Sequence[Tensor], *, one_backward: bool = True) -> bool:
+        """Make the gradients those of the weighted mean loss; False if the weights add up to zero.
+
+        Args:
+            parameters: those of the update.
+            one_backward: whether a micro-step has one backward, and not one a piece.
+        """
         if not self._checked and self.held > 1:
-            self._checked, self.was_cleared = True, self._misses_gradients(parameters)
+            self._checked, self.was_cleared = True, self._misses_gradients(parameters, one_backward)
         total = self.held + self.extra_weight
         if isinstance(total, Tensor):
             total = total + (
@@ -98,7 +103,7 @@ class Window:
         self.divide(parameters, total)
         return True
 
-    def _misses_gradients(self, parameters: Sequence[Tensor]) -> bool:
+    def _misses_gradients(self, parameters: Sequence[Tensor], one_backward: bool) -> bool:
         """Whether no gradient was added to as often as there were micro-steps: torch adds in place, and counts that.
 
         Gradients that were set to zero in place were changed more often, and are still zero if no backward came after it.
@@ -114,7 +119,7 @@ class Window:
             return False
         if max(one._version for one in dense) < self.held - 1:
             return True
-        self.was_emptied = self.was_zeroed(dense)
+        self.was_emptied = one_backward and self.was_zeroed(dense)
         return self.was_emptied
 
     def was_zeroed(self, gradients: Sequence[Tensor]) -> bool:

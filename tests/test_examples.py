@@ -168,7 +168,7 @@ def check_planned_looks(folder: Path) -> None:
 
 def check_finders(folder: Path) -> None:
     output = run("finders.py", "--rates", "0.1", "1", folder=folder)
-    assert re.match(r"learning rates from 1e-05, \d+ steps, diverged at [\d.]+: suggestion [\d.]+\n", output), output
+    assert re.match(r"learning rates from 1e-05, \d+ steps, ended at 1: suggestion [\d.]+\n", output), output
     assert len(re.findall(r"^ +(\d+)  yes ", output, re.MULTILINE)) == 6, output
     slow, suggested = map(float, re.findall(r"1000 steps: accuracy ([\d.]+) %", output))
     assert suggested >= 85

@@ -132,6 +132,9 @@ def test_a_cell_that_was_interrupted_and_is_run_again_ends_as_without() -> None:
     )
     _, first, _, second, ended = executed(*cells, again=(1, 2), allow_errors=True)
     assert [one.ename for one in first if one.output_type == "error"] == ["KeyboardInterrupt"]
+    (warned,) = [one for one in second if one.get("name") == "stderr"]
+    assert "interrupt was cut short by KeyboardInterrupt" in warned.text
+    second.remove(warned)
     for outputs, start in ((first, "epoch 2/3:"), (second, "epoch 3/3: 100%")):
         (output,) = of_bar(outputs)
         assert output.data["text/plain"].startswith(start)

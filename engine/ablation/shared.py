@@ -139,7 +139,8 @@ def _digest_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _generators(engine: Engine) -> list[torch.Generator]:
-    return [] if engine.feed.source is None else generators_of(engine.feed.source.given)
+    """Those that the order of the data or the numbers of its workers are drawn from."""
+    return [] if engine.feed.source is None else generators_of(engine.feed.source.given, that_matter=True)
 
 
 def _digest(values: list[Any]) -> str:

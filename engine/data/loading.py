@@ -348,9 +348,15 @@ def _unique(parts: Iterable[T | None]) -> list[T]:
     return list({id(part): part for part in parts if part is not None}.values())
 
 
-def generators_of(data: Any) -> list[torch.Generator]:
-    """The generators that data draws its order from, apart from the global ones: those of a DataLoader and its samplers."""
-    found = _unique(getattr(part, "generator", None) for part in _samplers(data))
+def generators_of(data: Any, *, that_matter: bool = False) -> list[torch.Generator]:
+    """The generators that data draws its order from, apart from the global ones: those of a DataLoader and its samplers.
+
+    Args:
+        data: The data.
+        that_matter: Without those from which only the base seed of workers is drawn, where there are no workers.
+    """
+    parts = [one for one in _samplers(data) if not (that_matter and getattr(one, "num_workers", None) == 0)]
+    found = _unique(getattr(part, "generator", None) for part in parts)
     return [one for one in found if isinstance(one, torch.Generator)]
 
 

@@ -45,7 +45,9 @@ def builder(*shared: str, again: Callable[[Made, int], None] | None = None) -> C
         trainer = Engine(update, model=model, seed=seed)
         clipping = part("clipping", lambda: GradientClipping(max_norm=0.1))
         trainer.attach(clipping, Validation(evaluator, list(zip(*[iter(DATA.tensors)] * 2, strict=True))))
-        loader = part("loader", lambda: DataLoader(DATA, batch_size=2, shuffle=True, generator=generator))
+        loader = part(
+            "loader", lambda: DataLoader(DATA, batch_size=2, shuffle="in order" not in shared, generator=generator)
+        )
         return trainer, lambda engine: engine.run(loader, max_epochs=1)
 
     return build
@@ -94,17 +96,27 @@ def test_what_runs_share_and_change_is_an_error_that_names_it(what: str, seeds: 
         values(build, seeds=seeds)
 
 
+IN_ORDER = builder("generator", "loader", "in order")
+"""The generator is the loader's, which draws nothing that matters from it."""
+
+
 @pytest.mark.parametrize(
     "build",
     [
         builder("update", again=seeded),
         builder("model", again=reset),
         builder("generator", "loader", again=seeded),
+        IN_ORDER,
     ],
-    ids=["an update with a factory", "a model that is put back", "a generator that is put back"],
+    ids=[
+        "an update with a factory",
+        "a model that is put back",
+        "a generator that is put back",
+        "a generator that nothing is drawn from",
+    ],
 )
 def test_what_runs_share_and_put_back_gives_the_numbers_of_a_fresh_build(build: Callable[[int], Any]) -> None:
-    fresh = builder(again=seeded)
+    fresh = builder(*["in order"] if build is IN_ORDER else [], again=seeded)
     assert values(build) == values(fresh)
 
 
