@@ -6,6 +6,7 @@ import io
 import json
 import os
 import signal
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -46,7 +47,7 @@ from signalfire.testing import fingerprint
 from tests import kit
 from tests.handlers.test_tensorboard import shown
 from tests.kit import digest
-from tests.processes import run_together
+from tests.processes import run_program, run_together
 
 Batch = tuple[Tensor, Tensor]
 ADAM = partial(torch.optim.Adam, lr=1e-3)
@@ -586,20 +587,33 @@ print(weights(engine), len(guard.actions))
 """
 
 
+def _run(folder: Path, name: str, *, killed: int = 0) -> subprocess.CompletedProcess[str]:
+    """A training whose process is killed at its n-th loss, or never."""
+    (folder / "program.py").write_text(PROGRAM)
+    return run_program("program.py", name, killed, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """What the training prints that is not killed, and its log."""
+    folder = tmp_path_factory.mktemp("whole")
+    ended = _run(folder, "whole")
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout, (folder / "whole" / "log.csv").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "killed", [3, 41, 47, *[pytest.param(at, marks=pytest.mark.campaign) for at in (36, 39, 43, 60)]]
 )
-def test_killed_before_in_or_after_a_rewind_it_ends_alike(tmp_path: Path, killed: int) -> None:
-    whole = kit.finished("-c", PROGRAM, str(tmp_path / "whole"), "0")
-    assert whole.returncode == 0, whole.stderr
-    died = kit.finished("-c", PROGRAM, str(tmp_path / "killed"), str(killed))
+def test_killed_before_in_or_after_a_rewind_it_ends_alike(
+    tmp_path: Path, whole: tuple[str, str], killed: int
+) -> None:
+    died = _run(tmp_path, "killed", killed=killed)
     assert died.returncode == -9, died.stderr
-    resumed = kit.finished("-c", PROGRAM, str(tmp_path / "killed"), "0")
-    assert resumed.stdout == whole.stdout, resumed.stderr
+    resumed = _run(tmp_path, "killed")
+    assert (resumed.stdout, (tmp_path / "killed" / "log.csv").read_text()) == whole, resumed.stderr
     assert resumed.stdout.endswith(" 1\n")
-    logs = [(tmp_path / one / "log.csv").read_text() for one in ("whole", "killed")]
-    assert logs[0] == logs[1]
 
 
 def _of_two() -> list[tuple[int, list[dict[str, Any]], str]]:
