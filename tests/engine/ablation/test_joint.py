@@ -173,14 +173,14 @@ def test_intervals_hold_together_and_a_family_errs_seldom() -> None:
 @pytest.mark.parametrize("effects", [[0.0] * 5, [0.0, 0.5, 2.0, 5.0, -50.0]])
 @pytest.mark.parametrize("n", [6, 8, 12])
 def test_intervals_hold_together_whatever_the_effects_are(n: int, effects: list[float]) -> None:
-    studies = 2000 if n < 12 else 1000
+    studies = 1000 if n < 12 else 500
     for distribution in ("normal", "t3"):
         assert coverage(studies, n, effects, distribution) >= 0.95 - two_errors(studies, 0.95)
 
 
 @pytest.mark.slow
 def test_step_down_finds_what_holm_misses_and_keeps_its_level() -> None:
-    studies = 3000
+    studies = 1500
     limit = 0.05 + two_errors(studies, 0.05)
     wrong, one = family_error(studies, 8, [1.5, 0, 0, 0, 0])
     assert wrong <= limit

@@ -82,7 +82,7 @@ def test_folds_in_any_order_leave_the_same_store(workers: int, tmp_path: Path) -
     assert validation(predict=predict, store=other).run(folds=[2]).values == {2: whole.values[2]}
     assert "! fold 0: not trained yet" in str(validation(predict=predict, store=other).results())
     validation(predict=predict, store=other).run(folds=[4, 1], workers=workers)
-    assert validation(predict=predict, store=other).run(workers=workers).values == whole.values
+    assert validation(predict=predict, store=other).run().values == whole.values
     assert apart_from_timings(one) == apart_from_timings(other)
     found = validation(predict=predict, store=other).results().predictions
     assert torch.equal(found, whole.predictions)
