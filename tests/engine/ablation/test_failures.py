@@ -136,7 +136,7 @@ def test_of_200_studies_none_advises_against_a_handler_that_prevents_collapses(s
 @pytest.mark.slow
 def test_the_rank_test_keeps_its_level_with_failures() -> None:
     generator = np.random.default_rng(0)
-    studies, wrong = 2000, 0
+    studies, wrong = 1000, 0
     for _ in range(studies):
         runs = []
         for seed in range(9):

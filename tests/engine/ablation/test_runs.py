@@ -28,10 +28,10 @@ def task(build: Any = builds.build, run: Any = None, *, seed: int = 1, **options
 
 @pytest.mark.slow
 def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
-    study = make_study(builds.dying, seeds=range(3), store=tmp_path / "store.jsonl")
+    study = make_study(builds.dying, store=tmp_path / "store.jsonl")
     study.run(LeaveOneOut(["ema"]), workers=2)
     results = study.results(study.plan(LeaveOneOut(["ema"])))
-    assert len(results) == 6
+    assert len(results) == 4
     assert {result.seed for result in results if result.value is None} == {1}
     assert all("the process that made this run died" in (result.error or "") for result in results if result.seed == 1)
 
