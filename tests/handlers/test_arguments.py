@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,6 +103,18 @@ def test_an_argument_that_cannot_be_meant_is_refused_with_its_class_and_name(
     message = str(caught.value)
     assert name in message
     assert argument in message
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "memory://x", Path("gs://bucket/x"), "file:///tmp/x"], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [one for one in ARGUMENTS if one[1] in ("folder", "path", "source")],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_a_path_that_is_a_url_is_refused_with_its_class_and_name(kind: type, argument: str, address: Any) -> None:
+    given = {**NEEDED.get(kind.__name__, {}), argument: address}
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\({argument}='\w+://?.*: a URL is not a path"):
+        kind(**given)
 
 
 @pytest.mark.parametrize(
