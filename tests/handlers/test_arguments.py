@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import signalfire.handlers
 from signalfire import Engine, Events, Update, seed_everything
-from signalfire.handlers import Average, GradientClipping, MixedPrecision, Seeding
+from signalfire.handlers import Average, GradientClipping, MixedPrecision, Seeding, TruePrecision
 from tests.kit import batches, build, linear, shipped
 
 EVALUATOR = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(5, 1))
@@ -155,6 +155,33 @@ def test_an_empty_or_misspelt_value_is_refused_too(kind: str, given: dict[str, A
 def test_a_precision_may_be_written_as_others_write_it(precision: Any, meant: Any) -> None:
     one, other = MixedPrecision(precision), MixedPrecision(meant)
     assert (one.dtype, one.loss_event) == (other.dtype, other.loss_event)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        (torch.float64, ["fp64", torch.float64, "float64", "double", "64-true", "fp64-true", "64", 64]),
+        (torch.bfloat16, ["bf16", torch.bfloat16, "bfloat16", "bf16-true"]),
+        (torch.float16, ["fp16", torch.float16, "float16", "half", "16-true", "fp16-true"]),
+    ],
+    ids=str,
+)
+def test_a_true_precision_may_be_written_as_others_write_it(dtype: torch.dtype, names: list[Any]) -> None:
+    assert {TruePrecision(name).dtype for name in names} == {dtype}
+    assert len({TruePrecision(name).device_features for name in names}) == 1
+
+
+@pytest.mark.parametrize("wrong", ["32-true", torch.float32, 16, "16", 64.5, None, ["fp64"], torch.int64])
+def test_another_precision_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"TruePrecision\(precision=.*expected 'bf16', 'fp16' or 'fp64'"):
+        TruePrecision(wrong)
+
+
+def test_a_precision_of_the_other_kind_names_its_handler() -> None:
+    with pytest.raises(ValueError, match=r"write MixedPrecision\('bf16-mixed'\)"):
+        TruePrecision("bf16-mixed")
+    with pytest.raises(ValueError, match=r"write TruePrecision\('16-true'\)"):
+        MixedPrecision("16-true")
 
 
 def test_the_obvious_first_argument_needs_no_name() -> None:
