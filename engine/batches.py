@@ -150,7 +150,7 @@ def field_names(value: Any) -> list[str] | None:
 
 def _mapping_like(value: Mapping[Any, Any], held: list[Any]) -> Any:
     new = copy.copy(value) if isinstance(value, MutableMapping) else {}
-    for key, part in zip(value, held, strict=True):
+    for key, part in zip(value.keys(), held, strict=True):  # a TensorDict iterates over its rows
         new[key] = part
     return new
 
