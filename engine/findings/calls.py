@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..batches import tensors_in
+from ..devices import is_readable
 from ..window import ONE
 from .function_rules import names_in
 from .loss_graph import Problem
@@ -257,7 +258,7 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 
 def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
-    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one) and one.layout is torch.strided]
+    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one)]
     if len(tensors) < 2 or tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
         return
     inputs, targets = tensors[0].detach(), tensors[1].detach().reshape(-1, 1).to(tensors[0].dtype)
@@ -330,7 +331,7 @@ _OVER_SAMPLES = {
 
 def _has_values(one: Tensor) -> bool:
     """Whether a tensor can be read: not one that stands for others, as those of the meta device and of vmap do."""
-    return type(one) in _PLAIN and not one.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+    return type(one) in _PLAIN and is_readable(one) and not torch._C._functorch.is_functorch_wrapped_tensor(one)
 
 
 _PLAIN = (Tensor, nn.Parameter)
