@@ -163,14 +163,14 @@ def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _renamed(state: Mapping[str, Any], names: Mapping[str, str], versions: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a module's state with other names, and with this metadata if it has any."""
-    renamed = copy.copy(state)
+    renamed: Any = copy.copy(state)
     if not isinstance(renamed, dict):
         renamed = dict(state)
     renamed.clear()
     renamed.update((names[name], value) for name, value in state.items())
     if hasattr(state, "_metadata"):
-        renamed._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
-    return renamed
+        renamed._metadata = OrderedDict(versions)
+    return renamed  # type: ignore[no-any-return]
 
 
 def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:

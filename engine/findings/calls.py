@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..batches import tensors_in
 from ..devices import is_readable
 from ..window import ONE
+from .dropout import EagerMode
 from .function_rules import names_in
 from .loss_graph import Problem
 
@@ -29,7 +29,7 @@ _ABOVE_GUESSING = 5.0
 _PADDING = "the end of the longest one, which is padding in others"
 
 
-class FirstCalls(TorchFunctionMode):
+class FirstCalls(EagerMode):
     """Looks at the calls of torch's functions inside the ``with`` block.
 
     Args:
@@ -58,12 +58,12 @@ class FirstCalls(TorchFunctionMode):
             for part in root.modules():
                 if isinstance(part, nn.RNNBase):
                     self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -274,7 +274,7 @@ def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
 _ENOUGH = 8  # samples whose values are not equal by chance
 
 
-class MetricCalls(TorchFunctionMode):
+class MetricCalls(EagerMode):
     """Looks at how a function computes a metric of one batch inside the ``with`` block.
 
     Attributes:

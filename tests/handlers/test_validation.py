@@ -460,11 +460,11 @@ def test_the_data_is_not_turned_into_text_unless_it_is_wrong() -> None:
             Validation(evaluator, wrong)
 
 
-class Unsized(list[Any]):
+class RefusesLength(list[Any]):
     def __len__(self) -> int:
         raise NotImplementedError
 
 
 def test_data_that_refuses_to_say_its_length_is_data() -> None:
     evaluator = Engine(Update.supervised(torch.nn.functional.mse_loss), model=torch.nn.Linear(5, 1))
-    assert len(Validation(evaluator, Unsized([1])).data_sets) == 1
+    assert len(Validation(evaluator, RefusesLength([1])).data_sets) == 1

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.overrides import _get_current_function_mode_stack
 
 from signalfire import Engine, Events, FindingError, FindingWarning, Handler, Update
-from signalfire.findings import calls, data_checks, epoch_checks, first_steps
+from signalfire.findings import calls, data_checks, dropout, epoch_checks, first_steps
 from signalfire.handlers import (
     Average,
     DeviceStatistics,
@@ -102,7 +103,7 @@ def lookers() -> list[Handler]:
     ]  # fmt: skip
 
 
-WITH = {"alone": list, "guards": lambda: [Guards(every="1it")], "all": lookers}
+WITH: dict[str, Callable[[], list[Handler]]] = {"alone": list, "guards": lambda: [Guards(every="1it")], "all": lookers}
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
@@ -266,7 +267,7 @@ class Refusing(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ in ("is_complex", "numel"):
             raise LookupError("not yours")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 @pytest.mark.parametrize("error", [[], ["G13"]])
@@ -283,7 +284,8 @@ def test_a_look_that_fails_is_a_warning_where_it_was_to_stop_the_run(error: list
 
 def test_complex_parameters_are_looked_at() -> None:
     class Ignored(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None: ...
+        def step(self, closure: Any = None) -> Any:
+            return None
 
     model = nn.Linear(3, 1, dtype=torch.complex64)
     engine = Engine(Update.supervised(lambda output, target: (output - target).abs().square().mean(), partial(Ignored, lr=0.1)),
@@ -299,3 +301,69 @@ def test_a_finding_that_is_to_stop_the_run_still_does() -> None:
     engine.connect(Events.ITERATION_STARTED, lambda engine: engine.model.eval())
     with pytest.raises(FindingError, match="G06"):
         engine.run([(torch.randn(4, 3), torch.randn(4, 1))] * 3, max_epochs=1)
+
+
+class CompilesItself(nn.Module):
+    """A model that compiles a part of its forward when it is first called, and notes the graphs."""
+
+    def __init__(self, fullgraph: bool) -> None:
+        super().__init__()
+        self.layer, self.fullgraph = nn.Linear(3, 1), fullgraph
+        self.graphs: list[int] = []
+        self.compiled: Any = None
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.compiled is None:
+            self.compiled = torch.compile(self.body, backend=self.note, fullgraph=self.fullgraph)
+        return self.compiled(inputs)
+
+    def body(self, inputs: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.sigmoid(self.layer(inputs)), 0.5, self.training)
+
+    def note(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+
+def graphs_of_a_plain_loop(fullgraph: bool, trains: bool, data: list[Any]) -> list[int]:
+    torch._dynamo.reset()
+    model = CompilesItself(fullgraph).train(trains)
+    optimizer = SGD(model.parameters())
+    for inputs, targets in data:
+        with torch.set_grad_enabled(trains):
+            loss = mse_loss(model(inputs), targets)
+        if trains:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    torch._dynamo.reset()
+    return model.graphs
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_function_that_compiles_itself_has_the_graphs_of_a_plain_loop(
+    fullgraph: bool, trains: bool, guarded: bool
+) -> None:
+    data = [(torch.ones(4, 3), torch.zeros(4, 1)) for _ in range(3)]
+    expected = graphs_of_a_plain_loop(fullgraph, trains, data)
+    model = CompilesItself(fullgraph)
+    update = Update.supervised(mse_loss, SGD)
+    engine = Engine(update if trains else update.evaluation(), model=model, seed=0, allow=["G11"])
+    engine.attach(*([Guards(every="1it")] if guarded else []), Metrics(loss=Average(mse_loss)))
+    engine.run(data, max_epochs=1 if trains else None)
+    assert model.graphs == expected
+    assert len(expected) == 1
+
+
+def test_a_mode_leaves_from_between_others_when_something_is_compiled() -> None:
+    below, mode, above = dropout.ActiveDropout(), dropout.EagerMode(), dropout.ActiveDropout()
+    with below, mode, above:
+        mode._leave(None)
+        assert _get_current_function_mode_stack() == [below, above]
+        nn.functional.dropout(torch.ones(3), 0.5)
+    assert _get_current_function_mode_stack() == []
+    assert below.seen
+    assert above.seen

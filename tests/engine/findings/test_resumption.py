@@ -288,10 +288,10 @@ class KeepsPosition:
         self.dataset, self.num_workers, self.position = dataset, workers, 0
 
     def __iter__(self) -> Any:
-        start, self.position = self.position, 0
-        for number in range(start, 3):
-            self.position = (number + 1) % 3
+        for number in range(self.position, 3):
+            self.position = number + 1
             yield torch.ones(4, 5), torch.zeros(4, 1)
+        self.position = 0
 
     def __len__(self) -> int:
         return 3
