@@ -31,41 +31,47 @@ def samples_in(batch: Any) -> int:
     """The number of samples in a batch.
 
     That is the batch's own ``num_graphs`` (PyTorch Geometric) or ``batch_size`` (TensorDict); the length of its first tensor in
-    nested containers, 1 for a scalar; or the length of an object with ``__len__``. It is 1 if none of these exists.
+    nested containers, 1 for a scalar; or the length of an object with ``__len__``. It is 1 if none of these exists, or if they
+    cannot be read.
     """
     kind = batch.__class__
-    if kind is dict:  # the usual cases, without a search
-        for first in batch.values():
-            if isinstance(first, Tensor):
-                shape = first.shape
-                return shape[0] if shape else 1
-            break
-    elif kind in _PAIRS and batch and isinstance(batch[0], Tensor):
-        shape = batch[0].shape
-        return shape[0] if shape else 1
+    try:
+        if kind is dict:  # the usual cases, without a search
+            for first in batch.values():
+                if isinstance(first, Tensor):
+                    shape = first.shape
+                    return shape[0] if shape else 1
+                break
+        elif kind in _PAIRS and batch and isinstance(batch[0], Tensor):
+            shape = batch[0].shape
+            return shape[0] if shape else 1
+    except RuntimeError:  # a nested tensor has no shape
+        pass
     count = _count(batch)
     return 1 if count is None else count
 
 
 def _count(item: Any) -> int | None:
-    """The number of samples; None if it is not known."""
-    if isinstance(item, Tensor):
-        return item.shape[0] if item.dim() else 1
-    if item is None or isinstance(item, str | bytes | int | float | bool | type):
-        return None
-    for name in ("num_graphs", "batch_size"):
-        own = getattr(item, name, None)
-        own = own[0] if isinstance(own, torch.Size) and own else own
-        if isinstance(own, int) and not isinstance(own, bool):
-            return own
-    if isinstance(item, PackedSequence):
-        return int(item.batch_sizes[0])
-    container = parts(item)
-    if container is not None:
-        return next((count for count in map(_count, container[0]) if count is not None), None)
+    """The number of samples; None if it is not known, or if a class of the user raises an error when asked."""
     try:
+        if isinstance(item, Tensor):
+            if item.is_nested:
+                return item.size(0)  # it has no shape
+            return item.shape[0] if item.dim() else 1
+        if item is None or isinstance(item, str | bytes | int | float | bool | type):
+            return None
+        for name in ("num_graphs", "batch_size"):
+            own = getattr(item, name, None)
+            own = own[0] if isinstance(own, torch.Size) and own else own
+            if isinstance(own, int) and not isinstance(own, bool):
+                return own
+        if isinstance(item, PackedSequence):
+            return int(item.batch_sizes[0])
+        container = parts(item)
+        if container is not None:
+            return next((count for count in map(_count, container[0]) if count is not None), None)
         return len(item)
-    except TypeError:
+    except Exception:
         return None
 
 
@@ -150,7 +156,7 @@ def field_names(value: Any) -> list[str] | None:
 
 def _mapping_like(value: Mapping[Any, Any], held: list[Any]) -> Any:
     new = copy.copy(value) if isinstance(value, MutableMapping) else {}
-    for key, part in zip(value, held, strict=True):
+    for key, part in zip(value.keys(), held, strict=True):  # a TensorDict iterates over its rows
         new[key] = part
     return new
 

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
+import re
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 __all__ = [
     "as_int",
     "check_bool",
     "check_choice",
     "check_int",
+    "check_local",
     "check_name",
     "check_number",
     "check_stream",
     "did_you_mean",
 ]
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def check_bool(owner: object, argument: str, value: Any) -> bool:
@@ -78,6 +86,33 @@ def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> in
     if value < least:
         raise ValueError(message)
     return int(value)
+
+
+def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> None:
+    """Check that a path is not a URL, which would become a folder with the name of the scheme.
+
+    ``Path("s3://bucket")`` is "s3:/bucket", so one slash is enough. A folder that is really named so is written as "./s3:/bucket"
+    in a string, or with an absolute path. A scheme has at least two letters: "C:/runs" is a path.
+
+    Raises:
+        ValueError: if it is a URL.
+
+    Example:
+        >>> check_local("Checkpoint", "folder", "file:///tmp/runs")
+        Traceback (most recent call last):
+        ValueError: Checkpoint(folder='file:///tmp/runs'): a URL is not a path; write '/tmp/runs'
+    """
+    address = os.fspath(path)
+    if not isinstance(address, str) or not _URL.match(address):
+        return
+    if address[:5].lower() == "file:":
+        hint = f"write {url2pathname(urlsplit(address).path)!r}"
+    else:
+        hint = (
+            "crash-safe writes need a local or mounted file system. Give a folder there, and copy the files: 'Checkpoints in an "
+            "object store' in the guide shows how"
+        )
+    raise ValueError(f"{_call(owner, argument, address)}: a URL is not a path; {hint}")
 
 
 def check_number(

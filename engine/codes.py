@@ -43,7 +43,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W21": ("warning", "the data gives more batches than its length, or an evaluation's gives fewer"),
     "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),
     "W23": ("warning", "the data gives samples, or whole arrays, in place of batches"),
-    "W24": ("warning", "workers have copies of a generator that the data set holds"),
+    "W24": ("warning", "workers draw from generators that a resumed run does not continue"),
     "W25": ("warning", "ranks that share data have other data each, of which a part is never used"),
     "W26": ("warning", "each worker reads all of the data set, so that samples come several times"),
     "W27": ("warning", "normalisation over batches of one sample"),

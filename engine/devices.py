@@ -14,7 +14,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["DEVICES", "TABLE", "DeviceFeature", "Support", "first_wide", "refusal", "support", "unavailable", "widened"]
+__all__ = [
+    "DEVICES",
+    "TABLE",
+    "DeviceFeature",
+    "Support",
+    "as_signed",
+    "first_wide",
+    "is_readable",
+    "refusal",
+    "support",
+    "unavailable",
+    "widened",
+]
 
 
 class DeviceFeature(Enum):
@@ -155,6 +167,16 @@ def widened(tensor: Tensor) -> Tensor:
     device = tensor.device
     lacks = device.type == "mps" or (device.type == "xpu" and not _xpu_has_float64(device))
     return tensor.to(torch.float32 if lacks else torch.float64)
+
+
+def as_signed(tensor: Tensor) -> Tensor:
+    """A tensor of uint16, uint32 or uint64, which torch neither orders nor compares with other types, in int64; others as are."""
+    return tensor.long() if tensor.dtype in (torch.uint16, torch.uint32, torch.uint64) else tensor
+
+
+def is_readable(tensor: Tensor) -> bool:
+    """Whether the values of a tensor can be looked at like those of any other: it is dense, and not quantized, nested or meta."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested or tensor.is_meta)
 
 
 def first_wide(named: Iterable[tuple[str, Tensor]]) -> str | None:

@@ -28,7 +28,7 @@ def parameter_names(engine: Engine, update: UpdateState, modules: Container[str]
     """The names of an optimizer's parameters, which it saves by position; empty for one of none of these modules."""
     roots = {name: root for name, root in engine.modules.items() if name in modules}
     names: dict[Tensor, str] = {
-        p: f"{name}.{key}" for name, root in roots.items() for key, p in root.named_parameters()
+        p: f"{name}.{bare_name(key)}" for name, root in roots.items() for key, p in root.named_parameters()
     }
     return [names.get(p, "") for p in update.parameters]
 

@@ -88,11 +88,11 @@ def without(state: Mapping[str, Any], names: Collection[str]) -> Mapping[str, An
 
 def leave_out(states: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """The states of modules without the tensors of these names."""
-    left = dict(states)
+    left, names = dict(states), {bare_name(name) for name in names}
     for root, state in states.items():
         if any(name.startswith(f"{root}.") for name in names):
             left[root] = copy.copy(state)  # keeps the metadata
-            for key in [key for key in state if f"{root}.{key}" in names]:
+            for key in [key for key in state if bare_name(f"{root}.{key}") in names]:
                 del left[root][key]
     return left
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Modules",
     "bare_name",
+    "bare_state",
     "differences",
     "frozen_copies",
     "model_of",
@@ -131,17 +133,44 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def bare_state(module: nn.Module) -> dict[str, Any]:
+    """The state of a module, under its own names: without what wrappers of torch put into them."""
+    state: dict[str, Any] = module.state_dict()
+    names = {name: bare_name(name) for name in state}
+    if len({*names.values()}) < len(names) or not _has_wrappers(state):
+        return state
+    return _renamed(state, names, {bare_name(path): one for path, one in _versions(state).items()})
+
+
 def named_like(own: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
     """What was given, under the names that it has here, where these differ by wrappers of torch alone."""
-    if own.keys() == given.keys() or all(bare_name(name) == name for names in (own, given) for name in names):
+    if not _has_wrappers(own) and not _has_wrappers(given):
         return given
     names = {bare_name(name): name for name in own}
-    renamed = copy.copy(given)  # keeps the metadata of a module's state
+    versions = {bare_name(path): one for path, one in _versions(given).items()}  # a wrapper comes before what it wraps
+    here = {path: versions[bare_name(path)] for path in _versions(own) if bare_name(path) in versions}
+    return _renamed(given, {name: names.get(bare_name(name), name) for name in given}, here)
+
+
+def _has_wrappers(state: Mapping[str, Any]) -> bool:
+    return any(bare_name(name) != name for names in (state, _versions(state)) for name in names)
+
+
+def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metadata of a module's state, such as the versions of its parts, by their paths."""
+    return getattr(state, "_metadata", {})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a module's state with other names, and with this metadata if it has any."""
+    renamed: Any = copy.copy(state)
     if not isinstance(renamed, dict):
-        renamed = dict(given)
+        renamed = dict(state)
     renamed.clear()
-    renamed.update((names.get(bare_name(name), name), value) for name, value in given.items())
-    return renamed
+    renamed.update((names[name], value) for name, value in state.items())
+    if hasattr(state, "_metadata"):
+        renamed._metadata = OrderedDict(versions)
+    return renamed  # type: ignore[no-any-return]
 
 
 def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
@@ -175,16 +204,24 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
 
     def bare(name: str) -> str:
         root, _, rest = name.partition(".")
-        return f"{root}.{bare_name(rest).removeprefix('module.')}" if root in wrapped else name
+        return f"{root}.{_inside(rest)}" if root in wrapped else name
 
     states = dict(saved["modules"])
     for name in wrapped:
-        states[name] = {bare_name(key).removeprefix("module."): value for key, value in states[name].items()}
+        state, versions = states[name], _versions(states[name])
+        states[name] = _renamed(
+            state, {key: _inside(key) for key in state}, {_inside(path): one for path, one in versions.items()}
+        )
     updates = {
         name: {**part, "parameters": [bare(one) for one in part["parameters"]]}
         for name, part in saved.get("updates", {}).items()
     }
     return _compiled_alike(modules, {**saved, "modules": states, "updates": updates})
+
+
+def _inside(name: str) -> str:
+    """The name of a tensor or a part in the module that DataParallel or DistributedDataParallel wraps."""
+    return bare_name(name).removeprefix("module").removeprefix(".")
 
 
 def _compiled_alike(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:

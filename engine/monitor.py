@@ -41,11 +41,12 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
     return given
 
 
-def no_direction(metric: str, by: str) -> ValueError:
-    """The error for a metric whose direction nobody knows."""
+def no_direction(metric: str, by: str, mode_of: str = "") -> ValueError:
+    """The error for a metric whose direction nobody knows; ``mode_of`` is what takes mode=, if not the handler itself."""
+    taker = f"{mode_of} " if mode_of else ""
     return ValueError(
-        f"{by} monitors {metric!r}, but whether smaller or greater is better is not known; give mode='min' or mode='max', "
-        f"or declare it with the metric: Average(function, higher_is_better=True)"
+        f"{by} monitors {metric!r}, but whether smaller or greater is better is not known; give {taker}mode='min' or "
+        f"mode='max', or declare it with the metric: Average(function, higher_is_better=True)"
     )
 
 
@@ -125,9 +126,11 @@ class Monitor:
         min_delta: Smallest difference that counts as an improvement; in units of the metric, or with ``relative`` as a fraction
             of the best value's magnitude, which also works for negative scores.
         relative: Whether min_delta is relative.
+        mode_of: What takes ``mode=``, for errors, if the handler does not.
 
     Attributes:
         given: The mode that was given.
+        needs_mode: Whether a metric whose direction nobody knows is an error.
         mode: The mode in force; None as long as it is not known.
     """
 
@@ -139,11 +142,14 @@ class Monitor:
         *,
         min_delta: float = 0.0,
         relative: bool = False,
+        mode_of: str = "",
     ) -> None:
         if not isinstance(metric, str) or not metric:
             raise TypeError(f"{handler}: the monitored metric is {metric!r}; expected a name, such as 'accuracy'")
         self.handler = handler
         self.metric = metric
+        self.mode_of = mode_of
+        self.needs_mode = True
         if mode is not None:
             check_choice(handler, "mode", mode, ("min", "max"))
         self.given = mode
@@ -162,8 +168,8 @@ class Monitor:
         """
         announced = check_announced(engine, self.metric, by=self.handler)
         self.mode = find_mode(engine, self.metric, self.given, by=self.handler, name=name)
-        if self.mode is None and announced and self.metric in engine.state.metrics.owners:
-            raise no_direction(self.metric, self.handler)
+        if self.mode is None and self.needs_mode and announced and self.metric in engine.state.metrics.owners:
+            raise no_direction(self.metric, self.handler, self.mode_of)
         self._report_training_metric(engine, name)
 
     def _report_training_metric(self, engine: Engine, name: str) -> None:
@@ -208,8 +214,8 @@ class Monitor:
                 f"{self.handler}: the metric {self.metric!r} is a {type(value).__name__}{shape}; expected a single number"
             )
         self.mode = find_mode(engine, self.metric, self.given, by=self.handler)
-        if self.mode is None:
-            raise no_direction(self.metric, self.handler)
+        if self.mode is None and self.needs_mode:
+            raise no_direction(self.metric, self.handler, self.mode_of)
         return number
 
     def report_nan(self, engine: Engine, value: float, name: str, effect: str) -> None:
@@ -253,7 +259,7 @@ class Monitor:
     def better(self, value: float, best: float | None) -> bool:
         """Whether ``value`` is better than ``best`` by more than min_delta; everything except NaN is better than None."""
         if self.mode is None:
-            raise no_direction(self.metric, self.handler)
+            raise no_direction(self.metric, self.handler, self.mode_of)
         if math.isnan(value):
             return False
         if best is None or math.isnan(best):

@@ -125,4 +125,4 @@ def described(value: Any) -> str:
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return f"a {kind} of {len(value)}"
     named = keyword_arguments(value)
-    return f"a {kind}" if named is None else f"a {kind} with {', '.join(map(repr, named)) or 'nothing'}"
+    return f"a {kind}" if named is None else f"a {kind} with {', '.join(map(repr, named.keys())) or 'nothing'}"

@@ -23,7 +23,7 @@ from .fit import check_parameters, parameter_names
 from .frozen import fill_in
 from .keys import UNSAVED
 from .loads import ModuleTensors, OptimizerParts, load_each, naming, refusal
-from .modules import differences, unwrapped
+from .modules import bare_state, differences, unwrapped
 from .optimizers import optimizers_of
 from .randomness import derived_seed, packed, random_state, seed_everything, set_random_state, unchanged_random_state
 from .regions import note_problems
@@ -50,7 +50,7 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
     own = {
         "format": FORMAT,
         **_beside_weights(engine, taken),
-        "modules": {name: taken(root.state_dict()) for name, root in engine.modules.items()},
+        "modules": {name: taken(bare_state(root)) for name, root in engine.modules.items()},
         "updates": {update.name: _update_state(engine, update, taken) for update in engine.updates},
         "data": taken(engine.feed.state_dict()),
         "composition": composition(engine),

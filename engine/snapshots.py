@@ -26,7 +26,7 @@ from .findings.unsaved import Marks, lacking, marks_of
 from .frozen import fill_in, leave_out, without
 from .keys import OWN_PARAMETERS, UNSAVED
 from .loads import load_modules, refusal
-from .modules import unwrapped
+from .modules import bare_state, unwrapped
 from .optimizer_modes import weights_to_evaluate
 from .part import Part
 from .saving import FORMAT, check_fit, copied, gather, put_back
@@ -360,7 +360,7 @@ class Snapshots(Part):
         _check_is_state(state, "restore()")
         check_complete(state, "restore()")
         if not engine.processes.distributed:  # which merge their parts first
-            check_fit(engine, state, frozenset(allow), goes_back=True)
+            check_fit(engine, unwrapped(engine.modules, state), frozenset(allow), goes_back=True)
         if engine.training and any(part["optimizer"] is None for part in state["updates"].values()):
             raise ValueError(
                 "restore(): the state was taken before the first run, when there were no optimizers; take it at STARTED or later"
@@ -406,7 +406,7 @@ class Snapshots(Part):
         engine = self.engine
         with weights_to_evaluate(engine), engine.regions.region():
             engine.signals.emit(engine, Events.CHECKPOINT_SAVING)
-            states: dict[str, Any] = {name: root.state_dict() for name, root in engine.modules.items()}
+            states: dict[str, Any] = {name: bare_state(root) for name, root in engine.modules.items()}
             if own := own_parameters(engine):
                 states[OWN_PARAMETERS] = own
             return copy(states)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .from_model import loss_in_output, model_by_keyword
 from .optimizers import joined
-from .places import Place, check_place
+from .places import Place, check_place, described
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -240,11 +240,13 @@ def loss_module(update: Update) -> nn.Module | None:
 
 def _model_of_input(engine: Engine, batch: Any) -> Any:
     kind = batch.__class__
-    if kind is not tuple and kind is not list and isinstance(batch, Tensor | Mapping):
-        # batch[0] of a tensor would silently be its first sample.
+    if kind is not tuple and kind is not list and (
+        isinstance(batch, Tensor | Mapping)  # batch[0] of a tensor would silently be its first sample
+        or not hasattr(kind, "__getitem__")
+    ):
         raise TypeError(
-            f"update {engine.state.update.name!r} takes batches of (input, target), but this one is a "
-            f"{type(batch).__name__}; for other batches say where these are: Update.supervised(..., input='image', "
+            f"update {engine.state.update.name!r} takes batches of (input, target), but this one is "
+            f"{described(batch)}; for other batches say where these are: Update.supervised(..., input='image', "
             "target='label'), or pass forward(engine, batch) and loss(engine, output, batch) to Update"
         )
     return engine.model(batch[0])

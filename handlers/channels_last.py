@@ -13,6 +13,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.acts import Override
 from signalfire.batches import map_leaves
 from signalfire.distributed import is_sharded
+from signalfire.modules import bare_name
 
 from ._common.ranks import LAYOUT
 
@@ -132,7 +133,7 @@ class ChannelsLast(Handler):
         for root, module in engine.modules.items():
             for key, tensor in (*module.named_parameters(), *module.named_buffers()):
                 if tensor.dim() in self._dimensions and tensor.layout is torch.strided:
-                    yield root, key, tensor
+                    yield root, bare_name(key), tensor
 
     def _belonging(self, engine: Engine) -> Iterator[tuple[Tensor, Strides]]:
         """Gradients, moments and averages of converted parameters, with the strides of the parameter."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.blame import warn
 from signalfire.checkpoints import Files
-from signalfire.checks import check_choice
+from signalfire.checks import check_choice, check_local
 from signalfire.distributed import is_sharded
 from signalfire.interval import check_every
 from signalfire.monitor import Monitor
@@ -25,7 +25,6 @@ from signalfire.weights import (
     needs_safetensors,
 )
 
-from ._common.folders import check_local
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, EXPORT
 
 __all__ = ["Export"]

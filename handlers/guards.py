@@ -19,11 +19,11 @@ from signalfire.findings.dropout import is_compiled
 from signalfire.findings.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
 from signalfire.interval import check_every
 
-from ._common.look import LOOKS_AT, Look
+from ._common.look import LOOKS_AT, Look, looking
 from ._common.watching import (
     Facts,
     batch_of,
-    checksum,
+    differing_rank,
     frozen_last_layer,
     gradient_facts,
     inputs_of,
@@ -106,6 +106,9 @@ class Guards(Handler):
         """Note the modes of the modules, and the parameters for which the optimizers were built."""
         self._forget()
         self._facts = {update.name: Facts() for update in engine.updates}
+        engine.findings.look(self._note_start, engine)
+
+    def _note_start(self, engine: Engine) -> None:
         self._modes = {part: part.training for root in engine.modules.values() for part in root.modules()}
         self._known = set(trainable(engine))
         names, counted = names_of(engine), [update for update in engine.updates if counts_versions(update)]
@@ -121,7 +124,7 @@ class Guards(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def check_epoch(self, engine: Engine) -> None:
         """Compare the losses of the epoch with that of guessing."""
-        engine.findings.look(self._check_losses, engine)
+        looking(engine, self.name, self.error)(self._check_losses, engine)
 
     def _check_losses(self, engine: Engine) -> None:
         for update in engine.updates if engine.training else ():
@@ -146,10 +149,12 @@ class Guards(Handler):
         if self._look is not None or not self._facts:
             return
         self._check_ranks(engine)
-        safely = engine.findings.look
+        safely = looking(engine, self.name, self.error)
         safely(self._check_batch, engine)
         safely(self._check_model, engine)
-        self._look = look = Look(engine, self.name)
+        self._look = look = safely(Look, engine, self.name)
+        if look is None:
+            return
         safely(self._check_left_over, engine)
         look.connect(Events.LOSS_COMPUTED, partial(safely, self._see_loss))
         look.connect(Events.GRADIENTS_READY, partial(safely, self._see_gradients))
@@ -172,14 +177,11 @@ class Guards(Handler):
         engine.findings.report(code, sentence, way_out, self.name, key=key, severity=severity)
 
     def _check_ranks(self, engine: Engine) -> None:
-        if not engine.processes.distributed or (own := checksum(engine)) is None:
-            return
-        sums = engine.processes.gather(own)
-        if odd := [rank for rank, one in enumerate(sums) if one != sums[0]]:
+        if (odd := differing_rank(engine)) is not None:
             self._report(
                 engine,
                 "G09",
-                f"the weights of rank {odd[0]} differ from those of rank 0 before iteration {engine.state.iteration}",
+                f"the weights of rank {odd} differ from those of rank 0 before iteration {engine.state.iteration}",
                 "do not convert, move or replace parameters during a run, step only through the engine, and let the forward "
                 "use engine.model; the gradients of all ranks are averaged only then",
             )
@@ -380,8 +382,7 @@ class Guards(Handler):
         rate, state = max(rates, default=0.0), engine.state
         facts.largest_rate = max(rate, facts.largest_rate)
         planned = state.max_iters or (state.max_epochs or 0) * (state.epoch_length or 0)
-        early = 2 * state.iteration < planned
-        if facts.again("G18", early and 0 < rate < 1e-6 * facts.largest_rate) >= 3:
+        if facts.again("G18", 2 * state.iteration < planned and 0 < rate < 1e-6 * facts.largest_rate) >= 3:
             self._report(
                 engine,
                 "G18",
@@ -424,7 +425,7 @@ class Guards(Handler):
         look = self._look
         if look is None:
             return
-        engine.findings.look(self._check_end, engine, look)
+        looking(engine, self.name, self.error)(self._check_end, engine, look)
         if not look.pending or engine.state.iteration - look.iteration > _LONGEST:
             look.close()
             self._look = None
@@ -456,9 +457,12 @@ class Guards(Handler):
     @on("evaluation_event", phase=Phase.RECORD, reads=["buffers", "modules", "step"], writes=[])
     def look_at_evaluation(self, engine: Engine) -> None:
         """Look at the first batch of an evaluation."""
-        self._look = look = Look(engine, self.name)
-        look.connect(Events.UPDATE_STARTED, partial(engine.findings.look, self._see_forward_begin))
-        look.connect(Events.UPDATE_COMPLETED, partial(engine.findings.look, self._see_forward_end))
+        safely = looking(engine, self.name, self.error)
+        self._look = look = safely(Look, engine, self.name)
+        if look is None:
+            return
+        look.connect(Events.UPDATE_STARTED, partial(safely, self._see_forward_begin))
+        look.connect(Events.UPDATE_COMPLETED, partial(safely, self._see_forward_end))
         look.connect(Events.ITERATION_COMPLETED, lambda engine: look.close())
 
     def _see_forward_begin(self, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ._common.parameter_penalties import ParameterPenalty
@@ -48,4 +49,4 @@ class L2(ParameterPenalty):
     factor = 0.5
 
     def size(self, parameter: Tensor) -> Tensor:
-        return parameter.square().sum()
+        return (torch.view_as_real(parameter) if parameter.is_complex() else parameter).square().sum()

@@ -26,16 +26,18 @@ from ._common.schedule_findings import ScheduledRun, schedule_findings
 from ._common.simulated_rates import plot_rates, steps_of_scheduler
 from ._common.torch_schedulers import (
     base_of,
+    check_drivable,
     check_kind,
     given_argument,
     kind_of_scheduler,
     missing_total,
+    name_of,
     restore_rates,
     set_mode,
     step,
     takes_count,
-    takes_metric,
     unwrap_step,
+    with_total,
 )
 from ._common.updates import made_step, only_update
 
@@ -134,7 +136,7 @@ class LRScheduling(Handler):
         self.every = check_every(self, "1st" if every is None else every, units=["st", "ep"])
         mode = given_argument(scheduler, "mode") if plateau else None
         self._finds_mode = plateau and mode is None
-        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, mode)
+        self.monitor = None if monitor is None else Monitor("LRScheduling", monitor, mode, mode_of="ReduceLROnPlateau")
         self.update = check_name(self, "update", update)
         self.scheduler: Any = None
         self._optimizer: Any = None
@@ -170,7 +172,7 @@ class LRScheduling(Handler):
             self.total = self._total_steps(engine)
             if self.total is None:
                 raise ValueError(
-                    f"{self.name!r}: {_name_of(self.factory)} needs {missing}, and the number of steps of this run is not "
+                    f"{self.name!r}: {name_of(self.factory)} needs {missing}, and the number of steps of this run is not "
                     f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
                 )
         if self.monitor is not None:  # for `restore_rates`: ReduceLROnPlateau does not set it, other schedulers do
@@ -212,29 +214,7 @@ class LRScheduling(Handler):
                 f"{self.name!r}: the factory schedules another optimizer than the one that it is called with, so that no rate of "
                 "this run would change; build the scheduler for its argument: lambda optimizer: StepLR(optimizer, ...)"
             )
-        kind = type(scheduler).__name__
-        if takes_metric(scheduler) and self.monitor is None:
-            raise ValueError(f"{self.name!r}: the factory returned a {kind}; give the name of its metric as monitor=")
-        if takes_metric(scheduler) != (self.monitor is not None):
-            raise ValueError(
-                f"{self.name!r}: monitor= is for schedulers that are stepped with a metric, such as ReduceLROnPlateau, but the "
-                f"factory returned a {kind}; omit monitor="
-            )
-        if takes_count(scheduler):
-            if isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
-                raise ValueError(
-                    f"{self.name!r}: the {kind} does not save its state; give torch's ReduceLROnPlateau and monitor="
-                )
-            if getattr(scheduler, "t_in_epochs", True) != (self.every.unit == "ep"):
-                counted, way_out = (
-                    ("steps", "t_in_epochs=True, or every='1step'")
-                    if self.every.unit == "ep"
-                    else ("epochs", "t_in_epochs=False, or every='1ep'")
-                )
-                raise ValueError(
-                    f"{self.name!r}: the {kind} counts {counted}, which does not match every={str(self.every)!r}; write "
-                    f"{way_out}"
-                )
+        check_drivable(self.name, scheduler, self.every, monitored=self.monitor is not None)
         return scheduler
 
     @on(Events.CHECKPOINT_LOADED, reads=["optimizer", "step", "window", "bounds"], writes=["rates"])
@@ -249,7 +229,7 @@ class LRScheduling(Handler):
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
                 f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the factory its number "
-                "of steps in the first run already, as in partial(factory, total_steps=...), or begin a new run with the weights "
+                f"of steps in the first run already, as in {with_total(self.factory)}, or begin a new run with the weights "
                 "of this one: engine.load_weights(state), or engine.reset() in place"
             )
 
@@ -288,6 +268,7 @@ class LRScheduling(Handler):
         assert self.monitor is not None
         if not self._finds_mode and getattr(self.scheduler, "mode", None) in ("min", "max"):
             self.monitor.given = self.scheduler.mode
+        self.monitor.needs_mode = isinstance(self.scheduler, ReduceLROnPlateau)
         self.monitor.start(engine, self.name)
 
     @on("metric_event", phase=Phase.CONTROL, reads=["metrics"], writes=["rates"])
@@ -493,7 +474,3 @@ def _stand_in() -> Optimizer:
 
 def _as_list(lr: float | Sequence[float]) -> list[float]:
     return [float(rate) for rate in lr] if isinstance(lr, Sequence) else [float(lr)]
-
-
-def _name_of(factory: Any) -> str:
-    return getattr(base_of(factory), "__name__", repr(factory))

@@ -84,6 +84,8 @@ class MixedPrecision(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
+        if isinstance(precision, str) and precision.endswith("-true"):
+            raise ValueError(f"MixedPrecision(precision={precision!r}): write TruePrecision({precision!r})")
         if isinstance(precision, str | torch.dtype):
             precision = _OTHER_NAMES.get(precision, precision)
         precision = check_choice(self, "precision", precision, tuple(_DTYPES))

@@ -181,7 +181,10 @@ class Predictions(Handler):
 
     @property
     def outputs(self) -> Any:
-        """The outputs of the last run: concatenated along the first dimension if their shapes match, else a list of batches.
+        """The outputs of the last run, concatenated along the first dimension.
+
+        Dicts, and data classes as dicts, are joined by key, and tuples by place. What cannot be concatenated, such as tensors of
+        different shapes, strings, or a list with an entry for each sample, is a list with an entry for each batch.
 
         Raises:
             RuntimeError: If they were not collected in memory.
@@ -206,11 +209,20 @@ class Predictions(Handler):
         if part not in self._collected:
             way_out = f"Predictions({part}=True)" if part != "outputs" and part not in self._parts else "run the engine"
             raise RuntimeError(f"{self.name!r}: no {part} were collected; {way_out}")
-        values = self._collected[part]
-        shapes = {value.shape[1:] if value.dim() else None for value in values if isinstance(value, Tensor)}
-        if len(shapes) != 1 or not all(isinstance(value, Tensor) for value in values):
-            return values
-        return torch.stack(values) if None in shapes else torch.cat(values)
+        return _concatenated(self._collected[part])
+
+
+def _concatenated(batches: list[Any]) -> Any:
+    """The values of all batches as one: tensors concatenated, dicts joined by key and tuples by place; else the list itself."""
+    first = batches[0] if batches else None
+    if isinstance(first, dict) and first and all(isinstance(one, dict) and one.keys() == first.keys() for one in batches):
+        return {key: _concatenated([one[key] for one in batches]) for key in first}
+    if isinstance(first, tuple) and first and all(isinstance(one, tuple) and len(one) == len(first) for one in batches):
+        return tuple(_concatenated([one[place] for one in batches]) for place in range(len(first)))
+    shapes = {value.shape[1:] if value.dim() else None for value in batches if isinstance(value, Tensor)}
+    if len(shapes) != 1 or not all(isinstance(value, Tensor) for value in batches):
+        return batches
+    return torch.stack(batches) if None in shapes else torch.cat(batches)
 
 
 def _on_cpu(value: Any) -> Any:

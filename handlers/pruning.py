@@ -16,6 +16,7 @@ from signalfire.checks import check_choice, check_int, check_name, check_number
 from signalfire.distributed import is_sharded
 from signalfire.findings import Finding, finding
 from signalfire.interval import Interval
+from signalfire.modules import bare_name
 from signalfire.planning import steps_to_come
 
 from ._common.parameters import all_names, check_patterns, longest_match, unmatched
@@ -272,7 +273,7 @@ class Pruning(Handler):
                     if isinstance(value, Tensor) and value.shape == mask.shape:
                         value.masked_fill_(mask, 0)
         masks = {id(parameter): mask for parameter, mask in self._pruned}
-        names = {name: masks[id(parameter)] for root, module in engine.modules.items()
+        names = {bare_name(name): masks[id(parameter)] for root, module in engine.modules.items()
                  for name, parameter in module.named_parameters(prefix=root) if id(parameter) in masks}  # fmt: skip
         for handler in engine.handlers.values():
             for name, copy in handler.parameter_copies().items():

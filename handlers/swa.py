@@ -112,7 +112,7 @@ class SWA(AveragedWeights):
         self.anneal_epochs = check_int(self, "anneal_epochs", anneal_epochs, least=0)
         self.anneal = check_choice(self, "anneal", anneal, ("cos", "linear"))
         if bn_data is not None:
-            check_data(f"SWA(bn_data={bn_data!r})", bn_data)
+            check_data("SWA(bn_data=", bn_data)
         self.bn_data = bn_data
         self.bn_batches = None if bn_batches is None else check_int(self, "bn_batches", bn_batches, least=0)
         self.bn_update = check_choice(self, "bn_update", bn_update, ("end", "evaluation"))
@@ -198,7 +198,7 @@ class SWA(AveragedWeights):
             data: Training data; ``bn_data`` by default.
         """
         if data is not None:
-            check_data(f"{self.name!r}: update_bn(data={data!r})", data)
+            check_data(f"{self.name!r}: update_bn(data=", data)
         data = self.bn_data if data is None else data
         if data is None:
             raise ValueError(f"{self.name!r}: update_bn() needs training data; give data=, or SWA(bn_data=)")

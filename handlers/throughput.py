@@ -234,7 +234,7 @@ class Throughput(Handler):
             self._batches += 1
             # The usual batches are counted here, without a call, as `samples_in` counts them.
             usual = self._counts_itself and batch.__class__ in (tuple, list) and batch and batch[0].__class__ is Tensor
-            shape = batch[0].shape if usual else None
+            shape = batch[0].shape if usual and not batch[0].is_nested else None
             self._samples += shape[0] if shape else engine.updates[0].samples_in(batch)
             if self.tokens is not None:
                 self._tokens += self._tokens_in(batch)

@@ -22,6 +22,11 @@ from ._common.ranks import CONVERT
 __all__ = ["TruePrecision"]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+_OTHER_NAMES: dict[Any, str] = {
+    torch.bfloat16: "bf16", "bfloat16": "bf16", "bf16-true": "bf16",
+    torch.float16: "fp16", "float16": "fp16", "half": "fp16", "16-true": "fp16", "fp16-true": "fp16",
+    torch.float64: "fp64", "float64": "fp64", "double": "fp64", "64-true": "fp64", "fp64-true": "fp64", "64": "fp64", 64: "fp64",
+}  # fmt: skip
 
 
 class TruePrecision(Handler):
@@ -36,8 +41,9 @@ class TruePrecision(Handler):
     their original dtypes. Tensors created in the forward must have the dtype of its input.
 
     Args:
-        precision: "bf16", "fp16" or "fp64". An evaluator that the trainer runs (`Validation`, `Engine.evaluate`) inherits it; one
-            that is run by itself needs its own TruePrecision for its batches.
+        precision: "bf16", "fp16" or "fp64"; also a dtype, such as torch.float64, or its name, and Lightning's "bf16-true",
+            "16-true" and "64-true". An evaluator that the trainer runs (`Validation`, `Engine.evaluate`) inherits it; one that is
+            run by itself needs its own TruePrecision for its batches.
 
     Example:
         >>> import torch
@@ -56,8 +62,14 @@ class TruePrecision(Handler):
     capture = Capture.INSIDE
     device_features = frozenset({DeviceFeature.FLOAT64})
 
-    def __init__(self, precision: Literal["bf16", "fp16", "fp64"], *, name: str | None = None) -> None:
+    def __init__(
+        self, precision: Literal["bf16", "fp16", "fp64"] | str | torch.dtype, *, name: str | None = None
+    ) -> None:
         super().__init__(name=name)
+        if isinstance(precision, str) and precision.endswith("-mixed"):
+            raise ValueError(f"TruePrecision(precision={precision!r}): write MixedPrecision({precision!r})")
+        if isinstance(precision, str | torch.dtype | int):
+            precision = _OTHER_NAMES.get(precision, precision)
         self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]
         if self.dtype is not torch.float64:
             self.device_features = frozenset()

@@ -82,9 +82,12 @@ class Validation(Handler):
             )
         self.data_sets: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"": data}
         if not self.data_sets:
-            raise ValueError(f"Validation(data={data!r}): there is nothing to evaluate; give at least one data set")
+            raise ValueError("Validation(data={}): there is nothing to evaluate; give at least one data set")
         for key, one in self.data_sets.items():
-            check_data(f"Validation(data={one!r})" if key == "" else f"Validation(data={{{key!r}: {one!r}}})", one)
+            if key == "":
+                check_data("Validation(data=", one)
+            else:
+                check_data(f"Validation(data={{{key!r}: ", one, "})")
         if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
             raise TypeError(f"Validation(data=...): the names {list(data)} must be non-empty strings")
         self.evaluator = evaluator

@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from signalfire import Engine, Events, Handler, Phase, on
+from signalfire.checks import check_local
 from signalfire.modules import Modules
 from signalfire.weights import WeightFile, read_weights
 
-from ._common.folders import check_local
 from ._common.parameters import check_patterns
 from ._common.ranks import WARM_START
 from ._common.weight_plan import WeightPlan, compare_weights

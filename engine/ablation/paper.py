@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 
 from .. import markup
+from ..checks import check_local
 from .detectability import detectable
 from .formats import count, listed, numbers_in_words
 from .joint import EXACT_UP_TO, FLIPS
@@ -127,8 +128,9 @@ def write_page(
         pictures: Titles and SVG of further pictures.
 
     Raises:
-        ValueError: if the path ends otherwise.
+        ValueError: if the path is a URL, or ends otherwise.
     """
+    check_local("Report.html", "path", path)
     target = Path(path)
     if target.suffix not in (".html", ".htm"):
         raise ValueError(f"Report.html(path={os.fspath(path)!r}): expected a name that ends with '.html'")

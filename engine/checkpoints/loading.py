@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from ..checks import check_local
 from ..distributed import SHARDS
 from ..keys import BASE
 from .files import Files
@@ -23,6 +24,7 @@ def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: F
         where: Caller, for messages.
         files: File-system operations.
     """
+    check_local(where.partition("(")[0], "path", path)
     found, manifest, state, damaged = open_version(path, name=name, where=where, files=files)
     further: dict[str, Any] = {SHARDS: os.path.abspath(found)} if len(manifest["files"]) > 1 else {}
     if manifest.get(BASE) is not None:
@@ -41,6 +43,7 @@ def load_hyperparameters(
     path: str | os.PathLike[str], overrides: Mapping[str, Any], *, where: str, files: Files
 ) -> dict[str, Any]:
     """Read the hyperparameters of a version, with overrides; see `Checkpoint.hyperparameters`."""
+    check_local(where.partition("(")[0], "path", path)
     found, manifest, _, _ = open_version(path, name=None, where=where, files=files)
     stored: dict[str, Any] | None = manifest["hyperparameters"]
     if stored is None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import keyword
 from pathlib import Path
 
+from ..checks import check_local
+
 __all__ = ["new_project"]
 
 TEMPLATE = Path(__file__).parent / "project"
@@ -20,6 +22,7 @@ def new_project(folder: str) -> list[Path]:
         ValueError: if its name cannot be that of a package: letters, digits and underscores.
         FileExistsError: if there is something in it.
     """
+    check_local("new", "folder", folder)
     path = Path(folder)
     name = path.resolve().name
     if not name.isidentifier() or keyword.iskeyword(name):

@@ -40,6 +40,7 @@ from .seeded import Collating, Keyed, Seeded, begin_worker
 __all__ = [
     "SkippingLoader",
     "draws_at_random",
+    "draws_nothing",
     "generators_of",
     "has_torch_order",
     "indices_from",
@@ -92,7 +93,7 @@ class SkippingLoader:
     def __init__(self, loader: DataLoader[Any]) -> None:
         batched = loader.batch_sampler is not None
         self.sampler = _OffsetSampler(loader.batch_sampler if batched else loader.sampler, batched=batched)
-        self.seeded = None if _draws_nothing(loader.dataset) else Seeded(loader.dataset, workers=loader.num_workers)
+        self.seeded = None if draws_nothing(loader.dataset) else Seeded(loader.dataset, workers=loader.num_workers)
         self.sampler.keyed = self.seeded is not None
         self.persistent: Any = None  # the iterator with persistent workers
 
@@ -311,15 +312,15 @@ def draws_at_random(data: Any) -> bool:
     return own is not None and own.seeded is not None and bool(own.seeded.drew)
 
 
-def _draws_nothing(dataset: Any) -> bool:
+def draws_nothing(dataset: Any) -> bool:
     """Whether fetching is known to draw no random numbers, so that it need not be seeded."""
     if type(dataset) is Subset:
-        return _draws_nothing(dataset.dataset)
+        return draws_nothing(dataset.dataset)
     if type(dataset) is ConcatDataset:
-        return all(map(_draws_nothing, dataset.datasets))
+        return all(map(draws_nothing, dataset.datasets))
     if type(dataset) is StackDataset:
         parts = dataset.datasets.values() if isinstance(dataset.datasets, dict) else dataset.datasets
-        return all(map(_draws_nothing, parts))
+        return all(map(draws_nothing, parts))
     return type(dataset) in (TensorDataset, list, tuple)
 
 

@@ -13,7 +13,7 @@ from ..checkpoints import Files, Taken, clean, commit, find, make_folders, open_
 from ..checkpoints.manifest import environment, read_manifest_or_none
 from ..checkpoints.state_file import SerializedState
 from ..checkpoints.store import prune
-from ..checks import check_bool, check_int
+from ..checks import check_bool, check_int, check_local
 from ..saving import copied
 
 __all__ = ["CheckpointFolder", "Saved"]
@@ -61,6 +61,7 @@ class CheckpointFolder:
     def __init__(
         self, path: str | os.PathLike[str], *, keep: int | None = 3, sync: bool = True, files: Files | None = None
     ) -> None:
+        check_local(self, "path", path)
         self.path = Path(path)
         self.keep = None if keep is None else check_int("CheckpointFolder", "keep", keep, least=1)
         self.sync = check_bool("CheckpointFolder", "sync", sync)

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..batches import tensors_in
+from ..devices import is_readable
 from ..window import ONE
+from .dropout import EagerMode
 from .function_rules import names_in
 from .loss_graph import Problem
 
@@ -28,7 +29,7 @@ _ABOVE_GUESSING = 5.0
 _PADDING = "the end of the longest one, which is padding in others"
 
 
-class FirstCalls(TorchFunctionMode):
+class FirstCalls(EagerMode):
     """Looks at the calls of torch's functions inside the ``with`` block.
 
     Args:
@@ -57,12 +58,12 @@ class FirstCalls(TorchFunctionMode):
             for part in root.modules():
                 if isinstance(part, nn.RNNBase):
                     self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
@@ -257,7 +258,7 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 
 def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
-    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one) and one.layout is torch.strided]
+    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one)]
     if len(tensors) < 2 or tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
         return
     inputs, targets = tensors[0].detach(), tensors[1].detach().reshape(-1, 1).to(tensors[0].dtype)
@@ -273,7 +274,7 @@ def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
 _ENOUGH = 8  # samples whose values are not equal by chance
 
 
-class MetricCalls(TorchFunctionMode):
+class MetricCalls(EagerMode):
     """Looks at how a function computes a metric of one batch inside the ``with`` block.
 
     Attributes:
@@ -330,7 +331,7 @@ _OVER_SAMPLES = {
 
 def _has_values(one: Tensor) -> bool:
     """Whether a tensor can be read: not one that stands for others, as those of the meta device and of vmap do."""
-    return type(one) in _PLAIN and not one.is_meta and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+    return type(one) in _PLAIN and is_readable(one) and not torch._C._functorch.is_functorch_wrapped_tensor(one)
 
 
 _PLAIN = (Tensor, nn.Parameter)

@@ -246,8 +246,18 @@ def _versions(data: Any) -> int | None:
     """How often the tensors of a list of batches were changed in place; None for other data."""
     if not is_plain(data) or len(data) > _MOST_BATCHES:
         return None
-    tensors = tensors_in(data)
+    tensors = _plain_tensors(data)
     return None if any(torch.is_inference(one) for one in tensors) else sum(one._version for one in tensors)
+
+
+def _plain_tensors(value: Any) -> list[Tensor]:
+    """The tensors in tuples, lists and dicts: reading an object of another class may do something."""
+    if isinstance(value, Tensor):
+        return [value]
+    kind, found = value.__class__, list[Tensor]()
+    for item in value if kind in (dict, list, tuple) else ():
+        found += _plain_tensors(value[item] if kind is dict else item)
+    return found
 
 
 def check_epoch(engine: Engine, began: int) -> None:

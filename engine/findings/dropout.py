@@ -6,15 +6,49 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["ActiveDropout", "is_compiled"]
+__all__ = ["ActiveDropout", "EagerMode", "is_compiled"]
 
 
-class ActiveDropout(TorchFunctionMode):
+class EagerMode(TorchFunctionMode):
+    """A mode that only looks, and leaves for good when something is compiled inside the ``with`` block.
+
+    Dynamo traces a mode with the function, and ties the graph to it: it would break or refuse the graph, and compile once more
+    without the mode.
+    """
+
+    def __enter__(self) -> Any:
+        self._left = False
+        callbacks = sys.modules.get("torch._dynamo.callback")
+        self._callbacks: Any = getattr(callbacks, "callback_handler", None)  # None before anything could be compiled
+        if self._callbacks is not None:
+            self._callbacks.register_start_callback(self._leave)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        if self._callbacks is not None:
+            self._callbacks.remove_start_callback(self._leave)
+        if not self._left:
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _leave(self, compilation: Any) -> None:
+        """Leave the stack of modes, before it is looked at for a compilation."""
+        inside = _get_current_function_mode_stack()
+        if self._left or self not in inside:  # it is the stack of another thread
+            return
+        self._left = True
+        above = inside[inside.index(self) + 1 :]
+        for _ in range(len(above) + 1):
+            _pop_mode()
+        for mode in above:
+            _push_mode(mode)
+
+
+class ActiveDropout(EagerMode):
     """Notes whether dropout is computed inside the ``with`` block with a rate above zero, as in training.
 
     Attributes:

@@ -50,7 +50,7 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
 def samples_of(engine: Engine, batch: Any) -> int | None:
     """The number of samples of a batch, where no other dimension can be meant; None if it is not known."""
     tensors = list(tensors_in(batch))
-    lengths = {len(one) for one in tensors if one.dim() > 0}
+    lengths = {one.size(0) for one in tensors if one.dim() > 0}
     if len(lengths) != 1:
         return None
     (length,) = lengths

@@ -281,6 +281,10 @@ class Reports(Part):
             self.look_failed(name, error)
             return None
 
+    def has_failed(self, function: Callable[..., Any]) -> bool:
+        """Whether a function that looks for mistakes has raised an error in this run."""
+        return function.__qualname__ in self._failed
+
     def look_failed(self, name: str, error: Exception) -> None:
         """Report that a look has raised an error, and skip it for the rest of the run."""
         self._failed.add(name)

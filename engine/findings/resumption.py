@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from operator import length_hint
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..acts import Override
 from ..connection import Phase
-from ..data.streamed import inner
+from ..data.held_generators import draws_in_workers
+from ..data.loading import draws_nothing
+from ..data.streamed import inner, keeps_position
 from ..modules import bare_name
 
 if TYPE_CHECKING:
@@ -154,6 +157,26 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
             "compose the run as it was; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED, or begin "
             "anew with the weights: load_weights()",
         )
+    _report_draws_in_workers(engine, saved)
+
+
+def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
+    """Report a resume inside an epoch of data that keeps its own position, whose workers begin with other random numbers."""
+    source, position = engine.feed.source, saved["engine"]
+    data = None if source is None or not saved["data"] else inner(source.given)
+    dataset = getattr(data, "dataset", None)
+    if data is None or not (keeps_position(data) and draws_in_workers(data)) or draws_nothing(dataset):
+        return
+    read = position["iteration"] - position["epoch_start"]
+    if not position["epoch_open"] or read in (0, length_hint(data, -1)) or keeps_position(dataset):
+        return
+    engine.findings.report(
+        "W24",
+        f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers do not continue "
+        "their random numbers: samples that draw any differ from those of the uninterrupted run",
+        "give a DataLoader, whose samples are seeded one by one; or num_workers=0; or save at the end of epochs",
+        key="resumed",
+    )
 
 
 def _different_options(engine: Engine, options: Mapping[str, Any]) -> list[str]:

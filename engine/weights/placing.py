@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from ..checkpoints import Files, hidden_name, make_folders
 from ..checkpoints.names import match_hidden
+from ..checks import check_local
 from ..distributed.liveness import is_alive
 
 if TYPE_CHECKING:
@@ -23,11 +24,12 @@ def check_target(where: str, path: str | os.PathLike[str], *suffixes: str) -> Pa
 
     Raises:
         TypeError: If it is not a path.
-        ValueError: If it has none of the suffixes.
+        ValueError: If it is a URL, or has none of the suffixes.
         IsADirectoryError: If it is a folder.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{where}(path={path!r}): expected a path, such as 'model{suffixes[0]}'")
+    check_local(where, "path", path)
     target = Path(path)
     if target.suffix not in suffixes:
         ends = " or ".join(map(repr, suffixes))

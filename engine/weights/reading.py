@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import checkpoints
 from ..checkpoints.manifest import MANIFEST, STATE
+from ..checks import check_local
 from ..distributed.sharded import read_shards, whole_tensor
 from ..keys import BASE, OWN_PARAMETERS
 
@@ -68,6 +69,7 @@ def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: s
     """
     if isinstance(source, Mapping):
         return _unwrapped("a mapping", source, where)
+    check_local(where.partition("(")[0], "source", source)
     path = Path(source)
     if path.is_dir():
         if not (path / STATE).exists() and not (path / MANIFEST).exists():

@@ -191,7 +191,7 @@ class Averages:
 
         def add_parameter(name: str, holder: Any, key: str) -> None:
             # A frozen one is left out for as long as it does not require a gradient.
-            left_out = self.trained_only and bare_name(name) not in averaged_before
+            left_out = self.trained_only and name not in averaged_before
             (self._frozen if left_out else self._parameters).append((name, holder, key))
 
         for root, module in engine.modules.items():
@@ -201,10 +201,11 @@ class Averages:
                         if tensor is not None and id(tensor) in seen:
                             continue
                         seen.add(id(tensor))
+                        name = bare_name(f"{path}.{key}")
                         if tensors is part._buffers:
-                            self._buffers.append((f"{path}.{key}", tensors, key))
+                            self._buffers.append((name, tensors, key))
                         elif tensor is not None:
-                            add_parameter(f"{path}.{key}", tensors, key)
+                            add_parameter(name, tensors, key)
         own = own_parameters(engine)
         for name in own:
             add_parameter(name, own, name)

@@ -65,30 +65,31 @@ def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
 
-def check_data(where: str, data: object) -> None:
+def check_data(call: str, data: object, end: str = ")") -> None:
     """Check data that a handler iterates several times.
 
     Args:
-        where: The call with its argument, for the error.
+        call: The call, up to the value of its argument, for the error: data is only shown where it is wrong.
         data: The data.
+        end: What follows the value.
 
     Raises:
         TypeError: If it cannot be iterated, or only once, or is no data.
         ValueError: If it has a length of 0.
     """
     if isinstance(data, str | bytes) or (not isinstance(data, Iterable) and not hasattr(data, "__getitem__")):
-        raise TypeError(f"{where}: expected an iterable, such as a DataLoader or a list of batches")
+        raise TypeError(f"{call}{data!r}{end}: expected an iterable, such as a DataLoader or a list of batches")
     if isinstance(data, Iterator):
         raise TypeError(
-            f"{where}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a list "
+            f"{call}{data!r}{end}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a list "
             "or a DataLoader"
         )
     if isinstance(data, Sized) and not _has_items(data):
-        raise ValueError(f"{where}: it is empty; give at least one batch")
+        raise ValueError(f"{call}{data!r}{end}: it is empty; give at least one batch")
 
 
 def _has_items(data: Sized) -> bool:
     try:
         return len(data) > 0
-    except TypeError:  # a DataLoader over data without a length
+    except Exception:  # a DataLoader over data without a length
         return True

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 import socket
 from pathlib import Path
 
 from signalfire import Handler
 from signalfire.checkpoints import hidden_name
+from signalfire.checks import check_local
 from signalfire.distributed import Processes
 
-__all__ = ["check_folder", "check_local", "check_shared", "open_folder"]
+__all__ = ["check_folder", "check_shared", "open_folder"]
 
 
 def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
@@ -31,15 +31,6 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
             f"{type(handler).__name__}(folder={str(folder)!r}): this path exists and is not a folder; give another one"
         )
     return path
-
-
-def check_local(handler: Handler, argument: str, path: str | os.PathLike[str]) -> None:
-    """Raise ValueError for a URL, which would become a folder of that name."""
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", os.fspath(path)):
-        raise ValueError(
-            f"{type(handler).__name__}({argument}={os.fspath(path)!r}): a URL is not a path of a file system, which crash-safe "
-            "writes need; write to a local or mounted folder, and copy the files from there"
-        )
 
 
 def open_folder(handler: Handler, folder: Path) -> None:

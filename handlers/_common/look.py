@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,38 @@ from signalfire.signals import Signal
 
 from .watching import trained_elsewhere
 
-__all__ = ["LOOKS_AT", "Look"]
+__all__ = ["LOOKS_AT", "Look", "looking"]
 
 LOOKS_AT = (
     "batch", "output", "loss", "gradients", "trainable", "weights", "modes", "modules", "optimizer", "step", "window", "bounds",
     "processes",
 )  # fmt: skip
 """What is read in a look at a training iteration."""
+
+
+def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[..., Any]:
+    """`Reports.look`, with a warning if a look fails, so that it cannot find what was to end the run.
+
+    Args:
+        engine: The engine.
+        owner: Name of the handler.
+        errors: The codes that were to end the run.
+    """
+
+    def look(function: Callable[..., Any], *arguments: Any) -> Any:
+        found = engine.findings.look(function, *arguments)
+        if errors and engine.findings.has_failed(function):
+            engine.findings.report(
+                "W09",
+                f"{function.__qualname__} has raised an error and is skipped, so that error={sorted(errors)} may miss what it "
+                "looks for",
+                "engine.findings has the error; please report it, with the kind of data and model",
+                owner,
+                severity="warning",
+            )
+        return found
+
+    return look
 
 
 class Look:
@@ -46,7 +71,7 @@ class Look:
         self._owner = owner
         self._connections: list[tuple[Signal, Connection]] = []
         self.largest: dict[str, float] = {}
-        self._samples: dict[str, tuple[Tensor, int, float]] = {}
+        self._samples: dict[str, tuple[Tensor, int, complex]] = {}
         self._steps = {update.name: update.steps for update in engine.updates}
         self._calls = dict.fromkeys(self._steps, 0)
         self._hooks: list[Any] = []
@@ -106,14 +131,14 @@ class Look:
             assert p.grad is not None
             place = int(p.grad.detach().abs().argmax())
             self.largest[update.name] = best[0]
-            self._samples[update.name] = p, place, float(p.detach().reshape(-1)[place])
+            self._samples[update.name] = p, place, p.detach().reshape(-1)[place].item()
 
     def unchanged(self, update: UpdateState) -> bool:
         """Whether the sampled weight is what it was before the step."""
         if update.name not in self._samples:
             return False
         p, place, before = self._samples.pop(update.name)
-        return place < p.numel() and float(p.detach().reshape(-1)[place]) == before
+        return place < p.numel() and bool(p.detach().reshape(-1)[place].item() == before)
 
     def connect(self, event: Events, receiver: Callable[[Engine], None]) -> None:
         """Have a receiver called while the look lasts."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from signalfire.batches import rebuilt, samples_in, tensors_in
 from signalfire.checks import check_bool, check_int, check_number
-from signalfire.devices import widened
+from signalfire.devices import as_signed, widened
 
 __all__ = ["Accuracy", "Average", "MovingAverage", "all_ignored", "ignored_class", "in_float32"]
 
@@ -386,6 +386,7 @@ class Accuracy:
         self._classes: Tensor | None = None  # how often each class is the target
 
     def update(self, output: Tensor, target: Tensor) -> None:
+        output, target = as_signed(output), as_signed(target)
         predicted = output
         if self.threshold is not None:
             output = in_float32(output)  # in half precision, the threshold would be rounded

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.acts import Override
-from signalfire.checks import check_bool
+from signalfire.checks import check_bool, check_local
 
 from .folders import open_folder
 from .scalars import Record, ScalarLogger
@@ -44,6 +44,7 @@ class TextLogger(ScalarLogger):
         super().__init__(every=every, name=name)
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"{type(self).__name__}(path={path!r}): expected the path of a file")
+        check_local(self, "path", path)
         self.path = Path(path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():

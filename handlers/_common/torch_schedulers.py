@@ -11,20 +11,24 @@ from typing import Any, Literal
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from signalfire import Interval
 from signalfire.optimizers import optimizers_of
 
 __all__ = [
     "base_of",
+    "check_drivable",
     "check_kind",
     "given_argument",
     "kind_of_scheduler",
     "missing_total",
+    "name_of",
     "restore_rates",
     "set_mode",
     "step",
     "takes_count",
     "takes_metric",
     "unwrap_step",
+    "with_total",
 ]
 
 _TOTALS = {
@@ -122,6 +126,56 @@ def takes_metric(scheduler: Any) -> bool:
         return False
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return first is not None and first.kind in positional and first.default is inspect.Parameter.empty
+
+
+def check_drivable(name: str, scheduler: Any, every: Interval, *, monitored: bool) -> None:
+    """Raise ValueError for a scheduler that cannot be stepped as a handler is to step it.
+
+    Args:
+        name: Name of the handler.
+        scheduler: The scheduler.
+        every: Interval between steps without a metric.
+        monitored: Whether it is stepped with the values of a metric.
+    """
+    kind = type(scheduler).__name__
+    if takes_count(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
+        raise ValueError(
+            f"{name!r}: the {kind} does not save its state; give torch's scheduler with the name of its metric: "
+            "LRScheduling(partial(ReduceLROnPlateau, ...), monitor=...)"
+        )
+    if takes_metric(scheduler) and not monitored:
+        raise ValueError(f"{name!r}: the factory returned a {kind}; give the name of its metric as monitor=")
+    if monitored and not takes_metric(scheduler):
+        raise ValueError(
+            f"{name!r}: monitor= is for schedulers that are stepped with a metric, such as ReduceLROnPlateau, but the factory "
+            f"returned a {kind}; omit monitor="
+        )
+    by_epoch = every.unit == "ep"
+    if takes_count(scheduler) and getattr(scheduler, "t_in_epochs", True) != by_epoch:
+        counted, way_out = (
+            ("steps", "t_in_epochs=True, or every='1step'") if by_epoch else ("epochs", "t_in_epochs=False, or every='1ep'")
+        )
+        raise ValueError(
+            f"{name!r}: the {kind} counts {counted}, which does not match every={str(every)!r}; write {way_out}"
+        )
+
+
+def name_of(factory: Any) -> str:
+    """The name of a factory's innermost function, for messages."""
+    return getattr(base_of(factory), "__name__", repr(factory))
+
+
+def with_total(factory: Any) -> str:
+    """How a factory is given its number of steps, for messages: "partial(get_linear_schedule_with_warmup, num_training_steps=...)".
+
+    Of several by the names of their optimizers, each that lacks it is named.
+    """
+    if isinstance(several := getattr(factory, "factories", None), dict):
+        lacking = {name: one for name, one in several.items() if missing_total(one) is not None}
+        return ", ".join(f"{name!r}: {with_total(one)}" for name, one in lacking.items())
+    given = (name for name in _TOTALS if given_argument(factory, name) is not None)
+    argument = missing_total(factory) or next(given, "total_steps")
+    return f"partial({getattr(base_of(factory), '__name__', 'factory')}, {argument}=...)"
 
 
 def unwrap_step(optimizer: Optimizer) -> None:

@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from signalfire import Engine, UpdateState
 from signalfire.batches import tensors_in
-from signalfire.devices import widened
+from signalfire.devices import as_signed, is_readable, widened
 from signalfire.distributed import is_sharded, local_part
 from signalfire.modules import frozen_copies
 
@@ -22,6 +22,7 @@ __all__ = [
     "Facts",
     "batch_of",
     "checksum",
+    "differing_rank",
     "frozen_last_layer",
     "gradient_facts",
     "inputs_of",
@@ -80,7 +81,7 @@ class Facts:
 
 def inputs_of(batch: Any) -> Tensor | None:
     """The first floating-point tensor of a batch, which is its input where it has any."""
-    return next((one for one in tensors_in(batch) if one.is_floating_point()), None)
+    return next((one for one in tensors_in(batch) if one.is_floating_point() and is_readable(one)), None)
 
 
 def labels_of(batch: Any) -> Tensor | None:
@@ -88,16 +89,16 @@ def labels_of(batch: Any) -> Tensor | None:
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
         return None
     labels = batch[1]
-    return (
-        None
-        if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool or not labels.numel()
-        else labels
-    )
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype is torch.bool:
+        return None
+    if not is_readable(labels) or not labels.numel():
+        return None
+    return as_signed(labels)
 
 
 def batch_of(batch: Any) -> tuple[Any, ...] | None:
     """What distinguishes one batch from another: shapes and sums of its tensors; None without tensors."""
-    tensors = [one for one in tensors_in(batch) if one.layout is torch.strided and not one.is_complex()]
+    tensors = [one for one in tensors_in(batch) if is_readable(one) and not one.is_complex()]
     sums = [(tuple(one.shape), *_sums(one)) for one in tensors]
     return tuple(sums) or None
 
@@ -112,7 +113,7 @@ def same_for_all(output: Any, inputs: Tensor | None) -> bool:
     """Whether all samples have the same output, though their inputs differ."""
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or inputs is None:
         return False
-    if len(output) < 2 or len(output) != len(inputs) or not output.numel():
+    if not inputs.dim() or len(output) < 2 or len(output) != len(inputs) or not output.numel():
         return False
     differ = bool((inputs != inputs[:1]).any())
     return differ and bool((output == output[:1]).all())
@@ -207,13 +208,24 @@ def trained_elsewhere(engine: Engine) -> list[Tensor]:
     ]
 
 
+def differing_rank(engine: Engine) -> int | None:
+    """The first rank whose weights differ from those of rank 0; None if none does, or if it is not known. Collective."""
+    if not engine.processes.distributed:
+        return None
+    sums = engine.processes.gather(engine.findings.look(checksum, engine))
+    if None in sums:
+        return None
+    return next((rank for rank, one in enumerate(sums) if one != sums[0]), None)
+
+
 def checksum(engine: Engine) -> str | None:
     """What the weights of this rank come to; None for sharded ones, of which each rank has its own part."""
     parameters = [p.detach() for root in engine.modules.values() for p in root.parameters()]
     if not parameters or any(is_sharded(p) for p in parameters):
         return None
-    sums = torch.stack([widened(p).sum().cpu().double() for p in parameters])
-    squares = torch.stack([widened(p).square().sum().cpu().double() for p in parameters])
+    values = [widened(torch.view_as_real(p) if p.is_complex() else p) for p in parameters]
+    sums = torch.stack([one.sum().cpu().double() for one in values])
+    squares = torch.stack([one.square().sum().cpu().double() for one in values])
     return hashlib.sha256(torch.cat([sums, squares]).numpy().tobytes()).hexdigest()
 
 

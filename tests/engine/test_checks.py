@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from signalfire.checks import check_bool, check_choice, check_int, check_number
+from signalfire.ablation.store import Store
+from signalfire.checks import check_bool, check_choice, check_int, check_local, check_number
+from signalfire.commands.new import new_project
+from signalfire.exact import CheckpointFolder
+from signalfire.handlers import Checkpoint
+from signalfire.weights import average_weights, export_weights, read_weights
+from tests.kit import build, linear
 
 
 @pytest.mark.parametrize(("value", "error"), [(0, ValueError), (-1, ValueError), (1.0, TypeError), (True, TypeError)])
@@ -70,3 +79,26 @@ def test_the_owner_may_be_an_object() -> None:
 
     with pytest.raises(ValueError, match=r"Thing\(size=0\)"):
         check_int(Thing(), "size", 0)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x.safetensors", Path("s3://bucket/x.safetensors")], ids=repr)
+@pytest.mark.parametrize(
+    "call",
+    [
+        Checkpoint.load, Checkpoint.hyperparameters, CheckpointFolder, Store, read_weights,
+        partial(export_weights, build(linear(5, 1))), lambda path: average_weights([path]), new_project,
+    ],
+)  # fmt: skip
+def test_a_function_that_takes_a_path_refuses_a_url(call: Callable[[Any], Any], address: Any) -> None:
+    with pytest.raises(ValueError, match="='s3:.*a URL is not a path.*Checkpoints in an object store"):
+        call(address)
+
+
+@pytest.mark.parametrize("path", ["C:/runs", "runs:1/x", "a/s3:/b", "./s3:/b", "s3:b", b"s3://b", Path("/tmp/s3://b")])
+def test_other_paths_with_a_colon_are_paths(path: Any) -> None:
+    check_local("Checkpoint", "folder", path)
+
+
+def test_of_a_file_url_the_error_gives_the_path() -> None:
+    with pytest.raises(ValueError, match="write '/tmp/my runs'"):
+        check_local("Checkpoint", "folder", Path("file:///tmp/my%20runs"))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from signalfire import Engine, Events, Handler, on
+from signalfire import Engine, Events, Handler, Update, on
 from signalfire.handlers import Accuracy, CSVLogger, Metrics
 from tests import kit
 from tests.kit import linear
@@ -17,12 +20,49 @@ def build() -> Engine:
     return kit.build(linear(3, 1, seed=0))
 
 
-@pytest.mark.parametrize("batch", [{"x": torch.ones(2, 3)}, torch.ones(2, 3)], ids=["dict", "Tensor"])
-def test_batches_that_are_no_pairs(batch: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"batches of \(input, target\), but this one is a {type(batch).__name__}.*forward"
-    ):
-        build().run([batch], max_epochs=1)
+@dataclass
+class Fields:
+    x: Tensor
+
+
+class Slots:
+    __slots__ = ("x",)
+
+
+@pytest.mark.parametrize(
+    ("batch", "described"),
+    [
+        ({"x": torch.ones(2, 3)}, "a dict with 'x'"),
+        (torch.ones(2, 3), r"a tensor of shape \(2, 3\)"),
+        (Fields(torch.ones(2, 3)), "a Fields with 'x'"),
+        (SimpleNamespace(x=torch.ones(2, 3)), "a SimpleNamespace with 'x'"),
+        (Slots(), "a Slots"),
+        (5, "a int"),
+    ],
+    ids=["dict", "tensor", "data class", "namespace", "slots", "number"],
+)
+def test_batches_that_are_no_pairs(batch: Any, described: str) -> None:
+    message = rf"batches of \(input, target\), but this one is {described}; .*input='image', target='label'"
+    for update in (Update.supervised(torch.nn.functional.mse_loss, kit.SGD), Update.prediction()):
+        with pytest.raises(TypeError, match=message):
+            Engine(update, model=linear(3, 1, seed=0)).run([batch], max_epochs=None if update.optimizer is None else 1)
+
+
+@dataclass
+class Pair:
+    x: Tensor
+    y: Tensor
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.x, self.y)[place]
+
+
+def test_a_data_class_that_is_indexed_like_a_pair_is_one() -> None:
+    pairs = kit.batches(2, inputs=3)
+    engine, other = build(), build()
+    engine.run([Pair(x, y) for x, y in pairs], max_epochs=1)
+    other.run(pairs, max_epochs=1)
+    kit.assert_same(engine.model, other.model)
 
 
 def test_a_metric_without_a_name() -> None:

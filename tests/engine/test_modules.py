@@ -245,6 +245,10 @@ def parallel_and_compiled(model: nn.Module) -> nn.Module:
     return compiled(nn.DataParallel(model))
 
 
+def parallel_of_compiled(model: nn.Module) -> nn.Module:
+    return nn.DataParallel(compiled(model))
+
+
 WRAPPINGS = [compiled, compiled_parts, checkpointed, parallel_and_compiled]
 
 
@@ -266,6 +270,7 @@ def test_names_states_and_weights_are_those_of_the_model_without_wrappers(
 
     whole = trained(not wrapped_first, 2)
     state = trained(wrapped_first, 1).state_dict()
+    assert "_orig_mod" not in repr(state)
     resumed = trained(not wrapped_first, 2, state)
     for one, other in zip(whole.modules["model"].parameters(), resumed.modules["model"].parameters(), strict=True):
         assert torch.equal(one, other)
@@ -273,6 +278,41 @@ def test_names_states_and_weights_are_those_of_the_model_without_wrappers(
     plain = mlp(5, 8, 3, nn.Tanh(), seed=4)
     fresh.load_weights({"model": plain.state_dict()})
     assert all(torch.equal(a, b) for a, b in zip(fresh.modules["model"].parameters(), plain.parameters(), strict=True))
+
+
+class Versioned(nn.Linear):
+    """A layer with names of its own for states of an older version."""
+
+    _version = 3
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *more: Any) -> None:
+        assert metadata.get("version") == 3
+        super()._load_from_state_dict(state, prefix, metadata, *more)
+
+
+@pytest.mark.parametrize("wrap", [*WRAPPINGS, parallel_of_compiled])
+@pytest.mark.parametrize("names", ["own", "wrapped"])
+def test_a_state_has_the_models_own_names_and_versions_and_loads_with_those_of_wrappers_too(
+    wrap: Callable[[nn.Module], nn.Module], names: str
+) -> None:
+    plain = nn.Sequential(Versioned(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    wrapped = wrap(plain)
+    engine = Engine(Update.supervised(cross_entropy, torch.optim.SGD(plain.parameters(), 0.1)), model=wrapped)
+    state, weights, parameters = engine.state_dict(), engine.weights(), dict(plain.named_parameters())
+    assert state["modules"]["model"].keys() == weights["model"].keys() == plain.state_dict().keys()
+    assert weights["model"]._metadata == plain.state_dict()._metadata  # type: ignore[attr-defined]
+    assert state["updates"]["main"]["parameters"] == [f"model.{name}" for name in parameters]
+    if names == "wrapped":
+        state["modules"]["model"] = wrapped.state_dict()
+        weights["model"] = wrapped.state_dict()
+    before = [p.detach().clone() for p in plain.parameters()]
+    loads: list[Callable[[Engine], None]] = [lambda one: one.load_weights(weights), lambda one: one.load_state_dict(state)]
+    for load in loads:
+        for again in (wrap, lambda model: model):
+            fresh = nn.Sequential(Versioned(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+            load(Engine(Update.supervised(cross_entropy, ADAM), model=again(fresh), seed=0))
+            assert all(torch.equal(one, other) for one, other in zip(fresh.parameters(), before, strict=True))
+    plain.load_state_dict(engine.weights()["model"])
 
 
 def test_a_state_of_a_compiled_wrapper_loads_into_the_model_itself() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import tempfile
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 import signalfire.handlers
 from signalfire import Engine, Events, Update, seed_everything
-from signalfire.handlers import Average, GradientClipping, MixedPrecision, Seeding
+from signalfire.handlers import Average, GradientClipping, MixedPrecision, Seeding, TruePrecision
 from tests.kit import batches, build, linear, shipped
 
 EVALUATOR = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(5, 1))
@@ -104,6 +105,18 @@ def test_an_argument_that_cannot_be_meant_is_refused_with_its_class_and_name(
     assert argument in message
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/x", "memory://x", Path("gs://bucket/x"), "file:///tmp/x"], ids=repr)
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [one for one in ARGUMENTS if one[1] in ("folder", "path", "source")],
+    ids=lambda one: getattr(one, "__name__", one),
+)
+def test_a_path_that_is_a_url_is_refused_with_its_class_and_name(kind: type, argument: str, address: Any) -> None:
+    given = {**NEEDED.get(kind.__name__, {}), argument: address}
+    with pytest.raises(ValueError, match=rf"{kind.__name__}\({argument}='\w+://?.*: a URL is not a path"):
+        kind(**given)
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [
@@ -142,6 +155,33 @@ def test_an_empty_or_misspelt_value_is_refused_too(kind: str, given: dict[str, A
 def test_a_precision_may_be_written_as_others_write_it(precision: Any, meant: Any) -> None:
     one, other = MixedPrecision(precision), MixedPrecision(meant)
     assert (one.dtype, one.loss_event) == (other.dtype, other.loss_event)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        (torch.float64, ["fp64", torch.float64, "float64", "double", "64-true", "fp64-true", "64", 64]),
+        (torch.bfloat16, ["bf16", torch.bfloat16, "bfloat16", "bf16-true"]),
+        (torch.float16, ["fp16", torch.float16, "float16", "half", "16-true", "fp16-true"]),
+    ],
+    ids=str,
+)
+def test_a_true_precision_may_be_written_as_others_write_it(dtype: torch.dtype, names: list[Any]) -> None:
+    assert {TruePrecision(name).dtype for name in names} == {dtype}
+    assert len({TruePrecision(name).device_features for name in names}) == 1
+
+
+@pytest.mark.parametrize("wrong", ["32-true", torch.float32, 16, "16", 64.5, None, ["fp64"], torch.int64])
+def test_another_precision_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"TruePrecision\(precision=.*expected 'bf16', 'fp16' or 'fp64'"):
+        TruePrecision(wrong)
+
+
+def test_a_precision_of_the_other_kind_names_its_handler() -> None:
+    with pytest.raises(ValueError, match=r"write MixedPrecision\('bf16-mixed'\)"):
+        TruePrecision("bf16-mixed")
+    with pytest.raises(ValueError, match=r"write TruePrecision\('16-true'\)"):
+        MixedPrecision("16-true")
 
 
 def test_the_obvious_first_argument_needs_no_name() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.machinery
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +31,9 @@ from torch.optim.lr_scheduler import (
 
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling, cosine_with_warmup
+from signalfire.handlers._common.joint_schedule import JointSchedule
+from signalfire.handlers._common.torch_schedulers import with_total
+
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import assert_same, average_gradients, linear, windows
@@ -291,6 +295,48 @@ def test_plateau_follows_each_new_value_of_its_metric() -> None:
     assert len(set(rates)) == 3
 
 
+class Halving:
+    """A scheduler of the user's own that follows a metric, in a direction that it knows itself."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.last = math.inf
+
+    def step(self, value: float) -> None:
+        if value >= self.last:
+            self.optimizer.param_groups[0]["lr"] /= 2
+        self.last = value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last": self.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.last = state["last"]
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_scheduler_of_ones_own_follows_a_metric_whose_direction_nobody_gives(announced: bool) -> None:
+    engine, rates = engine_of(network(), LRScheduling(Halving, monitor="score"))
+    if announced:
+        engine.connect(Events.STARTED, lambda engine: engine.state.metrics.announce("user", ["score"]))
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    engine.run(batches(2), max_epochs=8)
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    scheduler, expected = Halving(optimizer), []
+    for value in SCORES:
+        expected += [optimizer.param_groups[0]["lr"]] * 2
+        scheduler.step(value)
+    assert rates == expected
+    assert len(set(rates)) == 2
+
+
+def test_a_plateau_without_a_direction_names_what_takes_it() -> None:
+    engine, _ = engine_of(network(), LRScheduling(ReduceLROnPlateau, monitor="score"))
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    with pytest.raises(ValueError, match="LRScheduling monitors 'score'.*give ReduceLROnPlateau mode='min' or mode='max'"):
+        engine.run(batches(2), max_epochs=1)
+
+
 def test_reset_brings_back_the_rate_that_a_plateau_lowered_in_an_optimizer_that_was_given_built() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -375,6 +421,37 @@ def test_a_run_beyond_a_learned_total_is_refused_before_its_first_batch() -> Non
     engine.reset()
     engine.run(batches(), max_epochs=3)
     assert rates[12:] == plain_loop(partial(OneCycleLR, max_lr=0.3, total_steps=18))[1]
+
+
+def linear_decay(optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int) -> LambdaLR:
+    """With the signature of Hugging Face's."""
+    return LambdaLR(optimizer, lambda n: max(0.0, 1 - n / num_training_steps))
+
+
+@pytest.mark.parametrize(
+    ("factory", "way_out"),
+    [
+        (partial(linear_decay, num_warmup_steps=0), "partial(linear_decay, num_training_steps=...)"),
+        (partial(partial(linear_decay), num_warmup_steps=0), "partial(linear_decay, num_training_steps=...)"),
+        (lambda optimizer, t_initial: Counted(optimizer, t_initial, t_in_epochs=False), "partial(<lambda>, t_initial=...)"),
+        (CosineAnnealingLR, "partial(CosineAnnealingLR, T_max=...)"),
+        (partial(OneCycleLR, max_lr=0.3), "partial(OneCycleLR, total_steps=...)"),
+        (cosine_with_warmup(warmup=2), "partial(factory, total_steps=...)"),
+    ],
+    ids=["Hugging Face", "nested", "timm", "cosine", "one cycle", "with warm-up"],
+)
+def test_a_run_that_is_made_longer_names_the_argument_that_the_factory_takes(factory: Any, way_out: str) -> None:
+    engine, rates = engine_of(network(), LRScheduling(factory))
+    engine.run(batches(), max_epochs=2)
+    with pytest.raises(ValueError, match=rf"extends to 18; .*as in {re.escape(way_out)}, or begin"):
+        engine.run(batches(), max_epochs=3)
+    assert len(rates) == 12
+
+
+def test_a_run_that_is_made_longer_names_each_of_several_factories_that_lacks_its_total() -> None:
+    several = JointSchedule({"body": CosineAnnealingLR, "head": partial(StepLR, step_size=1)})
+    assert with_total(several) == "'body': partial(CosineAnnealingLR, T_max=...)"
+    assert with_total(partial(linear_decay, num_training_steps=5)) == "partial(linear_decay, num_training_steps=...)"
 
 
 def test_a_saved_run_goes_on_bit_for_bit() -> None:
@@ -778,9 +855,12 @@ class CountedPlateau(Counted):
         self.lr_scheduler = ReduceLROnPlateau(optimizer)
 
 
-def test_a_plateau_that_does_not_save_what_it_has_seen_is_refused() -> None:
-    engine, rates = engine_of(network(), LRScheduling(CountedPlateau, every="1ep"))
-    with pytest.raises(ValueError, match=r"CountedPlateau does not save.*torch's ReduceLROnPlateau and monitor="):
+@pytest.mark.parametrize("options", [{"every": "1ep"}, {"monitor": "score"}, {}], ids=["every", "monitor", "default"])
+def test_a_plateau_that_does_not_save_what_it_has_seen_is_refused_with_one_way_out(options: dict[str, Any]) -> None:
+    engine, rates = engine_of(network(), LRScheduling(CountedPlateau, **options))
+    engine.connect(Events.EPOCH_COMPLETED, score)
+    way_out = r"LRScheduling\(partial\(ReduceLROnPlateau, \.\.\.\), monitor=\.\.\.\)"
+    with pytest.raises(ValueError, match=rf"CountedPlateau does not save its state; give torch's scheduler.*{way_out}"):
         engine.run(batches(), max_epochs=1)
     assert rates == []
 

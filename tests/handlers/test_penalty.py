@@ -400,6 +400,27 @@ def test_each_of_two_updates_has_a_penalty_on_its_own_parameters() -> None:
         engine.attach(L1(1.0, update="none", name="other"))
 
 
+@pytest.mark.parametrize("kind", [L1, L2])
+def test_complex_weights_have_the_sum_of_their_sizes(kind: Any) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).abs().square().mean()
+
+    x, y = torch.randn(4, 3, dtype=torch.complex64), torch.randn(4, 1, dtype=torch.complex64)
+    model, plain = (nn.Linear(3, 1, bias=False, dtype=torch.complex64) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    engine = Engine(Update.supervised(loss, partial(torch.optim.SGD, lr=0.1)), model=model)
+    engine.attach(kind(0.5))
+    engine.run([(x, y)] * 2, max_epochs=1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        weight = plain.weight
+        size = weight.abs().sum() if kind is L1 else 0.5 * (weight.real.square() + weight.imag.square()).sum()
+        optimizer.zero_grad()
+        (loss(plain(x), y) + 0.5 * size).backward()
+        optimizer.step()
+    torch.testing.assert_close(model.weight, plain.weight)
+
+
 def test_half_precision_weights_are_summed_in_float32() -> None:
     model = nn.Linear(300, 300, dtype=torch.float16)
     with torch.no_grad():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -135,8 +137,72 @@ def test_nested_outputs_are_one_item_a_batch_and_share_nothing_with_the_forwards
 
     handler = Predictions()
     predictor(None, handler, forward=forward).run(batches())
-    assert [output["parts"][0].tolist() for output in handler.outputs] == [[1, 1], [2, 2], [3, 3]]
-    assert handler.outputs[1]["parts"][1][1] == "text"
+    parts = handler.outputs["parts"]
+    assert [first.tolist() for first, _ in parts] == [[1, 1], [2, 2], [3, 3]]
+    assert parts[1][1][1] == "text"
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    label: str
+
+
+class Heads(NamedTuple):
+    digits: Tensor
+    parity: tuple[Tensor, ...]
+
+
+HEADS: list[Callable[[Tensor], Any]] = [
+    lambda x: {"digits": x, "loss": x.sum(), "text": "a", "parity": (x[:, 0], None)},
+    lambda x: {"digits": x, "loss": x.sum(), "text": "a", "parity": (x[:, :1], None), "more": {"x": x}},
+    lambda x: (x, {"parity": x[:, 0]}),
+    lambda x: Heads(x, (x[:, 0],)),
+    lambda x: Output(x, "text"),
+    lambda x: OrderedDict(last_hidden_state=x, hidden_states=(x, x)),  # as the classes of Hugging Face
+]
+
+
+@pytest.mark.parametrize("forward", HEADS)
+def test_the_outputs_of_several_heads_are_joined_by_key_and_by_place(forward: Callable[[Tensor], Any]) -> None:
+    def same(found: Any, whole: Any, parts: list[Any]) -> None:
+        """What was found is what the forward gives for all samples at once, apart from what is one value a batch."""
+        if dataclasses.is_dataclass(whole) and not isinstance(whole, dict):
+            whole, parts = (dataclasses.asdict(whole), [dataclasses.asdict(one) for one in parts])  # type: ignore[arg-type]
+        if isinstance(whole, dict):
+            assert list(found) == list(whole)
+            for key in whole:
+                same(found[key], whole[key], [one[key] for one in parts])
+        elif isinstance(whole, tuple):
+            assert isinstance(found, tuple)
+            for place, one in enumerate(whole):
+                same(found[place], one, [part[place] for part in parts])
+        elif isinstance(whole, Tensor):
+            assert torch.equal(found, whole if whole.dim() else torch.stack(parts))
+        else:
+            assert found == parts
+
+    handler = Predictions()
+    predictor(None, handler, forward=lambda engine, batch: forward(batch[0])).run(batches())
+    inputs = [inputs for inputs, _ in batches()]
+    same(handler.outputs, forward(torch.cat(inputs)), [forward(one) for one in inputs])
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda x: {"digits": x} if len(x) == 4 else {"others": x},
+        lambda x: (x,) * len(x),
+        lambda x: list(x),
+        lambda x: {},
+        lambda x: x if len(x) == 4 else {"digits": x},
+    ],
+    ids=["other keys", "other lengths", "lists", "empty", "other kinds"],
+)
+def test_outputs_of_different_forms_are_one_item_a_batch(forward: Callable[[Tensor], Any]) -> None:
+    handler = Predictions()
+    predictor(None, handler, forward=lambda engine, batch: forward(batch[0])).run(batches())
+    assert [type(one) for one in handler.outputs] == [type(forward(inputs)) for inputs, _ in batches()]
 
 
 def test_outputs_of_other_classes_are_kept_as_they_were() -> None:
@@ -149,16 +215,8 @@ def test_outputs_of_other_classes_are_kept_as_they_were() -> None:
     engine = Engine(Update.prediction(forward))
     engine.attach(predictions := Predictions())
     engine.run([1, 2])
-    assert [(one["x"].tolist(), one["names"].tolist()) for one in predictions.outputs] == [
-        ([1.0, 1.0], ["1"]),
-        ([2.0, 2.0], ["2"]),
-    ]
-
-
-@dataclass
-class Output:
-    logits: Tensor
-    label: str
+    assert predictions.outputs["x"].tolist() == [1, 1, 2, 2]
+    assert [one.tolist() for one in predictions.outputs["names"]] == [["1"], ["2"]]
 
 
 def test_outputs_that_are_dataclasses_are_written_in_a_form_that_loads_safely(tmp_path: Path) -> None:

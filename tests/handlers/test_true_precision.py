@@ -230,7 +230,7 @@ def test_complex_tensors_are_refused_by_name_before_anything_is_converted() -> N
     assert model["phase"].dtype == torch.complex64
 
 
-@pytest.mark.parametrize("precision", ["fp8", "16-true", 16, None])
+@pytest.mark.parametrize("precision", ["fp8", "32-true", 16, None])
 def test_bad_arguments_are_refused(precision: Any) -> None:
     with pytest.raises(ValueError, match=rf"TruePrecision\(precision={precision!r}\)"):
         TruePrecision(precision)

@@ -442,3 +442,29 @@ def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
     check_handler(
         lambda: trainer_of(network(), allow=["W51"]), validation, batches(), changes_training=False, max_epochs=3
     )
+
+
+class Shown(list[Any]):
+    """Data whose text is expensive: it is not made unless it is shown."""
+
+    def __repr__(self) -> str:
+        raise LookupError("not asked for")
+
+
+def test_the_data_is_not_turned_into_text_unless_it_is_wrong() -> None:
+    evaluator = Engine(Update.supervised(torch.nn.functional.mse_loss), model=torch.nn.Linear(5, 1))
+    for data in (Shown([1]), {"first": Shown([1])}):
+        Validation(evaluator, data)
+    for wrong, message in (([], r"Validation\(data=\[\]\): it is empty"), ({"a": []}, r"Validation\(data={'a': \[\]}\): it")):
+        with pytest.raises(ValueError, match=message):
+            Validation(evaluator, wrong)
+
+
+class RefusesLength(list[Any]):
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_data_that_refuses_to_say_its_length_is_data() -> None:
+    evaluator = Engine(Update.supervised(torch.nn.functional.mse_loss), model=torch.nn.Linear(5, 1))
+    assert len(Validation(evaluator, RefusesLength([1])).data_sets) == 1

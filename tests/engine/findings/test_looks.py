@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import io
+import warnings
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,10 +13,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
+from torch.overrides import _get_current_function_mode_stack
 
-from signalfire import Engine, Events, FindingError, Handler, Update
-from signalfire.findings import calls, data_checks, epoch_checks, first_steps
-from signalfire.handlers import Guards
+from signalfire import Engine, Events, FindingError, FindingWarning, Handler, Update
+from signalfire.findings import calls, data_checks, dropout, epoch_checks, first_steps
+from signalfire.handlers import (
+    Average,
+    DeviceStatistics,
+    GradientNorms,
+    Guards,
+    History,
+    Metrics,
+    NonFiniteGuard,
+    OptimizerStatistics,
+    ParameterStatistics,
+    ProgressBar,
+    Summary,
+    Throughput,
+    Validation,
+)
 from tests.kit import assert_same
 
 EYE = torch.eye(4, 3)
@@ -73,16 +91,31 @@ KINDS: dict[str, tuple[Callable[[], Tensor], Callable[[Tensor, Tensor], Tensor]]
 }
 
 
+def lookers() -> list[Handler]:
+    """Handlers that only show, measure and look."""
+    evaluator = Engine(Update.supervised(mse_loss), model=nn.Linear(3, 1))
+    evaluator.attach(Metrics(loss=Average(mse_loss)))
+    return [
+        Guards(every="1it"), ProgressBar(file=io.StringIO()), Summary(file=io.StringIO()), Throughput(every="1it", warmup=1),
+        Metrics(training_loss=Average(mse_loss)), GradientNorms(every="1step"), ParameterStatistics(every="1step"),
+        OptimizerStatistics(every="1step"), NonFiniteGuard(), DeviceStatistics(), History(),
+        Validation(evaluator, [(torch.ones(4, 3), torch.ones(4, 1))]),
+    ]  # fmt: skip
+
+
+WITH: dict[str, Callable[[], list[Handler]]] = {"alone": list, "guards": lambda: [Guards(every="1it")], "all": lookers}
+
+
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:The PyTorch API of nested:UserWarning")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*quantiz:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("guarded", [False, True])
-def test_batches_of_every_kind_of_tensor_are_trained_on(kind: str, guarded: bool) -> None:
+@pytest.mark.parametrize("handlers", WITH)
+def test_batches_of_every_kind_of_tensor_are_trained_on(kind: str, handlers: str) -> None:
     make, product = KINDS[kind]
     data = [(make(), torch.zeros(4, 1)) for _ in range(3)]
-    engine = Engine(Update.supervised(mse_loss, SGD), model=Model(product), seed=0, allow=["G02", "G11", "W84"])
-    if guarded:
-        engine.attach(Guards(every="1it"))
+    engine = Engine(Update.supervised(mse_loss, SGD), model=Model(product), seed=0, allow=["G02", "G11", "W51", "W84"])
+    engine.attach(*WITH[handlers]())
+    if handlers == "guards":
         engine.check(data)
     engine.run(data, max_epochs=1)
     model = Model(product)
@@ -92,6 +125,7 @@ def test_batches_of_every_kind_of_tensor_are_trained_on(kind: str, guarded: bool
         mse_loss(model(inputs), targets).backward()
         optimizer.step()
     assert_same(engine.model, model)
+    assert not engine.findings.of_run().of("W09")
 
 
 LOOKS: list[tuple[Any, str]] = [
@@ -158,15 +192,107 @@ class Unreadable:
     __hash__ = None  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("handlers", [(), (Guards,)], ids=["alone", "guarded"])
-def test_a_batch_whose_methods_raise_is_left_to_the_users_functions(handlers: tuple[type[Handler], ...]) -> None:
-    def function(engine: Engine, batch: Any) -> Tensor:
-        return engine.model(batch.inputs).square().mean()  # type: ignore[no-any-return]
+@pytest.mark.parametrize("handlers", WITH)
+@pytest.mark.parametrize("place", ["batch", "input", "target", "output"])
+def test_what_raises_when_it_is_looked_at_is_left_to_the_users_functions(handlers: str, place: str) -> None:
+    x, y = torch.ones(4, 3), torch.zeros(4, 1)
 
-    engine = Engine(Update.from_function(function, SGD), model=nn.Linear(3, 1), seed=0)
-    engine.attach(*(make() for make in handlers))
-    engine.run([Unreadable(torch.ones(4, 3)) for _ in range(3)], max_epochs=1)
-    assert engine.updates[0].steps == 3
+    def forward(engine: Engine, batch: Any) -> Any:
+        inputs = batch.inputs if place == "batch" else batch[0].inputs if place == "input" else batch[0]
+        output = engine.model(inputs)
+        return Unreadable(output) if place == "output" else output
+
+    def loss(engine: Engine, output: Any, batch: Any) -> Tensor:
+        targets = y if place == "batch" else batch[1].inputs if place == "target" else batch[1]
+        return mse_loss(output.inputs if place == "output" else output, targets)
+
+    inputs, targets = (Unreadable(one) if place == where else one for one, where in ((x, "input"), (y, "target")))
+    batch = Unreadable(x) if place == "batch" else (inputs, targets)
+    engine = Engine(Update(forward, loss, SGD), model=nn.Linear(3, 1), seed=0, allow=["G11", "W51"])
+    model = copy.deepcopy(engine.model)
+    attached = [one for one in WITH[handlers]() if not isinstance(one, Metrics)]  # which reads outputs and targets
+    engine.attach(*attached)
+    engine.run([batch] * 3, max_epochs=1)
+    optimizer = SGD(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        mse_loss(model(x), y).backward()
+        optimizer.step()
+    assert_same(engine.model, model)
+
+
+class Counted(Mapping[str, Any]):
+    """A mapping for which it matters that it is read, such as one that loads."""
+
+    reads = 0
+
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.content = content
+
+    def __getitem__(self, key: str) -> Any:
+        self.reads += 1
+        return self.content[key]
+
+    def __iter__(self) -> Any:
+        return iter(self.content)
+
+    def __len__(self) -> int:
+        return len(self.content)
+
+
+def test_batches_of_other_classes_are_not_read_before_they_are_due() -> None:
+    data = [Counted({"x": torch.ones(4, 3), "y": torch.zeros(4, 1)}) for _ in range(3)]
+    engine = Engine(Update.supervised(mse_loss, SGD, input="x", target="y"), model=nn.Linear(3, 1))
+    seen: list[int] = []
+    engine.connect(Events.EPOCH_STARTED, lambda engine: seen.extend(one.reads for one in data))
+    engine.run(data, max_epochs=1)
+    assert seen == [0, 0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int64])
+def test_labels_of_every_integer_type_are_looked_at(dtype: torch.dtype) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target.long() % 3)
+
+    engine = Engine(Update.supervised(loss, SGD), model=nn.Linear(3, 3), seed=0)
+    engine.attach(Guards(every="1it", error=["G12"]))
+    with pytest.raises(FindingError, match="G12: labels from 1 to 3 for 3 classes"):
+        engine.run([(torch.randn(4, 3), torch.tensor([1, 2, 3, 1]).to(dtype))], max_epochs=1)
+
+
+class Refusing(Tensor):
+    """A tensor whose class refuses what the user's functions do not need."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("is_complex", "numel"):
+            raise LookupError("not yours")
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("error", [[], ["G13"]])
+def test_a_look_that_fails_is_a_warning_where_it_was_to_stop_the_run(error: list[str]) -> None:
+    engine = Engine(Update.supervised(mse_loss, SGD), model=nn.Linear(3, 1), seed=0)
+    engine.attach(Guards(every="1it", error=error))
+    data = [((1e3 * torch.randn(4, 3)).as_subclass(Refusing), torch.zeros(4, 1)) for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FindingWarning)
+        engine.run(data, max_epochs=1)
+    found = [one for one in engine.findings.of_run().of("W09") if one.severity == "warning"]
+    assert ["error=['G13'] may miss" in one.sentence for one in found] == [True] * bool(error)
+
+
+def test_complex_parameters_are_looked_at() -> None:
+    class Ignored(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return None
+
+    model = nn.Linear(3, 1, dtype=torch.complex64)
+    engine = Engine(Update.supervised(lambda output, target: (output - target).abs().square().mean(), partial(Ignored, lr=0.1)),
+                    model=model, allow=["W84"])  # fmt: skip
+    engine.attach(Guards(every="1it", error=["G03"]))
+    with pytest.raises(FindingError, match="G03"):
+        engine.run([(torch.randn(4, 3, dtype=torch.complex64), torch.zeros(4, 1)) for _ in range(4)], max_epochs=1)
 
 
 def test_a_finding_that_is_to_stop_the_run_still_does() -> None:
@@ -175,3 +301,69 @@ def test_a_finding_that_is_to_stop_the_run_still_does() -> None:
     engine.connect(Events.ITERATION_STARTED, lambda engine: engine.model.eval())
     with pytest.raises(FindingError, match="G06"):
         engine.run([(torch.randn(4, 3), torch.randn(4, 1))] * 3, max_epochs=1)
+
+
+class CompilesItself(nn.Module):
+    """A model that compiles a part of its forward when it is first called, and notes the graphs."""
+
+    def __init__(self, fullgraph: bool) -> None:
+        super().__init__()
+        self.layer, self.fullgraph = nn.Linear(3, 1), fullgraph
+        self.graphs: list[int] = []
+        self.compiled: Any = None
+
+    def forward(self, inputs: Tensor) -> Any:
+        if self.compiled is None:
+            self.compiled = torch.compile(self.body, backend=self.note, fullgraph=self.fullgraph)
+        return self.compiled(inputs)
+
+    def body(self, inputs: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.sigmoid(self.layer(inputs)), 0.5, self.training)
+
+    def note(self, graph: Any, inputs: Any) -> Any:
+        self.graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+
+def graphs_of_a_plain_loop(fullgraph: bool, trains: bool, data: list[Any]) -> list[int]:
+    torch._dynamo.reset()
+    model = CompilesItself(fullgraph).train(trains)
+    optimizer = SGD(model.parameters())
+    for inputs, targets in data:
+        with torch.set_grad_enabled(trains):
+            loss = mse_loss(model(inputs), targets)
+        if trains:
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    torch._dynamo.reset()
+    return model.graphs
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("guarded", [False, True])
+def test_a_function_that_compiles_itself_has_the_graphs_of_a_plain_loop(
+    fullgraph: bool, trains: bool, guarded: bool
+) -> None:
+    data = [(torch.ones(4, 3), torch.zeros(4, 1)) for _ in range(3)]
+    expected = graphs_of_a_plain_loop(fullgraph, trains, data)
+    model = CompilesItself(fullgraph)
+    update = Update.supervised(mse_loss, SGD)
+    engine = Engine(update if trains else update.evaluation(), model=model, seed=0, allow=["G11"])
+    engine.attach(*([Guards(every="1it")] if guarded else []), Metrics(loss=Average(mse_loss)))
+    engine.run(data, max_epochs=1 if trains else None)
+    assert model.graphs == expected
+    assert len(expected) == 1
+
+
+def test_a_mode_leaves_from_between_others_when_something_is_compiled() -> None:
+    below, mode, above = dropout.ActiveDropout(), dropout.EagerMode(), dropout.ActiveDropout()
+    with below, mode, above:
+        mode._leave(None)
+        assert _get_current_function_mode_stack() == [below, above]
+        nn.functional.dropout(torch.ones(3), 0.5)
+    assert _get_current_function_mode_stack() == []
+    assert below.seen
+    assert above.seen

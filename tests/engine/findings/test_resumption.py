@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext as quiet
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from signalfire import Engine, Events, FindingWarning, Handler, Update, on
+from signalfire import Engine, Events, FindingWarning, Handler, Update, allow, on
 from signalfire.handlers import (
     EMA,
     Checkpoint,
@@ -26,7 +27,7 @@ from signalfire.handlers import (
     LRScheduling,
     MixedPrecision,
 )
-from tests.kit import assert_same, batches, build, mlp, quick
+from tests.kit import assert_same, batches, build, mlp, needs, quick
 
 
 def trained(*handlers: Any, lr: float = 0.1) -> Engine:
@@ -270,3 +271,79 @@ def test_names_that_differ_by_compilation_alone_are_the_same(compiled_first: boo
         assert torch.equal(one, other)
     third = build(model(compiled_first))
     third.load_weights(second.weights())
+
+
+class Drawing(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(5), torch.zeros(1)
+
+
+class KeepsPosition:
+    """Data with workers, as far as it says, and with a position of its own; torchdata's loader is another one."""
+
+    def __init__(self, dataset: Any, workers: int) -> None:
+        self.dataset, self.num_workers, self.position = dataset, workers, 0
+
+    def __iter__(self) -> Any:
+        for number in range(self.position, 3):
+            self.position = number + 1
+            yield torch.ones(4, 5), torch.zeros(4, 1)
+        self.position = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "workers", "at", "reported"),
+    [
+        (Drawing(), 2, 1, True),
+        (Drawing(), 2, 5, True),
+        (Drawing(), 2, 3, False),  # the next epoch seeds its workers as it would have
+        (Drawing(), 0, 1, False),
+        (TensorDataset(torch.ones(12, 5), torch.zeros(12, 1)), 2, 1, False),
+    ],
+    ids=["first batch", "later epoch", "end of an epoch", "no workers", "no draws"],
+)
+def test_a_resume_inside_an_epoch_says_that_workers_do_not_continue_their_draws(
+    dataset: Any, workers: int, at: int, reported: bool
+) -> None:
+    engine, states = trained(), list[Any]()
+    engine.connect(Events.ITERATION_COMPLETED(once=at), lambda engine: states.append(engine.state_dict()))
+    engine.run(KeepsPosition(dataset, workers), max_epochs=2)
+    assert not engine.findings.of_run().of("W24")
+    resumed = trained()
+    resumed.load_state_dict(states[0])
+    with pytest.warns(FindingWarning, match="W24: the KeepsPosition continues after batch .*2 workers") if reported else quiet():
+        resumed.run(KeepsPosition(dataset, workers), max_epochs=2)
+    assert len(resumed.findings.of_run().of("W24")) == reported
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # called by torchdata
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_resumes_exactly_or_says_so(workers: int) -> None:
+    needs("interop", "torchdata")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def loader() -> Any:
+        return StatefulDataLoader(Drawing(), 4, shuffle=True, num_workers=workers)
+
+    engine, states = trained(), list[Any]()
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: states.append(engine.state_dict()))
+    engine.run(loader(), max_epochs=2)
+    resumed = trained()
+    resumed.load_state_dict(states[0])
+    with pytest.warns(FindingWarning, match="W24: the StatefulDataLoader") if workers else quiet():
+        resumed.run(loader(), max_epochs=2)
+    if workers == 0:
+        assert_same(resumed.model, engine.model)

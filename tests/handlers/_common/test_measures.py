@@ -338,3 +338,16 @@ def test_values_of_one_number_are_numbers() -> None:
     assert {name: (type(value), value) for name, value in found.items()} == dict.fromkeys(
         ["tensor", "scalar", "array", "several/a", "all/mean"], (float, 0.25)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64])
+@pytest.mark.parametrize("options", [{}, {"ignore_index": 2}, {"threshold": 0.5}])
+def test_accuracy_takes_labels_of_every_integer_type(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    scores, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 1, 0, 1])
+    output, target = (scores[:, 0], labels % 2) if "threshold" in options else (scores, labels)
+    expected, found, predicted = Accuracy(**options), Accuracy(**options), Accuracy()
+    expected.update(output, target)
+    found.update(output, target.to(dtype))
+    assert found.compute() == expected.compute()
+    predicted.update(scores.argmax(1).to(dtype), labels)
+    assert predicted.compute() == (scores.argmax(1) == labels).double().mean().item()
