@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["CODES", "REPEATS", "Severity"]
+__all__ = ["CODES", "PRINTED", "REPEATS", "Severity"]
 
 Severity = Literal["info", "warning", "error"]
 
@@ -20,7 +20,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W03": ("warning", "a batch of an unknown class is counted as one sample"),
     "W04": ("warning", "the values of a metric cannot be means of batches"),
     "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
-    "W06": ("info", "a metric of the training is monitored although a validation measures the same"),
+    "W06": ("warning", "a metric of the training is monitored although a validation measures the same"),
     "W07": ("info", "the patience is longer than the run"),
     "W08": ("warning", "an improvement has to be larger than the metric itself"),
     "W09": ("info", "a look for mistakes has raised an error; it is skipped, and the run continues"),
@@ -66,7 +66,11 @@ CODES: dict[str, tuple[Severity, str]] = {
     ),
     # W4x: how things are attached and connected
     "W40": ("warning", "what is logged cannot be written as it is, such as an image with values out of its range"),
-    "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
+    "W41": (
+        "warning",
+        "a receiver is never called, or not where it should be: a method lacks its `on`, or a score is written after those who "
+        "monitor it have looked",
+    ),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
     "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
     "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
@@ -212,6 +216,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "G24": ("info", "the loss of an epoch is that of guessing"),
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
+
+PRINTED = frozenset(("C06", "C13", "C17", "C19", "W13", "W58", "W59", "W63"))
+"""Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {
     "W11": ("C08", "G05"),

@@ -108,8 +108,8 @@ def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:
     there = sorted({*metrics, *metrics.owners})
     return (
         f"{by} {metric!r}, but {fact}. There are: {', '.join(there) or 'none; attach Metrics or Validation'}"
-        f"{did_you_mean(metric, there) or '.'} If your function writes it less often than every epoch, announce it first: "
-        "engine.state.metrics.announce('user', ['its_name'])"
+        f"{did_you_mean(metric, there) or '.'} If your function writes it after Phase.CONTROL, let it do so in Phase.PREPARE; if "
+        "it does less often than every epoch, announce it first: engine.state.metrics.announce('user', ['its_name'])"
     )
 
 
@@ -182,6 +182,7 @@ class Monitor:
                     f"monitor {other!r}, which {by!r} measures",
                     *([name] if name else []),
                     key=(self.handler, self.metric),
+                    severity="info" if self.handler == "LRScheduling" else None,  # a rate may well follow the training
                 )
                 return
 
@@ -200,6 +201,7 @@ class Monitor:
         if serial == self.seen:
             return None
         self.seen = serial
+        self._report_late(engine)
         value = metrics[self.metric]
         number = as_number(value)
         if number is None:
@@ -211,6 +213,19 @@ class Monitor:
         if self.mode is None:
             raise no_direction(self.metric, self.handler)
         return number
+
+    def _report_late(self, engine: Engine) -> None:
+        """Report a new value that was written in an earlier iteration, after this monitor had looked there."""
+        now = engine.state.iteration
+        written = engine.state.metrics.written.get(self.metric, now)
+        if written < now:
+            engine.findings.report(
+                "W41",
+                f"{self.metric!r} is written after {self.handler} has looked for it: the value that it reads in iteration {now} "
+                f"was written in iteration {written}, and the weights have changed since",
+                "write it in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)",
+                key=self.metric,
+            )
 
     def report_nan(self, engine: Engine, value: float, name: str, effect: str) -> None:
         """Report a value that is NaN, for handlers that would pass over it in silence."""

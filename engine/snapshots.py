@@ -52,12 +52,14 @@ class Snapshots(Part):
     Attributes:
         run_id: distinguishes this run from every other, also from those that it was resumed from. It is random, and not saved.
         origin: what the loaded state says, under "origin", about where it came from; None for a run that began anew.
+        left_out: the position of the whole state of which `load_weights` was given the weights last; None without one.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.run_id = ""
         self.origin: Mapping[str, Any] | None = None
+        self.left_out: Mapping[str, Any] | None = None
         self._shared: _Snapshot | None = None  # the one that all receivers of an event share
         self._lent: dict[frozenset[str], Copy] = {}  # those of this event, by what they leave out
         self._copies = Copies()
@@ -427,6 +429,7 @@ class Snapshots(Part):
             for parameter, value in own:
                 parameter.copy_(value)
         report_averages_left_out(engine, given)
+        self.left_out = given.get("engine")
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
     def _put_modules_back(self, weights: Mapping[str, Any], given: Mapping[str, Any]) -> None:

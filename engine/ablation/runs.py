@@ -152,6 +152,7 @@ def compose(
     check_not_left(engine, f"build({seed})")
     if streams is not None:
         engine.streams = streams
+    engine.findings.prints = False
     if not files:
         engine.dry_run = True  # evaluations inside the run inherit it
         for handler in engine.handlers.values():

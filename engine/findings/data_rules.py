@@ -81,10 +81,9 @@ def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
     if any(data is not own for _, data in sets):
         sets = []  # the training data is evaluated beside other data
     yield from _overlaps(it)
-    decides = bool(it.monitors)
     for one, _ in sets:
         if not _is_of_training(one):
-            yield _training_data(one.handler.name, "is the training data", None if decides else "info")
+            yield _training_data(one.handler.name, "is the training data")
 
 
 def _is_of_training(one: Evaluation) -> bool:
@@ -102,7 +101,7 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
         trained, evaluated = _places(own), _places(other)
         shared = evaluated if trained is None else trained if evaluated is None else trained & evaluated
         if shared and other is not own:
-            yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data", None)
+            yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data")
 
 
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
@@ -118,9 +117,7 @@ def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
             continue  # few different samples, which are equal by chance
         shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
         if shared > 0.1 * len(other):
-            yield _training_data(
-                one.handler.name, f"has {shared} samples that are equal to samples of the training data", None
-            )
+            yield _training_data(one.handler.name, f"has {shared} samples that are equal to samples of the training data")
 
 
 def _fingerprints(rows: Tensor) -> Tensor:
@@ -163,13 +160,12 @@ def _places(data: Any) -> set[int] | None:
     return set(places)
 
 
-def _training_data(name: str, what: str, severity: Any) -> Finding:
+def _training_data(name: str, what: str) -> Finding:
     return finding(
         "C14",
         f"the data that {name!r} evaluates {what}: overfitting does not show in it",
         "evaluate data that is not trained on; if this is meant, name it: Validation(..., prefix='train_')",
         [name],
-        severity,
     )
 
 
@@ -187,7 +183,7 @@ def same_first_batch(it: Composition) -> Iterator[Finding]:
             continue
         other = tensors_in(first_batch(one.data))
         if batch and len(batch) == len(other) and all(_equal(a, b) for a, b in zip(batch, other, strict=True)):
-            yield _training_data(one.handler.name, "begins with the same batch as the training data", None)
+            yield _training_data(one.handler.name, "begins with the same batch as the training data")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

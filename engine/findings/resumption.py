@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..handler import Handler
 
-__all__ = ["check_complete", "composition", "report_resume"]
+__all__ = ["check_complete", "composition", "report_resume", "say_left_out"]
 
 _POSITION = (
     *("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason", "seed", "fired", "metrics"),
@@ -153,6 +153,23 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
             f"the run that saved the state was composed differently: {'; '.join(differences)}",
             "compose the run as it was; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED, or begin "
             "anew with the weights: load_weights()",
+        )
+
+
+def say_left_out(engine: Engine) -> None:
+    """Say that a run begins at epoch 1 with weights of a whole state, of which the rest was left out.
+
+    Where parameters are frozen, or a state is to be loaded, the weights alone are meant.
+    """
+    position, engine.snapshots.left_out = engine.snapshots.left_out, None
+    begins = engine.state.iteration == 0 and not engine.snapshots.has_loaded_state
+    if position is None or not begins or not position["iteration"]:
+        return
+    if all(one.requires_grad for root in engine.modules.values() for one in root.parameters()):
+        engine.findings.say(
+            f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and has "
+            "loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
+            "continues where the state was saved"
         )
 
 
