@@ -18,7 +18,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W01": ("warning", "a metric is monitored against its own direction"),
     "W02": ("warning", "a monitored metric is NaN, which is never an improvement"),
     "W03": ("warning", "a batch of an unknown class is counted as one sample"),
-    "W04": ("warning", "the values of a metric cannot be means of batches"),
+    "W04": ("warning", "the values of a metric are, or perhaps are, no means of batches"),
     "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
     "W06": ("warning", "a metric of the training is monitored although a validation measures the same"),
     "W07": ("info", "the patience is longer than the run"),
@@ -217,7 +217,7 @@ CODES: dict[str, tuple[Severity, str]] = {
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
 
-PRINTED = frozenset(("C06", "C13", "C17", "C19", "W13", "W58", "W59", "W63"))
+PRINTED = frozenset(("W04", "C06", "C13", "C17", "C19", "W13", "W58", "W59", "W63"))
 """Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {

@@ -19,10 +19,36 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Averaging", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
+    "Averaging", "note_last_values", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
     "report_nothing_measured", "report_other_scale", "report_other_weights", "report_raw_weights", "report_training_mode",
     "watch_averages", "watch_weights",
 ]  # fmt: skip
+
+
+def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int], prefix: str) -> None:
+    """List metrics that a function has written in each batch of an evaluation, of which the last value counts.
+
+    Args:
+        engine: the engine that evaluates.
+        evaluator: the evaluator, after its run.
+        seen: how often each metric had been written before.
+        prefix: of the metrics' names in the engine.
+    """
+    metrics, batches = evaluator.state.metrics, evaluator.state.completed
+    for name in metrics:
+        written = metrics.serials[name] - seen.get(name, 0)
+        if written < max(2, batches) or metrics.owners.get(name, "user") != "user":
+            engine.state.metrics.last_values.discard(prefix + name)
+            continue
+        engine.state.metrics.last_values.add(prefix + name)
+        engine.findings.report(
+            "W04",
+            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches: its value is that of the last "
+            "batch, and no mean over the evaluation, unless the function itself takes the mean",
+            f"let Metrics take the mean: evaluator.attach(Metrics({name}=Average(function)))",
+            key=prefix + name,
+            severity="info",
+        )
 
 
 class _Weights(NamedTuple):
