@@ -79,7 +79,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W47": (
         "warning",
         "a state is saved that cannot be loaded, since a handler lacks the method, or torch refuses an object in it; or one that "
-        "lacks what the forward changes",
+        "lacks what the forward or a handler changes",
     ),
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
     "W49": ("warning", "a function or handler is connected to events that this engine never emits"),
