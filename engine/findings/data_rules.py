@@ -49,9 +49,11 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
     if type(data.batch_sampler) is BatchSampler and len(data) > 1:  # another one has an order of its own
         labels = _labels(data.dataset)
         by_class = labels is not None and _is_sorted_by_class(labels)
+        if it.engine.state.max_epochs == 1 and not by_class and not it.reads_batch:
+            return  # no two epochs have the same batches
         yield finding(
             "C13",
-            "the training data is not shuffled" + (", and sorted by class" if by_class else ""),
+            f"the training data is not shuffled{', and sorted by class' if by_class else ': all epochs have the same batches'}",
             "use DataLoader(..., shuffle=True)",
             severity="warning" if by_class else "info",
         )

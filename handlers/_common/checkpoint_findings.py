@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import datetime
@@ -138,7 +139,8 @@ def _near(folder: Path, files: checkpoints.Files) -> Iterator[Path]:
     rest = Path(folder.name)
     for around in [] if folder.name == "" else folder.absolute().parents:
         if around.is_dir():
-            there = [one.name for one in around.iterdir() if one.name != rest.parts[0]]
+            own = _unnumbered(rest.parts[0])
+            there = [one.name for one in around.iterdir() if _unnumbered(one.name) != own]  # others of a series are no slips
             close = get_close_matches(rest.parts[0], there, n=5)
             called = [around / one / Path(*rest.parts[1:]) for one in close]
             break
@@ -146,6 +148,10 @@ def _near(folder: Path, files: checkpoints.Files) -> Iterator[Path]:
     for one in [*inside, *called]:
         if any(True for _ in _intact(one, files)):
             yield one
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
 
 
 def report_hyperparameters(engine: Engine, name: str, now: Mapping[str, Any] | None) -> None:
