@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from signalfire import Engine, Events, Findings, Handler, Update, on
+from signalfire import Engine, Events, Findings, Handler, Phase, Update, on
 from signalfire.handlers import (
     EMA,
     SWA,
@@ -532,9 +532,11 @@ def an_update_that_was_never_due_in_data_without_a_length(right: bool) -> None:
 
 @said("C19: 'early_stopping' waits for 20 values without improvement, but at most 4 come in this run")
 def a_patience_that_cannot_end_this_run(right: bool) -> None:
-    model = net()
-    stopping = EarlyStopping("loss", mode="max", patience=2 if right else 20)
-    build(model, Validation(evaluator_of(model), batches(2, seed=1)), stopping).run(batches(), max_epochs=4)
+    engine = build(net(), EarlyStopping("score", mode="max", patience=2 if right else 20))
+    engine.connect(
+        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=engine.state.epoch), phase=Phase.PREPARE
+    )
+    engine.run(batches(), max_epochs=4)
 
 
 @said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not come up in this run of 2 epochs")
