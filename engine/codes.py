@@ -20,7 +20,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W03": ("warning", "a batch of an unknown class is counted as one sample"),
     "W04": ("warning", "the values of a metric are, or perhaps are, no means of batches"),
     "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
-    "W06": ("warning", "a metric of the training is monitored although a validation measures the same"),
+    "W06": ("warning", "a metric of the training is monitored although a validation measures some"),
     "W07": ("info", "the patience is longer than the run"),
     "W08": ("warning", "an improvement has to be larger than the metric itself"),
     "W09": ("info", "a look for mistakes has raised an error; it is skipped, and the run continues"),
@@ -93,7 +93,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
     "W57": ("warning", "modules are in training mode in an evaluation, or dropout is computed"),
     "W58": ("info", "a handler limits the data of this run"),
-    "W59": ("info", "an evaluation leaves out the last samples of its data"),
+    "W59": ("info", "an evaluation, or the training, leaves out the last samples of its data"),
     "W60": ("warning", "the inputs of an evaluation are on another scale than those of the training"),
     # W6x: logs and progress, and more about runs
     "W61": ("warning", "a metric that should be shown is produced by nobody"),
@@ -217,7 +217,7 @@ CODES: dict[str, tuple[Severity, str]] = {
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
 
-PRINTED = frozenset(("W04", "C06", "C13", "C17", "C19", "W13", "W58", "W59", "W63"))
+PRINTED = frozenset(("W04", "W06", "C06", "C13", "C17", "C19", "W13", "W58", "W59"))
 """Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {

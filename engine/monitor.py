@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
         name: Name of the handler.
     """
     own = engine.state.metrics.directions.get(metric)
+    if given is not None and own is None:
+        _report_name(engine, metric, given, by=by, name=name)
     if given is None or own is None or given == own:
         return given or own
     better = "greater" if own == "max" else "smaller"
@@ -39,6 +42,25 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
         key=(by, metric),
     )
     return given
+
+
+_SMALLER = {"loss", "error", "mse", "rmse", "mae", "nll", "perplexity", "wer", "cer"}
+_GREATER = {"accuracy", "acc", "f1", "auc", "auroc", "iou", "miou", "dice", "bleu", "psnr"}
+_WORDS = {"train", "training", "val", "valid", "validation", "test", "mean", "epoch", "macro", "micro", "top1", "top5"}
+
+
+def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name: str) -> None:
+    """Report a mode against what a metric is called, where nothing else in its name may turn that round."""
+    words = set(re.split(r"[^a-z0-9]+", metric.casefold())) - _WORDS
+    smaller, greater = words <= _SMALLER, words <= _GREATER
+    if words and (smaller if given == "max" else greater):
+        engine.findings.report(
+            "W01",
+            f"{by}(mode={given!r}) monitors {metric!r}, of which {'smaller' if smaller else 'greater'} is better by its name",
+            f"write mode={'min' if smaller else 'max'!r}; if the name misleads, give the metric another one",
+            *([name] if name else []),
+            key=(by, metric),
+        )
 
 
 def no_direction(metric: str, by: str) -> ValueError:
@@ -174,17 +196,19 @@ class Monitor:
         if owner is None or owner in evaluating:
             return
         base = self.metric.removeprefix("train_").removeprefix("train/")
-        for other, by in owners.items():
-            if by in evaluating and (other == base or other.endswith((f"_{base}", f"/{base}"))):
-                engine.findings.report(
-                    "W06",
-                    f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
-                    f"monitor {other!r}, which {by!r} measures",
-                    *([name] if name else []),
-                    key=(self.handler, self.metric),
-                    severity="info" if self.handler == "LRScheduling" else None,  # a rate may well follow the training
-                )
-                return
+        others = {other: by for other, by in owners.items() if by in evaluating}
+        same = [other for other in others if other == base or other.endswith((f"_{base}", f"/{base}"))]
+        of_batches = hasattr(engine.handlers.get(owner), "metrics")
+        if same or (others and of_batches):
+            other = (same or list(others))[0]
+            engine.findings.report(
+                "W06",
+                f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
+                f"monitor {other!r}, which {others[other]!r} measures",
+                *([name] if name else []),
+                key=(self.handler, self.metric),
+                severity="info" if not same or self.handler == "LRScheduling" else None,  # a rate may follow the training
+            )
 
     def new_value(self, engine: Engine) -> float | None:
         """The metric's value if it is new since the last call, else None.

@@ -51,6 +51,8 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
         by_class = labels is not None and _is_sorted_by_class(labels)
         if it.engine.state.max_epochs == 1 and not by_class and not it.reads_batch:
             return  # no two epochs have the same batches
+        if all(one.window.length_of and one.window.length_of(1) >= len(data) for one in it.engine.updates):
+            return  # each step is made with all samples, in whatever order
         yield finding(
             "C13",
             f"the training data is not shuffled{', and sorted by class' if by_class else ': all epochs have the same batches'}",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from ..batches import tensors_in
 from ..data.loading import draws_at_random
@@ -145,16 +145,25 @@ def report_training_mode(engine: Engine) -> None:
 
 
 def report_dropped_samples(engine: Engine) -> None:
-    """Report a DataLoader that leaves out the last samples of an evaluation."""
+    """Report a DataLoader that leaves out the last samples of an evaluation, or many of the training."""
     data = engine.feed.current.data
-    if engine.training or not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
+    if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
         return
     try:
         dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return
     samples = len(data.sampler)  # type: ignore[arg-type]
-    if dropped:
+    if engine.training and dropped > _MUCH * samples:
+        drawn = not isinstance(data.sampler, SequentialSampler)
+        engine.findings.report(
+            "W59",
+            f"{'each epoch leaves out' if drawn else 'the training never uses the last'} {dropped} of {samples} samples: its "
+            "DataLoader has drop_last=True",
+            "give it drop_last=False, or a smaller batch_size=",
+            key=id(data),
+        )
+    elif dropped and not engine.training:
         engine.findings.report(
             "W59",
             f"the evaluation leaves out the last {dropped} of {samples} samples: its DataLoader has drop_last=True",
@@ -164,6 +173,7 @@ def report_dropped_samples(engine: Engine) -> None:
         )
 
 
+_MUCH = 0.1  # of the samples of the training
 _MANY = 0.02  # of the samples: what makes a difference that is seen
 
 
