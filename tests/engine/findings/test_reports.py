@@ -15,7 +15,7 @@ from torch.optim import SGD
 import signalfire
 from signalfire import Engine, Events, Finding, Findings, FindingWarning, Update
 from signalfire.ablation import LeaveOneOut, Study
-from signalfire.handlers import Average, LimitBatches, Metrics, OverfitBatches
+from signalfire.handlers import Average, GradientClipping, LimitBatches, Metrics, OverfitBatches
 from signalfire.tuning import find_learning_rate
 from tests.kit import batches, build, evaluator_of, linear, mlp
 
@@ -142,8 +142,8 @@ def test_a_study_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
 
     def compose(seed: int) -> Any:
         engine = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), seed=seed)
-        engine.attach(LimitBatches(1), Metrics(loss=Average()))
+        engine.attach(LimitBatches(1), GradientClipping(max_norm=1.0), Metrics(loss=Average()))
         return engine, lambda engine: engine.run(data, max_epochs=1)
 
-    Study(compose, metric="loss", seeds=range(1), files=True).run(LeaveOneOut(["limit_batches"]), workers=0)
+    Study(compose, metric="loss", seeds=range(1), files=True).run(LeaveOneOut(["gradient_clipping"]), workers=0)
     assert not any("W58" in line for line in lines_of(capsys))
