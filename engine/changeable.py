@@ -233,8 +233,9 @@ class Unsaved:
     def report(self) -> None:
         """Report what the state lacks where it is not put back."""
         engine = self._engine()
-        for one in self.lacking if engine is not None else ():
-            engine.findings.add(one, key=UNSAVED)
+        if engine is not None:
+            for one in self.lacking:
+                engine.findings.add(one, key=UNSAVED)
 
     def __deepcopy__(self, memo: Any) -> Unsaved:
         return self  # nobody changes it

@@ -217,7 +217,9 @@ CODES: dict[str, tuple[Severity, str]] = {
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
 
-PRINTED = frozenset(("W04", "W06", "C06", "C13", "C17", "C19", "W13", "W58", "W59"))
+PRINTED = frozenset(
+    ("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "G01", "G13", "G15", "G24")
+)
 """Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {

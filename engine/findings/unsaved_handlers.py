@@ -47,9 +47,10 @@ def marks_of_handlers(engine: Engine) -> dict[str, Hashable]:
     """Marks of the attributes that handlers of the user carry along and do not save, by "handler attribute"."""
     found: dict[str, Hashable] = {}
     for name, handler in engine.handlers.items():
-        names = _names_of(type(handler)) if handler.enabled and not handler.writes else _Names()
+        kind: Any = type(handler)
+        names = _names_of(kind) if handler.enabled and not handler.writes else _Names()
         for key in sorted(names.read | names.carried):
-            value = vars(handler).get(key, inspect.getattr_static(type(handler), key, _MISSING))  # no property is called
+            value = vars(handler).get(key, inspect.getattr_static(kind, key, _MISSING))  # no property is called
             in_place = isinstance(value, (*_CONTAINERS, *GENERATORS))
             if key in (names.read if in_place else names.carried) and (mark := mark_of(value)) is not None:
                 found[f"{name} {key}"] = mark
@@ -65,7 +66,7 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
     before.update({place: now[place] for place, mark in before.items() if place in now and _is_made(mark, now[place])})
     changed = [place.partition(" ")[::2] for place, mark in before.items() if place in now and now[place] != mark]
     for name in dict.fromkeys(name for name, _ in changed):
-        kind = type(engine.handlers[name])
+        kind: Any = type(engine.handlers[name])
         set_back = () if engine.state.epoch_open else _names_of(kind).set_back
         own = [key for owner, key in changed if owner == name and key not in set_back]
         if own:

@@ -62,15 +62,18 @@ def a_score_of_the_last_batch(right: bool) -> None:
         evaluator = Engine(trainer.updates[0].spec.evaluation(), model=model)
         losses: list[float] = []
 
+        def record(engine: Engine) -> None:
+            losses.append(engine.state.update.loss.item())  # type: ignore[union-attr]
+
         def measure(engine: Engine) -> None:
-            losses.append(float(engine.state.update.loss))
+            record(engine)
             engine.state.metrics["score"] = losses[-1]
 
         def take_mean(engine: Engine) -> None:
             engine.state.metrics["score"] = sum(losses) / len(losses)
 
         if right:
-            evaluator.connect(Events.LOSS_COMPUTED, lambda engine: losses.append(float(engine.state.update.loss)))
+            evaluator.connect(Events.LOSS_COMPUTED, record)
             evaluator.connect(Events.EPOCH_COMPLETED, take_mean)
         else:
             evaluator.connect(Events.LOSS_COMPUTED, measure)
@@ -87,7 +90,7 @@ def a_score_of_the_last_batch_of_the_training(right: bool) -> None:
         trainer, run = composed(seed, nn.Linear(5, 1), batches(4))
 
         def write(engine: Engine) -> None:
-            engine.state.metrics["score"] = float(engine.state.update.loss)
+            engine.state.metrics["score"] = engine.state.update.loss.item()  # type: ignore[union-attr]
 
         trainer.connect(Events.EPOCH_COMPLETED if right else Events.ITERATION_COMPLETED, write)
         return trainer, run
