@@ -108,6 +108,16 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
             yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data")
 
 
+def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
+    """Batches of a list that is trained with, in another list that is evaluated."""
+    own = {id(batch) for batch in it.data} if it.engine.training and type(it.data) is list else set()
+    for one in it.evaluations:
+        if one.data is it.data or type(one.data) is not list or _is_of_training(one):
+            continue
+        if shared := sum(id(batch) in own for batch in one.data):
+            yield _training_data(one.handler.name, f"has {shared} of the {len(own)} batches of the training data")
+
+
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Equal samples of two data sets in memory, such as those that were oversampled before the split."""
     own = _samples_of(it.data) if it.engine.training else None
@@ -241,6 +251,7 @@ OF_DATA: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     data_read_once,
     unshuffled,
     evaluated_on_training_data,
+    batches_that_are_in_both,
     samples_that_are_in_both,
 )
 

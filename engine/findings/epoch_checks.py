@@ -221,7 +221,7 @@ class EpochChecks:
         """Report steps that the engine did not make, rates of zero, and windows that lost gradients."""
         engine, update = self.engine, before.update
         steps = update.steps - before.steps
-        counted_now = _steps_counted(update)
+        counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
             engine.findings.report(
                 "W17",

@@ -420,6 +420,13 @@ def validation_on_the_training_data_that_nothing_monitors(right: bool) -> None:
 
 
 @mistake("C14")
+def batches_of_a_list_that_are_held_out_and_trained_with(right: bool) -> None:
+    model, data = net(), batches()
+    trained = data[:-2] if right else data
+    build(model, Validation(evaluator_of(model), data[-2:])).run(trained, max_epochs=1)
+
+
+@mistake("C14")
 def another_loader_of_the_training_set(right: bool) -> Findings:
     model, data = net(), loader()
     other = loader(seed=1) if right else DataLoader(data.dataset, 8)
