@@ -289,7 +289,7 @@ def gradients_set_to_zero_between_the_batches_of_a_window(right: bool) -> None:
 def a_step_of_a_functions_own_after_each_backward(right: bool) -> None:
     engine = build(mlp(5, 8, 1))
     if not right:
-        engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.updates[0].optimizer.step())  # type: ignore[union-attr]
+        engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.updates[0].optimizer.step())
     engine.run(batches(), max_epochs=1)
 
 
