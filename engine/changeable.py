@@ -196,11 +196,11 @@ class Unsaved:
         attributes: Whether to keep attributes as well as buffers.
 
     Attributes:
-        lacking: The finding to report once the state goes to a file, which lacks what the forward has changed.
+        lacking: What to report once the state goes to a file, which lacks what the forward or a handler has changed.
     """
 
     def __init__(self, engine: Engine, *, attributes: bool = True) -> None:
-        self.lacking: Finding | None = None
+        self.lacking: list[Finding] = []
         self._engine = weakref.ref(engine)
         losses = {module for root in _losses(engine).values() for module in root.modules()}
         modules = {module for root in engine.modules.values() for module in root.modules()} | losses
@@ -233,8 +233,9 @@ class Unsaved:
     def report(self) -> None:
         """Report what the state lacks where it is not put back."""
         engine = self._engine()
-        if engine is not None and self.lacking is not None:
-            engine.findings.add(self.lacking, key=UNSAVED)
+        if engine is not None:
+            for one in self.lacking:
+                engine.findings.add(one, key=UNSAVED)
 
     def __deepcopy__(self, memo: Any) -> Unsaved:
         return self  # nobody changes it

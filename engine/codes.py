@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-__all__ = ["CODES", "REPEATS", "Severity"]
+__all__ = ["CODES", "PRINTED", "REPEATS", "Severity"]
 
 Severity = Literal["info", "warning", "error"]
 
@@ -18,9 +18,9 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W01": ("warning", "a metric is monitored against its own direction"),
     "W02": ("warning", "a monitored metric is NaN, which is never an improvement"),
     "W03": ("warning", "a batch of an unknown class is counted as one sample"),
-    "W04": ("warning", "the values of a metric cannot be means of batches"),
+    "W04": ("warning", "the values of a metric are, or perhaps are, no means of batches"),
     "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
-    "W06": ("info", "a metric of the training is monitored although a validation measures the same"),
+    "W06": ("warning", "a metric of the training is monitored although a validation measures some"),
     "W07": ("info", "the patience is longer than the run"),
     "W08": ("warning", "an improvement has to be larger than the metric itself"),
     "W09": ("info", "a look for mistakes has raised an error; it is skipped, and the run continues"),
@@ -66,7 +66,11 @@ CODES: dict[str, tuple[Severity, str]] = {
     ),
     # W4x: how things are attached and connected
     "W40": ("warning", "what is logged cannot be written as it is, such as an image with values out of its range"),
-    "W41": ("warning", "a handler is never called, or not where it seems to expect it: a method lacks its `on`"),
+    "W41": (
+        "warning",
+        "a receiver is never called, or not where it should be: a method lacks its `on`, or a score is written after those who "
+        "monitor it have looked",
+    ),
     "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
     "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
     "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
@@ -75,7 +79,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W47": (
         "warning",
         "a state is saved that cannot be loaded, since a handler lacks the method, or torch refuses an object in it; or one that "
-        "lacks what the forward changes",
+        "lacks what the forward or a handler changes",
     ),
     "W48": ("warning", "`Engine.on` was called and decorates no function"),
     "W49": ("warning", "a function or handler is connected to events that this engine never emits"),
@@ -89,7 +93,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
     "W57": ("warning", "modules are in training mode in an evaluation, or dropout is computed"),
     "W58": ("info", "a handler limits the data of this run"),
-    "W59": ("info", "an evaluation leaves out the last samples of its data"),
+    "W59": ("info", "an evaluation, or the training, leaves out the last samples of its data"),
     "W60": ("warning", "the inputs of an evaluation are on another scale than those of the training"),
     # W6x: logs and progress, and more about runs
     "W61": ("warning", "a metric that should be shown is produced by nobody"),
@@ -212,6 +216,11 @@ CODES: dict[str, tuple[Severity, str]] = {
     "G24": ("info", "the loss of an epoch is that of guessing"),
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
+
+PRINTED = frozenset(
+    ("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "G01", "G13", "G15", "G24")
+)
+"""Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {
     "W11": ("C08", "G05"),

@@ -12,7 +12,7 @@ from .data.first_batches import FirstBatches
 from .data.loading import generators_of
 from .data.source import DataError
 from .events import EventEnum, Events
-from .findings.evaluation_findings import report_nothing_measured, report_other_weights
+from .findings.evaluation_findings import note_last_values, report_nothing_measured, report_other_weights
 from .handler import Handler
 from .optimizer_modes import weights_to_evaluate
 from .randomness import unchanged_random_state
@@ -52,6 +52,7 @@ def evaluate(
         raise
     measured = {prefix + name: value for name, value in evaluator.state.metrics.new_since(seen).items()}
     report_nothing_measured(engine, evaluator, measured)
+    note_last_values(engine, evaluator, seen, prefix)
     directions = evaluator.state.metrics.directions
     engine.state.metrics.directions.update(
         {prefix + name: one for name, one in directions.items() if prefix + name in measured}

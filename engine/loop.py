@@ -41,8 +41,10 @@ from .findings.evaluation_findings import (
     report_training_mode,
 )
 from .findings.first_steps import FirstEvaluation, FirstStep
+from .findings.late_scores import LateScores
 from .findings.own_schedulers import OwnSchedulers
 from .findings.own_weights import OwnLoads, watching_starts
+from .findings.resumption import say_left_out
 from .findings.unattached import note_run
 from .modules import report_loss_parameters, report_wrapped
 from .regions import note_problems
@@ -78,6 +80,7 @@ _AT_START = (
     report_never_emitted,
     report_loss_parameters,
     report_wrapped,
+    say_left_out,
 )
 """What looks for mistakes once the optimizers are built."""
 
@@ -113,7 +116,7 @@ class Loop:
         )
         self.running = False
         self.over = False
-        self.loads: OwnLoads | None = None
+        self.watching: list[OwnLoads | LateScores] = []  # until the run ends
         self._check = check
         self._updates_begun = True
         self._started = 0  # the last iteration for which ITERATION_STARTED was emitted
@@ -314,7 +317,8 @@ class Loop:
         if not ended:  # else a stop that was asked for in the last iteration waits for the end of its epoch
             self._attend(together=engine.training and not state.epoch_open)
         self.checks = EpochChecks(engine)
-        self.schedulers, self.loads = OwnSchedulers(engine), OwnLoads(engine)
+        self.schedulers = OwnSchedulers(engine)
+        self.watching = [OwnLoads(engine), LateScores(engine)]
         self.began = state.completed
 
     def begin_epoch(self) -> tuple[Iterator[Any], int]:
@@ -465,8 +469,8 @@ class Loop:
         engine, state = self.engine, self.engine.state
         problems = engine.signal(Events.ENDED).emit_to_all(engine)
         modes.put_back()
-        if self.loads is not None:
-            self.loads.stop()
+        for one in self.watching:
+            one.stop()
         self.running = False
         engine.feed.end_run(last=engine.training)
         for act in (partial(engine.regions.close_all, error), engine.handlers.settle):

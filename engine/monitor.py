@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,8 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
         name: Name of the handler.
     """
     own = engine.state.metrics.directions.get(metric)
+    if given is not None and own is None:
+        _report_name(engine, metric, given, by=by, name=name)
     if given is None or own is None or given == own:
         return given or own
     better = "greater" if own == "max" else "smaller"
@@ -39,6 +42,25 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
         key=(by, metric),
     )
     return given
+
+
+_SMALLER = {"loss", "error", "mse", "rmse", "mae", "nll", "perplexity", "wer", "cer"}
+_GREATER = {"accuracy", "acc", "f1", "auc", "auroc", "iou", "miou", "dice", "bleu", "psnr"}
+_WORDS = {"train", "training", "val", "valid", "validation", "test", "mean", "epoch", "macro", "micro", "top1", "top5"}
+
+
+def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name: str) -> None:
+    """Report a mode against what a metric is called, where nothing else in its name may turn that round."""
+    words = set(re.split(r"[^a-z0-9]+", metric.casefold())) - _WORDS
+    smaller, greater = words <= _SMALLER, words <= _GREATER
+    if words and (smaller if given == "max" else greater):
+        engine.findings.report(
+            "W01",
+            f"{by}(mode={given!r}) monitors {metric!r}, of which {'smaller' if smaller else 'greater'} is better by its name",
+            f"write mode={'min' if smaller else 'max'!r}; if the name misleads, give the metric another one",
+            *([name] if name else []),
+            key=(by, metric),
+        )
 
 
 def no_direction(metric: str, by: str, mode_of: str = "") -> ValueError:
@@ -109,8 +131,8 @@ def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:
     there = sorted({*metrics, *metrics.owners})
     return (
         f"{by} {metric!r}, but {fact}. There are: {', '.join(there) or 'none; attach Metrics or Validation'}"
-        f"{did_you_mean(metric, there) or '.'} If your function writes it less often than every epoch, announce it first: "
-        "engine.state.metrics.announce('user', ['its_name'])"
+        f"{did_you_mean(metric, there) or '.'} If your function writes it after Phase.CONTROL, let it do so in Phase.PREPARE; if "
+        "it does less often than every epoch, announce it first: engine.state.metrics.announce('user', ['its_name'])"
     )
 
 
@@ -180,16 +202,19 @@ class Monitor:
         if owner is None or owner in evaluating:
             return
         base = self.metric.removeprefix("train_").removeprefix("train/")
-        for other, by in owners.items():
-            if by in evaluating and (other == base or other.endswith((f"_{base}", f"/{base}"))):
-                engine.findings.report(
-                    "W06",
-                    f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
-                    f"monitor {other!r}, which {by!r} measures",
-                    *([name] if name else []),
-                    key=(self.handler, self.metric),
-                )
-                return
+        others = {other: by for other, by in owners.items() if by in evaluating}
+        same = [other for other in others if other == base or other.endswith((f"_{base}", f"/{base}"))]
+        of_batches = hasattr(engine.handlers.get(owner), "metrics")
+        if same or (others and of_batches):
+            other = (same or list(others))[0]
+            engine.findings.report(
+                "W06",
+                f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
+                f"monitor {other!r}, which {others[other]!r} measures",
+                *([name] if name else []),
+                key=(self.handler, self.metric),
+                severity="info" if not same or self.handler == "LRScheduling" else None,  # a rate may follow the training
+            )
 
     def new_value(self, engine: Engine) -> float | None:
         """The metric's value if it is new since the last call, else None.
@@ -206,6 +231,7 @@ class Monitor:
         if serial == self.seen:
             return None
         self.seen = serial
+        self._report_late(engine)
         value = metrics[self.metric]
         number = as_number(value)
         if number is None:
@@ -217,6 +243,19 @@ class Monitor:
         if self.mode is None and self.needs_mode:
             raise no_direction(self.metric, self.handler, self.mode_of)
         return number
+
+    def _report_late(self, engine: Engine) -> None:
+        """Report a new value that was written in an earlier iteration, after this monitor had looked there."""
+        now = engine.state.iteration
+        written = engine.state.metrics.written.get(self.metric, now)
+        if written < now:
+            engine.findings.report(
+                "W41",
+                f"{self.metric!r} is written after {self.handler} has looked for it: the value that it reads in iteration {now} "
+                f"was written in iteration {written}, and the weights have changed since",
+                "write it in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)",
+                key=self.metric,
+            )
 
     def report_nan(self, engine: Engine, value: float, name: str, effect: str) -> None:
         """Report a value that is NaN, for handlers that would pass over it in silence."""

@@ -101,6 +101,7 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
             stack.enter_context(engine.without(*off))
             stack.enter_context(_without_recording_functions(engine))
             stack.enter_context(allow(*_NOT_HERE))
+            engine.findings.prints = False
             if engine.training:
                 stack.enter_context(engine.connect(Events.STARTED, before.note_own, phase=Phase.PREPARE, rank=_FIRST))
             try:

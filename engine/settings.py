@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["plain_arguments"]
+__all__ = ["is_default", "plain_arguments"]
 
 _PLAIN = (type(None), bool, int, float, str)
 _LONGEST = 100
@@ -33,6 +33,18 @@ def plain_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     bound.apply_defaults()
     found = {name: _plain(value) for name, value in bound.arguments.items() if name != "name"}
     return {name: value for name, value in found.items() if value is not _OTHER}
+
+
+def is_default(owner: object, name: str) -> bool:
+    """Whether the constructor of an object has such an argument, and the attribute of that name has its default.
+
+    Example:
+        >>> from signalfire.handlers import EarlyStopping
+        >>> is_default(EarlyStopping("loss"), "patience"), is_default(EarlyStopping("loss", patience=9), "patience")
+        (True, False)
+    """
+    argument = inspect.signature(type(owner)).parameters.get(name)
+    return argument is not None and str(argument.default) == str(getattr(owner, name))
 
 
 _OTHER = object()

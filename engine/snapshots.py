@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +22,8 @@ from .findings.composition import listed
 from .findings.evaluation_findings import report_averages_left_out
 from .findings.resumption import check_complete, report_resume
 from .findings.unloadable import report_unloadable
-from .findings.unsaved import Marks, lacking, marks_of
+from .findings.unsaved import lacking, marks_of
+from .findings.unsaved_handlers import lacking_of_handlers, marks_of_handlers
 from .frozen import fill_in, leave_out, without
 from .keys import OWN_PARAMETERS, UNSAVED
 from .loads import load_modules, refusal
@@ -52,12 +53,14 @@ class Snapshots(Part):
     Attributes:
         run_id: distinguishes this run from every other, also from those that it was resumed from. It is random, and not saved.
         origin: what the loaded state says, under "origin", about where it came from; None for a run that began anew.
+        left_out: the position of the whole state of which `load_weights` was given the weights last; None without one.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self.run_id = ""
         self.origin: Mapping[str, Any] | None = None
+        self.left_out: Mapping[str, Any] | None = None
         self._shared: _Snapshot | None = None  # the one that all receivers of an event share
         self._lent: dict[frozenset[str], Copy] = {}  # those of this event, by what they leave out
         self._copies = Copies()
@@ -69,7 +72,7 @@ class Snapshots(Part):
         self._in_place: dict[str, Any] = {}  # those, as far as the modules have them as they are in the state
         self._changed = False  # whether the loaded weights were changed before the run
         self._tried = False  # whether a state of this run was found to be one that can be loaded
-        self._marks: Marks = {}  # of what no state holds, after the first forward
+        self._marks: dict[str, Hashable] = {}  # of what no state holds, after the first forward
         self._accepting = False  # whether a state may be loaded though the run has begun
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
@@ -98,10 +101,11 @@ class Snapshots(Part):
             if lost_another(error):
                 error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
             raise
-        if self._marks and engine.processes.is_rank_zero and (found := lacking(engine, self._marks)) is not None:
-            if at_once:
-                engine.findings.add(found, key=UNSAVED)
-            else:
+        if self._marks and engine.processes.is_rank_zero:
+            found = [*lacking(engine, self._marks), *lacking_of_handlers(engine, self._marks)]
+            for one in found if at_once else ():
+                engine.findings.add(one, key=UNSAVED)
+            if not at_once:
                 state[UNSAVED].lacking = found  # reported once the state goes to a file
         if engine.running and not self._tried:  # the states of a run hold the same kinds of objects
             self._tried = True
@@ -111,7 +115,7 @@ class Snapshots(Part):
 
     def note_unsaved(self) -> None:
         """Note, after the first forward of a run, the values that no state holds, to report those that change."""
-        self._marks = marks_of(self.engine)
+        self._marks = marks_of(self.engine) | marks_of_handlers(self.engine)
 
     def own_state(self) -> dict[str, Any]:
         """A copy of the state of this rank, to be put back in place within this run: no rank waits for another."""
@@ -427,6 +431,7 @@ class Snapshots(Part):
             for parameter, value in own:
                 parameter.copy_(value)
         report_averages_left_out(engine, given)
+        self.left_out = given.get("engine")
         engine.signals.emit(engine, Events.WEIGHTS_LOADED)
 
     def _put_modules_back(self, weights: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -34,6 +34,8 @@ class MetricStore(dict[str, Any]):
         evaluated: Metrics that an evaluation has measured, and not the training.
         directions: Metrics whose direction is known: "max" if greater is better, "min" if smaller is.
         listeners: Called as ``listener(name, value)`` at each write, for loggers.
+        written: Of monitored metrics that no included handler writes, the iteration in which each was last written in this run.
+        last_values: Metrics that the last evaluation has written in each batch, so that the value is perhaps of the last one.
         running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronise.
     """
 
@@ -46,6 +48,8 @@ class MetricStore(dict[str, Any]):
         self.evaluated: set[str] = set()
         self.directions: dict[str, Direction] = {}
         self.listeners: list[Callable[[str, Any], None]] = []
+        self.last_values: set[str] = set()
+        self.written: dict[str, int] = {}
         self.running: dict[str, Callable[[], float | None]] = {}
 
     def __setitem__(self, name: str, value: Any) -> None:

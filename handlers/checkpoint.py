@@ -59,9 +59,9 @@ class Checkpoint(Handler):
         on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
             completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
             in every iteration. It does not count towards ``keep``.
-        resume: When a run starts, resume from the newest intact version of this handler in the folder, if any, and say so on
-            stderr: a restarted script, such as with ``torchrun --max-restarts``, continues automatically. A version is skipped
-            if three runs that resumed from it failed before the next save. Ignored if a state was loaded or the run continues.
+        resume: When a run starts, resume from the newest intact version of this handler in the folder, so that a restarted script
+            continues, such as with ``torchrun --max-restarts``. A line on stderr names it, or says that there is none. A version
+            is skipped if three runs that resumed from it failed before the next save. Ignored if a state was loaded.
         sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it
             a killed process loses nothing, but a power failure may damage the newest version: use ``keep=2`` or more.
         asynchronous: Write in a thread while training continues; only copying the state blocks, or an earlier write that is
@@ -231,18 +231,17 @@ class Checkpoint(Handler):
             return
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
         found = self._failures.newest(where=where, files=self.files) if engine.processes.is_rank_zero else None
-        if (found := engine.processes.broadcast(found)) is not None:
-            if engine.processes.distributed:
-                check_shared(self, self.folder, engine.processes)
-            state = self.load(self.folder / found, name=self.name)
-            engine.load_state_dict(state)
-            self._failures.resumed(found)
-            if engine.processes.is_rank_zero:
-                epoch, iteration = state["engine"]["epoch"], state["engine"]["iteration"]
-                print(
-                    f"{self.name}: resuming from {str(self.folder / found)!r}, epoch {epoch}, iteration {iteration}",
-                    file=sys.stderr,
-                )
+        if (found := engine.processes.broadcast(found)) is None:
+            engine.findings.look(checkpoint_findings.say_nothing_to_resume, engine, self.name, self.folder, self.files)
+            return
+        if engine.processes.distributed:
+            check_shared(self, self.folder, engine.processes)
+        state = self.load(self.folder / found, name=self.name)
+        engine.load_state_dict(state)
+        self._failures.resumed(found)
+        epoch, iteration = state["engine"]["epoch"], state["engine"]["iteration"]
+        line = f"{self.name}: resuming from {str(self.folder / found)!r}, epoch {epoch}, iteration {iteration}"
+        engine.processes.print(line, file=sys.stderr)
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:
@@ -267,7 +266,8 @@ class Checkpoint(Handler):
             checkpoints.make_folders(self.folder, self.files)
             open_folder(self, self.folder)
             checkpoints.clean(self.folder, self.files)
-            checkpoint_findings.report_folder(engine, self.name, self.folder, self.files)
+            resumes = self.resume_event is not None
+            checkpoint_findings.report_folder(engine, self.name, self.folder, self.files, resumes=resumes)
         if engine.processes.distributed:
             check_shared(self, self.folder, engine.processes)
         self._began = engine.state.iteration

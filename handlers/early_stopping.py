@@ -15,6 +15,7 @@ from signalfire.interval import check_every
 from signalfire.keys import UNSAVED
 from signalfire.monitor import Monitor
 from signalfire.planning import last_epoch
+from signalfire.settings import is_default
 
 from ._common.ranks import CHECK_METRIC, KEEP_BEST
 
@@ -136,7 +137,7 @@ class EarlyStopping(Handler):
         owner = engine.handlers.get(metrics.owners.get(self.monitor.metric, ""))
         if epochs is None or limits != (None, None) or self.restore_event is not None or not hasattr(owner, "metrics"):
             return
-        if self.patience >= epochs:
+        if self.patience >= epochs and not is_default(self, "patience"):
             engine.findings.report(
                 "W07",
                 f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, in each of which "
@@ -248,7 +249,7 @@ class EarlyStopping(Handler):
         every = getattr(producer, "every", Interval(1, "ep"))
         last = last_epoch(engine) if isinstance(every, Interval) and every.unit == "ep" else None
         others = self.threshold is not None or self.divergence is not None or self.best_weights_event is not None
-        if last is not None and int(last / every.value) <= self.patience and not others:
+        if last is not None and int(last / every.value) <= self.patience and not others and not is_default(self, "patience"):
             yield finding(
                 "C19",
                 f"{self.name!r} waits for {self.patience} values without improvement, but at most {int(last / every.value)} come "

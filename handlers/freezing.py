@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from signalfire import Engine, Events, Handler, on
+from signalfire import Engine, Events, Finding, Handler, on
 from signalfire.acts import Override
 from signalfire.capture import Capture
 from signalfire.checks import check_bool, check_number
+from signalfire.findings import finding
 from signalfire.modules import Modules
+from signalfire.planning import last_epoch
 
 from ._common.parameters import all_names, longest_match, matches, unmatched
 
@@ -144,6 +146,19 @@ class Freezing(Handler):
         for norm, _, training in self._norms:
             norm.training = training
         self._parameters, self._norms = [], []
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Parts that would be unfrozen after the end of the run."""
+        last = last_epoch(engine)
+        for part, epoch in self.parts.items():
+            if last is not None and epoch is not None and epoch > last:
+                yield finding(
+                    "C17",
+                    f"{self.name!r} unfreezes {part!r} in epoch {epoch}, and this run ends with epoch {last}: it is never trained",
+                    "unfreeze it earlier, or omit the epoch to keep it frozen",
+                    [self.name],
+                    "info",
+                )
 
     def _until(self, names: Iterable[str]) -> float:
         """The epoch at which the parameter with these names is unfrozen: 0 if never frozen, infinity if always frozen."""

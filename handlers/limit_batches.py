@@ -66,7 +66,7 @@ class LimitBatches(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
-        """List that this run uses a part of the data, in case that the handler was forgotten.
+        """Say that this run uses a part of the data, in case that the handler was forgotten.
 
         Raises:
             ValueError: For a limit of data that the handler had no limit of when it was attached.

@@ -23,7 +23,8 @@ class OverfitBatches(Handler):
 
     The batches are the first ones of the data, read once and kept in memory: shuffling and augmentation are the same in every
     epoch. They are drawn with random states that depend only on the run's seed and the handler's name, so that a resumed run
-    draws the same ones, and all other random draws stay the same. It takes effect with the next `run`.
+    draws the same ones, and all other random draws stay the same. It takes effect with the next `run`, which says so in one line
+    on stderr.
 
     Args:
         count: Number of batches.
@@ -63,7 +64,7 @@ class OverfitBatches(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
-        """List that this run uses a part of the data, in case that the handler was forgotten."""
+        """Say that this run uses a part of the data, in case that the handler was forgotten."""
         engine.findings.report(
             "W58",
             f"OverfitBatches({self.count}) trains on {self.count} of the batches only",

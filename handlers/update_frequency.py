@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import lcm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
 from signalfire.acts import Override
 from signalfire.checks import check_int
+from signalfire.findings import Finding, finding
+from signalfire.planning import last_iteration
 
 from ._common.ranks import SELECT_UPDATES
 
@@ -116,6 +118,20 @@ class UpdateFrequency(Handler):
         for name, every in self.every.items():
             if every > 1:
                 engine.find_update(name).one_step_per_batch = True
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Updates that no iteration of the run makes."""
+        first, last = engine.state.iteration + 1, last_iteration(engine)
+        for name, every in self.every.items():
+            due = first + (self.offset.get(name, 0) - first) % every
+            if last is not None and due > last:
+                yield finding(
+                    "C17",
+                    f"{self.name!r} never makes the update {name!r} in this run: it is first due in iteration {due}, and the run "
+                    f"ends with iteration {last}",
+                    "choose a smaller n, or a longer run",
+                    [self.name],
+                )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["step"])
     def mark_updates(self, engine: Engine) -> None:

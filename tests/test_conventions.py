@@ -238,6 +238,7 @@ class ByMetric:
         self.seen = list(state["seen"])
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_f14_a_scheduler_whose_step_requires_a_metric_is_stepped_with_it() -> None:
     def build() -> Engine:
         model = kit.linear(5, 1)
@@ -310,6 +311,7 @@ def free() -> Engine:
     return engine
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_f15_optimizers_with_train_and_eval_are_put_in_the_right_mode(tmp_path: Path) -> None:
     theirs = kit.mlp(5, 8, 1)
     optimizer = Free(theirs.parameters(), lr=0.1)

@@ -472,6 +472,7 @@ class Compilations:
         return dict(torch._dynamo.utils.counters["graph_break"])
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 @pytest.mark.usefixtures("_deterministic")
 @devices
 def test_an_evaluator_inherits_device_and_precision_as_in_a_plain_loop(device: str) -> None:

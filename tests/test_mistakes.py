@@ -7,6 +7,8 @@ import inspect
 import pkgutil
 import re
 import warnings
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,20 @@ IDS = [f"{one.program.__module__.rpartition('.')[2]}-{one.program.__name__}" for
 
 def run(one: Mistake, right: bool, folder: Path) -> tuple[Any, BaseException | None, list[BaseException]]:
     """What a twin returns, the error that it ends with, and its warnings."""
+    return run_and_read(one, right, folder)[:3]
+
+
+def run_and_read(one: Mistake, right: bool, folder: Path) -> tuple[Any, BaseException | None, list[BaseException], str]:
+    """What a twin returns, the error that it ends with, its warnings, and what it prints on stderr."""
     arguments = [right, folder] if len(inspect.signature(one.program).parameters) > 1 else [right]
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, redirect_stderr(StringIO()) as printed:
         warnings.simplefilter("always")
         try:
             result, error = one.program(*arguments), None
         except Exception as problem:
             result, error = None, problem
-    return result, error, [warning.message for warning in caught if isinstance(warning.message, BaseException)]
+    messages: list[BaseException] = [warning.message for warning in caught if isinstance(warning.message, BaseException)]
+    return result, error, messages, printed.getvalue()
 
 
 def codes_in(result: Any, error: BaseException | None, messages: list[BaseException]) -> set[str]:
@@ -49,8 +57,12 @@ def codes_in(result: Any, error: BaseException | None, messages: list[BaseExcept
 @pytest.mark.whole
 @pytest.mark.parametrize("one", spread(MISTAKES, len(MISTAKES) // 3, pytest.mark.moderate), ids=IDS)
 def test_a_mistake_is_noticed(one: Mistake, tmp_path: Path) -> None:
-    result, error, messages = run(one, right=False, folder=tmp_path)
-    if one.outcome == "right":
+    result, error, messages, printed = run_and_read(one, right=False, folder=tmp_path)
+    if one.outcome == "said":
+        assert error is None, error
+        assert not messages
+        assert len([line for line in printed.splitlines() if re.search(one.match, line)]) == 1, printed
+    elif one.outcome == "right":
         assert error is None
         assert result is not None
         assert result == run(one, right=True, folder=tmp_path / "right")[0]
@@ -80,9 +92,10 @@ NOTICED = [one for one in MISTAKES if one.outcome != "silent"]
     ids=[name for name, one in zip(IDS, MISTAKES, strict=True) if one in NOTICED],
 )
 def test_the_same_done_right_stays_silent(one: Mistake, tmp_path: Path) -> None:
-    result, error, messages = run(one, right=True, folder=tmp_path)
+    result, error, messages, printed = run_and_read(one, right=True, folder=tmp_path)
     assert error is None, error
     assert not messages
+    assert printed == "" or one.outcome != "said", printed
     if isinstance(result, Findings):
         assert not result.at_least("warning"), str(result)
 

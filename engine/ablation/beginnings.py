@@ -1,14 +1,15 @@
-"""What shows that the runs of a study are not the runs that it takes them for: equal ones, and ones that depend on each other."""
+"""What shows that the runs of a study are not what it takes them for: equal ones, dependent ones, values of last batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from signalfire import Engine
 from signalfire.findings import finding, warn
 
 from .results import BASELINE, Result
 
-__all__ = ["Beginnings", "report_equal_runs"]
+__all__ = ["Beginnings", "last_values_of", "report_equal_runs"]
 
 
 class Beginnings:
@@ -17,6 +18,7 @@ class Beginnings:
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, ...]] = {}
         self._reported = False
+        self._noted = False
 
     def compare(self, seed: int, begins: tuple[str, ...]) -> None:
         """Report a run that begins with other weights or data than an earlier run of its seed.
@@ -37,6 +39,35 @@ class Beginnings:
                     "let build make a new model and new data in each call, and change neither in place",
                 )
             )
+
+    def note_last_values(self, metric: str, names: tuple[str, ...]) -> None:
+        """Report that the metric of the study is, perhaps, one of last batches.
+
+        Args:
+            metric: The metric.
+            names: Those that a run has written in each batch.
+        """
+        if metric in names and not self._noted:
+            self._noted = True
+            warn(
+                finding(
+                    "W04",
+                    f"the study compares {metric!r}, which a function writes in each batch: its value is that of the last batch, "
+                    "and no mean over the evaluation, unless the function itself takes the mean",
+                    f"let Metrics take the mean: evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
+                )
+            )
+
+
+def last_values_of(engine: Engine) -> tuple[str, ...]:
+    """The metrics that nobody announced, and that were written in each batch of the last evaluation, or of the run."""
+    metrics, batches, epochs = engine.state.metrics, engine.state.completed, engine.state.epoch
+    of_training = {
+        name
+        for name in metrics.keys() - metrics.evaluated
+        if metrics.serials[name] >= batches > epochs and metrics.owners.get(name, "user") == "user"
+    }
+    return tuple(sorted(of_training | metrics.last_values))
 
 
 def report_equal_runs(results: Iterable[Result]) -> None:

@@ -293,7 +293,7 @@ class _Side:
             raise ValueError("divergence() compares runs of a single process; detach the handler that distributes them")
         if self.other is not None and self.other.engine is not None:
             _check_separate(self.other.engine, engine)
-        engine.dry_run = self.dry
+        engine.dry_run, engine.findings.prints = self.dry, False
         for event in _EVENTS:
             engine.connect(event, self._pause_at(event), phase=Phase.PERSIST, rank=_LAST)
         self.engine = engine

@@ -38,6 +38,7 @@ from signalfire.batches import tensors_in
 from signalfire.randomness import unchanged_random_state
 from signalfire.state import as_numbers
 
+from .beginnings import last_values_of
 from .results import MOST_POINTS
 from .shared import Left, SharedError, check_new, check_not_left
 
@@ -104,6 +105,7 @@ class Outcome:
         history: For each metric, pairs of an epoch and the value at its end; see `Result`.
         predictions: What the task's function returned, packed as plain values; None without.
         epoch: The last epoch of the run.
+        last_values: Names of the metrics that functions have written in each batch.
     """
 
     error: str | None = None
@@ -117,6 +119,7 @@ class Outcome:
     history: dict[str, list[list[float]]] = field(default_factory=dict)
     predictions: dict[str, Any] | None = None
     epoch: int = 0
+    last_values: tuple[str, ...] = ()
 
 
 def compose(
@@ -150,8 +153,7 @@ def compose(
         )
     check_new(engine, f"build({seed})")
     check_not_left(engine, f"build({seed})")
-    if streams is not None:
-        engine.streams = streams
+    engine.streams, engine.findings.prints = streams or engine.streams, False
     if not files:
         engine.dry_run = True  # evaluations inside the run inherit it
         for handler in engine.handlers.values():
@@ -241,6 +243,7 @@ def make(task: Task) -> Outcome:
             history.curves,
             predictions,
             engine.state.epoch,
+            last_values_of(engine),
         )
 
 

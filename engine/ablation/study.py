@@ -480,6 +480,7 @@ class Study:
             try:
                 for place, outcome in made:
                     has_metric |= self.metric in outcome.metrics
+                    beginnings.note_last_values(self.metric, outcome.last_values)
                     if runs[place].variant.arguments == plan.variants[0].arguments:
                         beginnings.compare(runs[place].seed, outcome.begins)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:

@@ -49,9 +49,13 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
     if type(data.batch_sampler) is BatchSampler and len(data) > 1:  # another one has an order of its own
         labels = _labels(data.dataset)
         by_class = labels is not None and _is_sorted_by_class(labels)
+        if it.engine.state.max_epochs == 1 and not by_class and not it.reads_batch:
+            return  # no two epochs have the same batches
+        if all(one.window.length_of and one.window.length_of(1) >= len(data) for one in it.engine.updates):
+            return  # each step is made with all samples, in whatever order
         yield finding(
             "C13",
-            "the training data is not shuffled" + (", and sorted by class" if by_class else ""),
+            f"the training data is not shuffled{', and sorted by class' if by_class else ': all epochs have the same batches'}",
             "use DataLoader(..., shuffle=True)",
             severity="warning" if by_class else "info",
         )
@@ -81,10 +85,9 @@ def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
     if any(data is not own for _, data in sets):
         sets = []  # the training data is evaluated beside other data
     yield from _overlaps(it)
-    decides = bool(it.monitors)
     for one, _ in sets:
         if not _is_of_training(one):
-            yield _training_data(one.handler.name, "is the training data", None if decides else "info")
+            yield _training_data(one.handler.name, "is the training data")
 
 
 def _is_of_training(one: Evaluation) -> bool:
@@ -102,7 +105,17 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
         trained, evaluated = _places(own), _places(other)
         shared = evaluated if trained is None else trained if evaluated is None else trained & evaluated
         if shared and other is not own:
-            yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data", None)
+            yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data")
+
+
+def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
+    """Batches of a list that is trained with, in another list that is evaluated."""
+    own = {id(batch) for batch in it.data} if it.engine.training and type(it.data) is list else set()
+    for one in it.evaluations:
+        if one.data is it.data or type(one.data) is not list or _is_of_training(one):
+            continue
+        if shared := sum(id(batch) in own for batch in one.data):
+            yield _training_data(one.handler.name, f"has {shared} of the {len(own)} batches of the training data")
 
 
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
@@ -118,9 +131,7 @@ def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
             continue  # few different samples, which are equal by chance
         shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
         if shared > 0.1 * len(other):
-            yield _training_data(
-                one.handler.name, f"has {shared} samples that are equal to samples of the training data", None
-            )
+            yield _training_data(one.handler.name, f"has {shared} samples that are equal to samples of the training data")
 
 
 def _fingerprints(rows: Tensor) -> Tensor:
@@ -163,13 +174,12 @@ def _places(data: Any) -> set[int] | None:
     return set(places)
 
 
-def _training_data(name: str, what: str, severity: Any) -> Finding:
+def _training_data(name: str, what: str) -> Finding:
     return finding(
         "C14",
         f"the data that {name!r} evaluates {what}: overfitting does not show in it",
         "evaluate data that is not trained on; if this is meant, name it: Validation(..., prefix='train_')",
         [name],
-        severity,
     )
 
 
@@ -187,7 +197,7 @@ def same_first_batch(it: Composition) -> Iterator[Finding]:
             continue
         other = tensors_in(first_batch(one.data))
         if batch and len(batch) == len(other) and all(_equal(a, b) for a, b in zip(batch, other, strict=True)):
-            yield _training_data(one.handler.name, "begins with the same batch as the training data", None)
+            yield _training_data(one.handler.name, "begins with the same batch as the training data")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
@@ -241,6 +251,7 @@ OF_DATA: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     data_read_once,
     unshuffled,
     evaluated_on_training_data,
+    batches_that_are_in_both,
     samples_that_are_in_both,
 )
 

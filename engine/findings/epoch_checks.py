@@ -89,9 +89,23 @@ class EpochChecks:
             self._check_optimizer(one)
 
     def finish(self) -> None:
-        """Look at all weights as the run ends: those that the last step has spoilt no loss shows."""
+        """Look at all weights as the run ends: those that the last step has spoilt no loss shows; and at what never ran."""
         for update in self.engine.updates if self.engine.training else ():
             self._check_finite(update)
+            self._check_made(update)
+
+    def _check_made(self, update: UpdateState) -> None:
+        """Report an update that no iteration has made, unless this is a part of a run, or was seen before it."""
+        engine = self.engine
+        made = engine.state.completed
+        limited = engine.dry_run or engine.overrides.data is not None or bool(engine.findings.of_run().of("C17"))
+        if made > 1 and update.omitted_in == made and update.steps == 0 and update.raw_loss is None and not limited:
+            engine.findings.report(
+                "C17",
+                f"update {update.name!r} was made in none of the {made} iterations of this run: it was left out of each plan",
+                "choose a smaller n for UpdateFrequency, or a longer run",
+                key=update.name,
+            )
 
     def _check_updated(self, before: _Before, *, whole: bool) -> list[Tensor]:
         """Which parameters the steps of this epoch left alone; returns those that are in no module."""
@@ -207,7 +221,7 @@ class EpochChecks:
         """Report steps that the engine did not make, rates of zero, and windows that lost gradients."""
         engine, update = self.engine, before.update
         steps = update.steps - before.steps
-        counted_now = _steps_counted(update)
+        counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
             engine.findings.report(
                 "W17",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from ..batches import tensors_in
 from ..data.loading import draws_at_random
@@ -19,10 +19,36 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Averaging", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
+    "Averaging", "note_last_values", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
     "report_nothing_measured", "report_other_scale", "report_other_weights", "report_raw_weights", "report_training_mode",
     "watch_averages", "watch_weights",
 ]  # fmt: skip
+
+
+def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int], prefix: str) -> None:
+    """List metrics that a function has written in each batch of an evaluation, of which the last value counts.
+
+    Args:
+        engine: the engine that evaluates.
+        evaluator: the evaluator, after its run.
+        seen: how often each metric had been written before.
+        prefix: of the metrics' names in the engine.
+    """
+    metrics, batches = evaluator.state.metrics, evaluator.state.completed
+    for name in metrics:
+        written = metrics.serials[name] - seen.get(name, 0)
+        if written < max(2, batches) or metrics.owners.get(name, "user") != "user":
+            engine.state.metrics.last_values.discard(prefix + name)
+            continue
+        engine.state.metrics.last_values.add(prefix + name)
+        engine.findings.report(
+            "W04",
+            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches: its value is that of the last "
+            "batch, and no mean over the evaluation, unless the function itself takes the mean",
+            f"let Metrics take the mean: evaluator.attach(Metrics({name}=Average(function)))",
+            key=prefix + name,
+            severity="info",
+        )
 
 
 class _Weights(NamedTuple):
@@ -119,16 +145,25 @@ def report_training_mode(engine: Engine) -> None:
 
 
 def report_dropped_samples(engine: Engine) -> None:
-    """Report a DataLoader that leaves out the last samples of an evaluation."""
+    """Report a DataLoader that leaves out the last samples of an evaluation, or many of the training."""
     data = engine.feed.current.data
-    if engine.training or not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
+    if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
         return
     try:
         dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return
     samples = len(data.sampler)  # type: ignore[arg-type]
-    if dropped:
+    if engine.training and dropped > _MUCH * samples:
+        drawn = not isinstance(data.sampler, SequentialSampler)
+        engine.findings.report(
+            "W59",
+            f"{'each epoch leaves out' if drawn else 'the training never uses the last'} {dropped} of {samples} samples: its "
+            "DataLoader has drop_last=True",
+            "give it drop_last=False, or a smaller batch_size=",
+            key=id(data),
+        )
+    elif dropped and not engine.training:
         engine.findings.report(
             "W59",
             f"the evaluation leaves out the last {dropped} of {samples} samples: its DataLoader has drop_last=True",
@@ -138,6 +173,7 @@ def report_dropped_samples(engine: Engine) -> None:
         )
 
 
+_MUCH = 0.1  # of the samples of the training
 _MANY = 0.02  # of the samples: what makes a difference that is seen
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dis
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any
 
 from ..connection import Connection
@@ -79,6 +81,36 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
                 yield finding("C26", f"{what}, and not those of the step", way_out)
 
 
+def steps_of_their_own(it: Composition) -> Iterator[Finding]:
+    """Functions that call the step of an optimizer, which the engine makes for each window."""
+    for one in it.connections if it.engine.training else ():
+        if is_users(one) and one.owner is None and _steps_an_optimizer(it, one.receiver):
+            yield finding(
+                "W17",
+                f"the function {one!r} calls optimizer.step(), so that steps are made which the engine does not count",
+                "leave it out: the engine calls it once for each window, before it clears the gradients",
+            )
+
+
+def _steps_an_optimizer(it: Composition, function: Any) -> bool:
+    """Whether a function calls ``step`` of an attribute ``optimizer``, or of a variable that is an optimizer of the engine."""
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, FunctionType):
+        return False
+    variables = inspect.getclosurevars(function)
+    known = {**variables.globals, **variables.nonlocals}
+    own = [update.optimizer for update in it.engine.updates if update.optimizer is not None]
+    loads = [one for one in dis.get_instructions(function) if one.opname.startswith("LOAD_")]
+    return any(
+        after.argval == "step"
+        and (
+            (one.opname == "LOAD_ATTR" and one.argval == "optimizer")
+            or (one.opname != "LOAD_ATTR" and any(known.get(one.argval) is optimizer for optimizer in own))
+        )
+        for one, after in zip(loads, loads[1:], strict=False)
+    )
+
+
 def is_users(connection: Connection) -> bool:
     """Whether a receiver is a function of the user's, or a method of a handler of the user's."""
     receiver = getattr(connection.receiver, "func", connection.receiver)
@@ -121,4 +153,5 @@ OF_FUNCTIONS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     clips_of_scaled_gradients,
     clips_of_no_gradients,
     losses_that_count_iterations,
+    steps_of_their_own,
 )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -34,15 +35,34 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
 def untrained_parameters(it: Composition) -> Iterator[Finding]:
     if not it.engine.training:
         return
-    left = [name for one, name in it.parameters.items() if one.requires_grad and one not in it.optimized]
+    left = {one: name for one, name in it.parameters.items() if one.requires_grad and one not in it.optimized}
     if left:
         chosen = any(update.spec.parameters is not None for update in it.engine.updates)
         yield finding(
             "C08",
-            f"{len(left)} trainable parameters are held by no optimizer: {listed(left)}",
+            f"{len(left)} trainable parameters are held by no optimizer: {listed(left.values())}",
             "give them to an optimizer, or freeze them with requires_grad_(False), which also saves their gradients",
-            severity="info" if chosen else None,
+            severity="info" if chosen and left.keys() <= {*_first_layers(it), *_targets(it)} else None,
         )
+
+
+def _first_layers(it: Composition) -> Iterator[Tensor]:
+    """The parameters before the first one that is trained: those of a trunk of which the head alone is fine-tuned."""
+    return itertools.takewhile(lambda one: one not in it.optimized, it.parameters)
+
+
+def _targets(it: Composition) -> set[Tensor]:
+    """The parameters of parts of which nothing is trained, and which are built like one that is, such as a target network."""
+    roots = it.engine.modules.values()
+    parts = [*roots, *(part for root in roots if not isinstance(root, nn.Sequential) for part in root.children())]
+    shapes = {part: [(name, p.shape) for name, p in part.named_parameters()] for part in parts}
+    trained = [shapes[part] for part in parts if any(p in it.optimized for p in part.parameters())]
+    return {
+        p
+        for part in parts
+        if shapes[part] in trained and not any(p in it.optimized for p in part.parameters())
+        for p in part.parameters()
+    }
 
 
 def frozen_parameters(it: Composition) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ What cannot be meant is an error instead. Parts and handlers report with ``engin
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .. import blame
-from ..codes import CODES, REPEATS, Severity
+from ..codes import CODES, PRINTED, REPEATS, Severity
 from ..markup import preformatted
 from ..part import Part
 
@@ -191,12 +192,15 @@ class Reports(Part):
     Attributes:
         allowed: codes that are never reported.
         checked: whether the composition was checked, as it is at the start of the first run.
+        prints: whether this engine's runs print lines; those of studies and searches do not.
     """
 
     def __init__(self, engine: Engine, allowed: Iterable[str]) -> None:
         super().__init__(engine)
         self.allowed = check_codes("Engine(allow=)", allowed)
         self.checked = False
+        self.prints = True
+        self._said: set[str] = set()  # the lines that were printed
         self._of_run: dict[tuple[Any, ...], Finding] = {}
         self._failed: set[str] = set()  # names of looks that have raised an error in this run
         self._parent: Reports | None = None
@@ -235,7 +239,7 @@ class Reports(Part):
         key: Any = None,
         severity: Severity | None = None,
     ) -> None:
-        """Report a finding once a run: a warning unless it is only information.
+        """Report a finding once a run: a warning unless it is only information, of which some is printed (`codes.PRINTED`).
 
         Args:
             code: its code.
@@ -263,6 +267,19 @@ class Reports(Part):
         root._of_run[known] = found
         if found.severity != "info":
             warn(found)
+        elif found.code in PRINTED:
+            root.say(str(found))
+
+    def say(self, line: str) -> None:
+        """Print a line about what the run does on stderr, once and on rank 0.
+
+        Evaluations, dry runs, studies and searches print none.
+        """
+        engine = self.engine
+        silent = not self.prints or self._parent is not None or engine.dry_run or not engine.training
+        if not silent and line not in self._said:
+            self._said.add(line)
+            engine.processes.print(line, file=sys.stderr)
 
     def look(self, function: Callable[..., T], *arguments: Any, **options: Any) -> T | None:
         """Call a function that only looks for mistakes, and must never end a run.

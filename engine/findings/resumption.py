@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..handler import Handler
 
-__all__ = ["check_complete", "composition", "report_resume"]
+__all__ = ["check_complete", "composition", "report_resume", "say_left_out"]
 
 _POSITION = (
     *("epoch", "iteration", "epoch_start", "epoch_open", "stop_reason", "seed", "fired", "metrics"),
@@ -177,6 +177,23 @@ def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
         "give a DataLoader, whose samples are seeded one by one; or num_workers=0; or save at the end of epochs",
         key="resumed",
     )
+
+
+def say_left_out(engine: Engine) -> None:
+    """Say that a run begins at epoch 1 with weights of a whole state, of which the rest was left out.
+
+    Where parameters are frozen, or a state is to be loaded, the weights alone are meant.
+    """
+    position, engine.snapshots.left_out = engine.snapshots.left_out, None
+    begins = engine.state.iteration == 0 and not engine.snapshots.has_loaded_state
+    if position is None or not begins or not position["iteration"]:
+        return
+    if all(one.requires_grad for root in engine.modules.values() for one in root.parameters()):
+        engine.findings.say(
+            f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and has "
+            "loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
+            "continues where the state was saved"
+        )
 
 
 def _different_options(engine: Engine, options: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from ..connection import Connection
 from ..events import AnyEvent, Events
 from ..interval import Interval
 from ..planning import comes_up
+from ..settings import is_default
 from .composition import Composition, listed
 from .data_rules import OF_BATCHES, OF_DATA
 from .function_rules import OF_FUNCTIONS
@@ -109,8 +110,8 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
         if not isinstance(every, str | Interval | AnyEvent) or comes_up(it.engine, every) is not False:
             continue
         severity = "warning" if getattr(handler, "interval_matters", False) else "info"
-        if severity == "info" and not it.engine.training:
-            continue  # an evaluation is as long as its data
+        if severity == "info" and (not it.engine.training or is_default(handler, "every")):
+            continue  # an evaluation is as long as its data; a default is meant for longer runs
         yield finding(
             "C17",
             f"{handler.name!r} runs every {every}, which does not come up in this run{_extent(it)}",

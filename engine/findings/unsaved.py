@@ -26,7 +26,7 @@ from .reports import Finding, finding
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Marks", "lacking", "marks_of"]
+__all__ = ["Code", "Marks", "lacking", "mark_of", "marks_of"]
 
 Marks = Mapping[str, Hashable]
 """A mark of each value by its place, such as "model.calls"; equal for equal values."""
@@ -43,7 +43,7 @@ _DEPTH = 3
 
 def marks_of(engine: Engine) -> dict[str, Hashable]:
     """Marks of all that the forward may carry from one batch to the next, and that the modules do not save."""
-    marks: dict[str, Hashable] = {f"buffer {name}": _mark(buffer) for name, buffer in unsaved_buffers(engine)}
+    marks: dict[str, Hashable] = {f"buffer {name}": mark_of(buffer) for name, buffer in unsaved_buffers(engine)}
     found = [one for one in holders(engine) if not _saves_more(one.item)]
     kinds: set[Any] = {type(one.item) for one in found}
     carried, used, held = (set[str]().union(*(_names(kind)[place] for kind in kinds)) for place in range(3))
@@ -52,8 +52,8 @@ def marks_of(engine: Engine) -> dict[str, Hashable]:
     return marks
 
 
-def lacking(engine: Engine, before: Marks) -> Finding | None:
-    """The finding that a saved state lacks what has changed since the first forward; None if nothing has.
+def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
+    """The finding that a saved state lacks what has changed since the first forward, if anything has.
 
     It warns of buffers. Attributes, and buffers of another shape, may be counters that are only shown, or caches: those are
     information.
@@ -61,7 +61,7 @@ def lacking(engine: Engine, before: Marks) -> Finding | None:
     now = marks_of(engine)
     changed = [name for name, mark in before.items() if name in now and now[name] != mark]
     if not changed:
-        return None
+        return
     buffers = [name.removeprefix("buffer ") for name in changed if name.startswith("buffer ")]
     attributes = [name for name in changed if not name.startswith("buffer ")]
     what, ways_out = [], []
@@ -76,7 +76,7 @@ def lacking(engine: Engine, before: Marks) -> Finding | None:
         ways_out.append(
             "make each attribute a buffer (register_buffer), or save it with get_extra_state and set_extra_state"
         )
-    return finding(
+    yield finding(
         "W47",
         f"the forward changes what no saved state holds: {', and '.join(what)}. A run that resumes from the state begins "
         "without these changes",
@@ -106,11 +106,11 @@ def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str])
     for key, value in holder.attributes.items():
         changing = isinstance(value, (*_CONTAINERS, *GENERATORS))  # in place
         names = used if changing else held if isinstance(value, Tensor) else carried
-        if key in names and (mark := _mark(value)) is not None:
+        if key in names and (mark := mark_of(value)) is not None:
             yield f"{holder.name}.{key}", mark
 
 
-def _mark(value: Any, depth: int = 0) -> Hashable:
+def mark_of(value: Any, depth: int = 0) -> Hashable:
     """A mark of a value; None for one that is not compared."""
     if type(value) in ATOMS:
         return type(value).__name__, repr(value)
@@ -123,7 +123,7 @@ def _mark(value: Any, depth: int = 0) -> Hashable:
         return None
     items = sorted(value, key=repr) if isinstance(value, set) else value
     items = [part for pair in items.items() for part in pair] if isinstance(items, dict) else items
-    return type(value).__name__, tuple(_mark(item, depth + 1) for item in items)
+    return type(value).__name__, tuple(mark_of(item, depth + 1) for item in items)
 
 
 def _mark_of_tensor(tensor: Tensor) -> Hashable:
@@ -159,7 +159,7 @@ def _names(kind: type) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
         if name in seen or name not in functions:
             continue
         seen.add(name)
-        code = _Code(functions[name].__code__)
+        code = Code(functions[name].__code__)
         first_read |= code.first_read
         read |= code.read
         stored |= code.stored
@@ -167,8 +167,12 @@ def _names(kind: type) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
     return frozenset(first_read & stored), frozenset(read), frozenset(first_read)
 
 
-class _Code:
+class Code:
     """The attributes that a function and those inside of it use.
+
+    Args:
+        code: The code of the function.
+        of: Name of the variable whose attributes are meant, such as "self"; None for those of anything.
 
     Attributes:
         read: Those that it reads.
@@ -176,7 +180,7 @@ class _Code:
         first_read: Those that it may read before it has stored them.
     """
 
-    def __init__(self, code: CodeType) -> None:
+    def __init__(self, code: CodeType, of: str | None = None) -> None:
         jumps: list[tuple[int, int]] = []
         stores: list[tuple[int, str]] = []
         reads: list[tuple[float, str]] = []
@@ -184,11 +188,15 @@ class _Code:
         for place, instruction in enumerate(instructions):
             if instruction.opcode in _JUMPS:
                 jumps.append((instruction.offset, instruction.argval))
+            elif of is not None and not _is_of(of, instructions, place):
+                continue  # another one's attribute
             elif instruction.opname == "STORE_ATTR":
                 stores.append((instruction.offset, instruction.argval))
+            elif of is not None and _calls(instructions[place + 1 : place + 2], {"clear"}):
+                stores.append((instruction.offset, instruction.argval))  # as good as another one in its place
             elif instruction.opname in _READS and not _records(instructions[place + 1 : place + 3]):
                 reads.append((instruction.offset, instruction.argval))
-        inner = [_Code(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+        inner = [Code(constant, of) for constant in code.co_consts if isinstance(constant, CodeType)]
         reads += [(math.inf, name) for one in inner for name in one.read]
 
         def is_stored_before(place: float, name: str) -> bool:
@@ -204,8 +212,29 @@ class _Code:
         self.first_read: set[str] = {name for place, name in reads if not is_stored_before(place, name)}
 
 
+def _is_of(name: str, instructions: Sequence[dis.Instruction], place: int) -> bool:
+    """Whether an instruction comes right after a variable is loaded, as it does for an attribute of that variable.
+
+    In ``self.count += 1`` the variable is copied, and its attribute stored once the sum has been swapped with it.
+    """
+    before = instructions[place - 1] if place else None
+    if before is not None and before.opname in ("COPY", "DUP_TOP"):
+        before = instructions[place - 2]
+    elif before is not None and before.opname in ("SWAP", "ROT_TWO"):
+        return True
+    if before is None or not before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
+        return False
+    loaded = before.argval
+    return bool(name == (loaded[-1] if isinstance(loaded, tuple) else loaded))
+
+
+def _calls(following: Sequence[dis.Instruction], methods: set[str]) -> bool:
+    """Whether what comes after an attribute is read is one of these methods of it."""
+    return bool(following) and following[0].opname in _READS and following[0].argval in methods
+
+
 def _records(following: Sequence[dis.Instruction]) -> bool:
     """Whether what comes after an attribute is read only adds to it, as in ``self.seen.append(x)`` and ``self.seen[key] = x``."""
-    if following and following[0].opname in _READS and following[0].argval in _RECORDS:
+    if _calls(following, _RECORDS):
         return True
     return len(following) == 2 and following[0].opname.startswith("LOAD_") and following[1].opname == "STORE_SUBSCR"

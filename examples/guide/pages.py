@@ -23,7 +23,7 @@ import signalfire.handlers
 from signalfire import Events, Handler, ablation, exact, testing, tuning
 from signalfire.acts import Override
 from signalfire.capture import Capture
-from signalfire.codes import CODES
+from signalfire.codes import CODES, PRINTED
 from signalfire.declarations import THINGS
 
 _HANDLERS = Path(signalfire.handlers.__file__ or "").parent
@@ -231,7 +231,8 @@ def codes_page() -> str:
         "",
         "What looks wrong but may be meant is reported once a run, with a code. Where it is meant,",
         '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it. `{...}` stands for a name or a value.',
-        "A `warning` is a Python warning. An `info` is not shown and needs nothing done: `engine.findings.of_run()` has it.",
+        "A `warning` is a Python warning. An `info` needs nothing done: `engine.findings.of_run()` has it, and of the codes "
+        f"{', '.join(sorted(PRINTED))} it is printed as one line on stderr.",
         "",
     ]
     ways = ways_out()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Interval, checkpoints
 from signalfire.blame import warn
+from signalfire.checkpoints.manifest import read_manifest_or_none
 from signalfire.distributed import is_sharded
 from signalfire.frozen import FrozenBase
 from signalfire.monitor import Monitor
@@ -19,6 +23,7 @@ __all__ = [
     "report_folder",
     "report_hyperparameters",
     "report_nothing_saved",
+    "say_nothing_to_resume",
     "warn_unsynced",
 ]
 
@@ -58,8 +63,8 @@ def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
         )
 
 
-def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Files) -> None:
-    """Report entries that cannot be read, and a preempted run that this one does not resume."""
+def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Files, *, resumes: bool) -> None:
+    """Report entries that cannot be read, and an earlier run that this one does not resume."""
     for problem in checkpoints.find_unreadable(folder, files):
         engine.findings.report(
             "W33",
@@ -77,6 +82,76 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
             "folder",
             name,
         )
+    elif begins_anew and not resumes:
+        engine.findings.look(_say_earlier, engine, folder, files)
+
+
+def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None:
+    """Say what earlier runs have left in the folder of a run that begins at epoch 1, and what happens to it."""
+    found = dict(_intact(folder, files))
+    if not found:
+        return
+    newest, manifest = max(found.items(), key=lambda one: (_written(folder / one[0]), one[1]["iteration"]))
+    runs = len({one["run"] for one in found.values()})
+    saved = datetime.fromtimestamp(_written(folder / newest)).strftime("%Y-%m-%d %H:%M")
+    engine.findings.say(
+        f"{str(folder)!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
+        f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, epoch "
+        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are, and this run begins at epoch 1 "
+        "and writes its own beside them. Checkpoint(..., resume=True) continues the earlier run; another folder keeps the runs "
+        "apart"
+    )
+
+
+def _intact(folder: Path, files: checkpoints.Files) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The names and manifests of the versions in a folder."""
+    for name, path in checkpoints.find(folder, files) if folder.is_dir() else ():
+        if (manifest := read_manifest_or_none(path, files)) is not None:
+            yield name, manifest
+
+
+def _written(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # another run has removed it meanwhile
+        return 0.0
+
+
+_MOST_FOLDERS = 100
+
+
+def say_nothing_to_resume(engine: Engine, name: str, folder: Path, files: checkpoints.Files) -> None:
+    """Say that a run with ``resume=True`` finds nothing, and where there are checkpoints that may be meant."""
+    if not engine.processes.is_rank_zero:
+        return
+    line = f"{name}: nothing to resume in {str(folder)!r}: the run begins at epoch 1"
+    if of_others := sorted({str(one["handler"]) for _, one in _intact(folder, files)}):
+        line += f"; the checkpoints there are of {', '.join(map(repr, of_others))}, which name={of_others[0]!r} resumes"
+    elif near := next(_near(folder, files), None):
+        line += f"; there are checkpoints in {str(near)!r}"
+    engine.findings.say(line)
+
+
+def _near(folder: Path, files: checkpoints.Files) -> Iterator[Path]:
+    """Folders with checkpoints that are inside of one, or are called almost like it, or like one around it."""
+    inside = sorted(folder.iterdir())[:_MOST_FOLDERS] if folder.is_dir() else []
+    called: list[Path] = []
+    rest = Path(folder.name)
+    for around in [] if folder.name == "" else folder.absolute().parents:
+        if around.is_dir():
+            own = _unnumbered(rest.parts[0])
+            there = [one.name for one in around.iterdir() if _unnumbered(one.name) != own]  # others of a series are no slips
+            close = get_close_matches(rest.parts[0], there, n=5)
+            called = [around / one / Path(*rest.parts[1:]) for one in close]
+            break
+        rest = Path(around.name) / rest
+    for one in [*inside, *called]:
+        if any(True for _ in _intact(one, files)):
+            yield one
+
+
+def _unnumbered(name: str) -> str:
+    return re.sub(r"\d+", "0", name)
 
 
 def report_hyperparameters(engine: Engine, name: str, now: Mapping[str, Any] | None) -> None:

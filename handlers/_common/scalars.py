@@ -8,6 +8,7 @@ from typing import Any
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.capture import Capture
 from signalfire.interval import check_every
+from signalfire.settings import is_default
 
 from .new_values import NewValues, Record
 
@@ -157,7 +158,8 @@ class ScalarLogger(Handler):
     @on(Events.COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def report_interval(self, engine: Engine) -> None:
         """Report an interval that no iteration of the run has reached."""
-        if engine.training and 0 < engine.state.iteration < self.every.value and not self._wrote_losses:
+        shorter = 0 < engine.state.iteration < self.every.value and not is_default(self, "every")
+        if engine.training and shorter and not self._wrote_losses:
             engine.findings.report(
                 "W63",
                 f"{self.name!r} wrote no losses and learning rates: its interval {str(self.every)!r} is longer than the run of "

@@ -133,6 +133,7 @@ def test_names_of_the_models_parameters_stay_without_a_prefix() -> None:
     assert not torch.equal(loss.weight, centres)
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_other_handlers_take_the_loss_along() -> None:
     engine, loss = build()
     evaluator = Engine(Update.supervised(loss), model=engine.model)

@@ -54,6 +54,7 @@ def test_the_same_number_written_again_is_recorded_again() -> None:
     assert history["score"] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 @pytest.mark.parametrize("history_first", [True, False])
 def test_validations_are_recorded_where_they_happen(history_first: bool) -> None:
     model = nn.Linear(3, 1)
@@ -216,6 +217,7 @@ def test_switched_off_nothing_is_recorded() -> None:
     assert history.records == {}
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_validations_at_the_start_are_recorded_in_their_order() -> None:
     model = nn.Linear(3, 1)
     evaluator = evaluator_of(model)
@@ -234,6 +236,7 @@ def columns_without_pandas(history: History, monkeypatch: pytest.MonkeyPatch) ->
     return history.frame()
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_the_frame_has_a_row_for_each_iteration_in_which_something_was_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -267,6 +270,7 @@ def test_a_history_without_values_has_an_empty_frame(monkeypatch: pytest.MonkeyP
     assert columns_without_pandas(History(), monkeypatch) == {"epoch": [], "iteration": []}
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_a_row_is_printed_as_each_epoch_completes_below_one_header() -> None:
     model = nn.Linear(3, 1)
     file = io.StringIO()

@@ -207,6 +207,7 @@ def test_an_error_closes_the_bar(kind: type[io.StringIO]) -> None:
     assert len(tqdm._instances) == open_before  # type: ignore[attr-defined]
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_validation_within_an_epoch_draws_no_second_bar() -> None:
     model = nn.Linear(3, 1)
     evaluator = evaluator_of(model)
@@ -406,6 +407,7 @@ def test_iterations_and_samples_are_counted_per_second() -> None:
     assert "  4 it/s  8 samples/s  " in file.getvalue()
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_an_evaluation_is_said_to_be_under_way_and_does_not_slow_the_rates() -> None:
     file, clock = Terminal(), Clock()
     model = linear(3, 1)
@@ -530,6 +532,7 @@ def test_a_run_with_nothing_to_do_prints_no_line() -> None:
     assert file.getvalue() == before
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_one_evaluation_after_another_brings_lines_no_faster() -> None:
     file = io.StringIO()
     model = linear(3, 1)
@@ -557,6 +560,7 @@ def test_learning_rates_are_shown_on_request() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_the_losses_stay_beside_the_metrics_of_a_validation() -> None:
     file = io.StringIO()
     model = linear(3, 1)

@@ -448,6 +448,7 @@ def test_how_a_run_ends_is_its_status(tmp_path: Path) -> None:
     assert ended(lambda engine: engine.boundary.preempt("SIGTERM")) == ("RUNNING", None)
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_trials_and_sanity_checks_send_nothing(tmp_path: Path) -> None:
     service = Service()
     engine = build(linear(5, 1), ServiceLogger(service, tmp_path / "a"), FastDevRun(2))

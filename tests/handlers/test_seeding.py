@@ -105,6 +105,7 @@ def test_it_comes_before_anything_that_draws_at_the_start(seeding_first: bool) -
     assert seen == drawn_after(5, 1)
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_seeding_an_evaluator_does_not_seed_the_training_around_it() -> None:
     evaluator = Engine(Update.supervised(nn.functional.mse_loss), model=nn.Linear(3, 1))
     evaluator.attach(Seeding(1))

@@ -211,6 +211,7 @@ def test_the_writer_is_there_from_the_first_batch(tmp_path: Path) -> None:
     assert logger.writer is None
 
 
+@pytest.mark.filterwarnings("ignore:C08:signalfire.FindingWarning")
 def test_groups_and_updates_have_tags_of_their_own(tmp_path: Path) -> None:
     models = {"a": nn.Linear(5, 2), "b": nn.Linear(5, 2)}
 

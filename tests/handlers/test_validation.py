@@ -111,6 +111,7 @@ def test_a_shuffling_loader_and_its_workers_seed_draw_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_the_order_of_a_shuffled_training_loader_is_not_moved() -> None:
     orders: list[list[Tensor]] = []
     for handlers in ([], ["validation"]):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, redirect_stderr
 from copy import deepcopy
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +15,19 @@ from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Findings, Update, allow
+from signalfire import Engine, Events, Findings, Handler, Phase, Update, allow, on
 from signalfire.handlers import (
     EMA,
     Checkpoint,
     CSVLogger,
+    EarlyStopping,
     GradientAccumulation,
     GradientClipping,
     LRScheduling,
     MixedPrecision,
 )
 from tests.kit import batches, mlp
-from tests.mistakes.registry import comes_right, mistake
+from tests.mistakes.registry import comes_right, mistake, said
 
 
 def engine_of(*handlers: Any, lr: float = 0.1, optimizer: Any = SGD, hidden: int = 8) -> Engine:
@@ -241,3 +244,77 @@ def two_checkpoints_with_one_folder_and_one_name(right: bool, folder: Path) -> N
     other = folder / "other" if right else folder
     one = Checkpoint(folder, filename="model", name="one", keep=1)
     engine_of(one, Checkpoint(other, filename="model", name="two", keep=1)).run(batches(4), max_epochs=1)
+
+
+@said("holds 1 checkpoint of an earlier run, the newest 'checkpoint-epoch0001-iter00000004'.*begins at epoch 1")
+def a_second_run_in_the_folder_of_the_first(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder / "one")).run(batches(4), max_epochs=1)
+    engine_of(Checkpoint(folder / ("two" if right else "one"))).run(batches(4), max_epochs=1)
+
+
+@said("nothing to resume in '.*digts': the run begins at epoch 1; there are checkpoints in '.*digits'")
+def a_misspelt_folder_to_resume_from(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder / "digits")).run(batches(4), max_epochs=1)
+    with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from
+        engine_of(Checkpoint(folder / ("digits" if right else "digts"), resume=True)).run(batches(4), max_epochs=2)
+
+
+@said("the checkpoints there are of 'last', which name='last' resumes")
+def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder, name="last")).run(batches(4), max_epochs=1)
+    with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from
+        engine_of(Checkpoint(folder, name="last" if right else "newest", resume=True)).run(batches(4), max_epochs=2)
+
+
+@said("was given a whole state, of epoch 1 and iteration 4, and has loaded its weights alone")
+def the_weights_of_a_state_that_was_to_be_resumed(right: bool) -> None:
+    engine, state = engine_of(), saved()
+    engine.load_state_dict(state) if right else engine.load_weights(state)
+    engine.run(batches(4), max_epochs=2)
+
+
+class Counting(Handler):
+    """Ends the run after some iterations."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @on(Events.ITERATION_COMPLETED)
+    def stop(self, engine: Engine) -> None:
+        self.count += 1
+        if self.count == 7:
+            engine.terminate("enough", by=self.name)
+
+
+class SavedCounting(Counting):
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+@mistake("W47")
+def a_handler_that_counts_and_saves_nothing(right: bool, folder: Path) -> None:
+    engine_of(Checkpoint(folder), SavedCounting() if right else Counting()).run(batches(4), max_epochs=2)
+
+
+def scored(engine: Engine, phase: Phase) -> Engine:
+    """Writes a score after each epoch."""
+    engine.state.metrics.announce("user", ["score"])
+    engine.connect(
+        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=engine.state.epoch), phase=phase
+    )
+    return engine
+
+
+@mistake("W41")
+def the_best_checkpoint_by_a_score_that_is_written_too_late(right: bool, folder: Path) -> None:
+    engine = engine_of(Checkpoint(folder, monitor="score", mode="max"))
+    scored(engine, Phase.CHANGE if right else Phase.PERSIST).run(batches(4), max_epochs=2)
+
+
+@mistake("W41")
+def a_stop_by_a_score_of_a_function_that_was_connected_later(right: bool) -> None:
+    engine = engine_of(EarlyStopping("score", mode="max", patience=1))
+    scored(engine, Phase.PREPARE if right else Phase.CONTROL).run(batches(4), max_epochs=2)

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from signalfire import Engine, Events, Findings, Handler, Update, on
+from signalfire import Engine, Events, Findings, Handler, Phase, Update, on
 from signalfire.handlers import (
     EMA,
     SWA,
@@ -32,10 +32,11 @@ from signalfire.handlers import (
     Metrics,
     MixedPrecision,
     SpikeGuard,
+    UpdateFrequency,
     Validation,
 )
 from tests.kit import SGD, batches, build, evaluator_of, linear, mlp
-from tests.mistakes.registry import mistake
+from tests.mistakes.registry import mistake, said
 
 
 def net() -> nn.Sequential:
@@ -307,6 +308,25 @@ def an_optimizer_of_the_body_alone(right: bool) -> Findings:
 
 
 @mistake("C08")
+def a_factory_for_the_body_alone(right: bool) -> None:
+    model = net()
+    update = Update.supervised(mse_loss, SGD, parameters=lambda engine: (model if right else model[0]).parameters())
+    Engine(update, model=model).run(batches(), max_epochs=1)
+
+
+@mistake("C08")
+def a_factory_that_leaves_out_a_model(right: bool) -> None:
+    models = {"body": net(), "head": linear(1, 1)}
+    names = ["body", "head"] if right else ["body"]
+    update = Update.from_function(
+        lambda engine, batch: mse_loss(models["head"](models["body"](batch[0])), batch[1]),
+        SGD,
+        parameters=lambda engine: [one for name in names for one in models[name].parameters()],
+    )
+    Engine(update, model=models).run(batches(), max_epochs=1)
+
+
+@mistake("C08")
 def a_layer_replaced_after_the_optimizer_was_built(right: bool) -> Findings:
     model = net()
     if right:
@@ -379,9 +399,9 @@ def batches_that_stay_where_they_are(right: bool) -> Findings:
     return build(net()).check(data)
 
 
-@mistake("C13")
-def training_data_in_order(right: bool) -> Findings:
-    return build(net()).check(loader(shuffle=right))
+@said("C13: the training data is not shuffled: all epochs have the same batches")
+def training_data_in_order(right: bool) -> None:
+    build(net()).run(loader(shuffle=right), max_epochs=2)
 
 
 @mistake("C14")
@@ -391,6 +411,19 @@ def validation_on_the_training_loader(right: bool) -> Findings:
         model, Validation(evaluator_of(model), loader(seed=1) if right else data), EarlyStopping("loss", mode="min")
     )
     return engine.check(data, max_epochs=9)
+
+
+@mistake("C14")
+def validation_on_the_training_data_that_nothing_monitors(right: bool) -> None:
+    model, data = net(), batches()
+    build(model, Validation(evaluator_of(model), batches(2, seed=1) if right else data)).run(data, max_epochs=1)
+
+
+@mistake("C14")
+def batches_of_a_list_that_are_held_out_and_trained_with(right: bool) -> None:
+    model, data = net(), batches()
+    trained = data[:-2] if right else data
+    build(model, Validation(evaluator_of(model), data[-2:])).run(trained, max_epochs=1)
 
 
 @mistake("C14")
@@ -474,6 +507,50 @@ def an_average_that_starts_after_the_end(right: bool) -> Findings:
 @mistake("C18")
 def stochastic_averaging_from_the_75th_epoch_of_ten(right: bool) -> None:
     build(net(), SWA(2 if right else 75)).run(batches(), max_epochs=10)
+
+
+def alternating(every: int) -> Engine:
+    """Two updates, one of which is made in every n-th iteration."""
+    models = {"critic": linear(5, 1), "generator": linear(5, 1)}
+
+    def update(name: str) -> Update:
+        own = models[name]
+        return Update.from_function(
+            lambda engine, batch: mse_loss(own(batch[0]), batch[1]),
+            SGD,
+            name=name,
+            parameters=lambda engine: own.parameters(),
+        )
+
+    engine = Engine([update("critic"), update("generator")], model=models)
+    engine.attach(UpdateFrequency(generator=every))
+    return engine
+
+
+@mistake("C17")
+def an_update_that_is_never_due(right: bool) -> None:
+    alternating(3 if right else 50).run(batches(), max_epochs=2)
+
+
+@mistake("C17")
+def an_update_that_was_never_due_in_data_without_a_length(right: bool) -> None:
+    alternating(3 if right else 50).run((batch for batch in batches()), max_epochs=1)
+
+
+@said("C19: 'early_stopping' waits for 20 values without improvement, but at most 4 come in this run")
+def a_patience_that_cannot_end_this_run(right: bool) -> None:
+    engine = build(net(), EarlyStopping("score", mode="max", patience=2 if right else 20))
+    engine.connect(
+        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=engine.state.epoch), phase=Phase.PREPARE
+    )
+    engine.run(batches(), max_epochs=4)
+
+
+@said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not come up in this run of 2 epochs")
+def a_function_that_is_never_called(right: bool) -> None:
+    engine = build(net())
+    engine.connect(Events.ITERATION_COMPLETED(every=4 if right else 100), lambda engine: None)
+    engine.run(batches(), max_epochs=2)
 
 
 @mistake("C19")

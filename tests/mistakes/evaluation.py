@@ -32,7 +32,7 @@ from signalfire.handlers import (
     warmup,
 )
 from tests.kit import SGD, batches, build, evaluator_of, mlp
-from tests.mistakes.registry import comes_right, mistake
+from tests.mistakes.registry import comes_right, mistake, said
 
 
 def net(*between: nn.Module) -> nn.Sequential:
@@ -436,19 +436,17 @@ def a_trial_run_that_was_forgotten(right: bool) -> Findings:
     return engine.findings.of_run()
 
 
-@mistake("W58")
-def batches_to_overfit_that_were_forgotten(right: bool) -> Findings:
+@said(r"W58: .*OverfitBatches\(2\) trains on 2 of the batches only")
+def batches_to_overfit_that_were_forgotten(right: bool) -> None:
     engine = build(net(), *([] if right else [OverfitBatches(2)]))
     seed_everything(0)
     engine.run(batches(), max_epochs=3)
-    return engine.findings.of_run()
 
 
-@mistake("W58")
-def a_limit_that_was_forgotten(right: bool) -> Findings:
+@said(r"W58: .*LimitBatches\(train=2\) leaves out a part")
+def a_limit_that_was_forgotten(right: bool) -> None:
     engine = build(net(), *([] if right else [LimitBatches(2)]))
     engine.run(batches(), max_epochs=3)
-    return engine.findings.of_run()
 
 
 @mistake("W57")

@@ -21,7 +21,7 @@ from signalfire.handlers import (
     Validation,
 )
 from tests.kit import SGD, batches, build, evaluator_of, mlp
-from tests.mistakes.registry import mistake
+from tests.mistakes.registry import mistake, said
 
 
 def classifier(*handlers: Any, classes: int = 3) -> Engine:
@@ -101,6 +101,23 @@ def a_training_loss_that_is_monitored_beside_a_validation(right: bool) -> Findin
     )
     engine.run(batches(), max_epochs=2)
     return engine.findings.of_run()
+
+
+@said("W06: Checkpoint monitors 'distance', which is measured on the training data; monitor 'val_loss'")
+def a_best_checkpoint_by_the_training_loss(right: bool, folder: Path) -> None:
+    model = mlp(5, 8, 1)
+    best = Checkpoint(folder, monitor="val_loss" if right else "distance", mode="min")
+    validation = Validation(evaluator_of(model), batches(2, seed=1), prefix="val_")
+    build(model, Metrics(distance=Average()), validation, best).run(batches(), max_epochs=2)
+
+
+@mistake("W01")
+def a_stop_at_the_smallest_score_of_a_function(right: bool) -> None:
+    engine = build(mlp(5, 8, 1), EarlyStopping("val_accuracy", mode="max" if right else "min", patience=9))
+    engine.connect(
+        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(val_accuracy=1 - 0.5**engine.state.epoch)
+    )
+    engine.run(batches(), max_epochs=2)
 
 
 @mistake("W07")

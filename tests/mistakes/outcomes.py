@@ -35,7 +35,7 @@ from signalfire.handlers import (
     cosine_with_warmup,
 )
 from tests.kit import SGD, batches, build, evaluator_of, mlp
-from tests.mistakes.registry import mistake
+from tests.mistakes.registry import mistake, said
 from tests.processes import run_together
 
 
@@ -157,6 +157,12 @@ def a_validation_with_replacement(right: bool) -> None:
 def a_validation_that_drops_a_third_of_its_samples(right: bool) -> None:
     data = TensorDataset(*blobs(59, seed=2))
     classifier(evaluated=DataLoader(data, 20, drop_last=not right)).run(in_batches(*blobs()), max_epochs=1)
+
+
+@said("W59: each epoch leaves out 96 of 400 samples")
+def a_training_that_drops_a_quarter_of_its_samples(right: bool) -> None:
+    data = DataLoader(TensorDataset(*blobs()), 304, shuffle=True, drop_last=not right)
+    build(mlp(5, 8, 4), loss=F.cross_entropy).run(data, max_epochs=1)
 
 
 @mistake("C13")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MISTAKES", "Mistake", "comes_right", "mistake", "silent"]
+__all__ = ["MISTAKES", "Mistake", "comes_right", "mistake", "said", "silent"]
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Mistake:
         program: the function.
         code: the code of the finding; None unless it is noticed by one.
         error: the type of the error, or of another warning, by which it is noticed.
-        match: what the error's text contains.
-        outcome: "noticed"; "right", if what it returns equals what the clean twin returns; "silent".
+        match: what the text of the error, or of the line, contains.
+        outcome: "noticed"; "said", if a line on stderr names it; "right", if what it returns equals what the clean twin returns; "silent".
         why: for silent ones, why no engine could know.
     """
 
@@ -49,6 +49,11 @@ def mistake(
     if error is not None and not match:
         raise TypeError("name what the error says: match=")
     return lambda program: _listed(Mistake(program, code, error, match))
+
+
+def said(match: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A line on stderr names the mistake, and the clean twin prints none."""
+    return lambda program: _listed(Mistake(program, match=match, outcome="said"))
 
 
 def comes_right(program: Callable[..., Any]) -> Callable[..., Any]:

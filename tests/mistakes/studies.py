@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Update
+from signalfire import Engine, Events, Update
 from signalfire.ablation import LeaveOneOut, Study
-from signalfire.handlers import Average, GradientClipping, Metrics
+from signalfire.handlers import Average, GradientClipping, Metrics, Validation
 from tests.kit import batches
 from tests.mistakes.registry import mistake
 
 
 def studied(build: Callable[[int], Any], **options: Any) -> None:
-    Study(build, metric="loss", **({"seeds": range(2)} | options)).run(LeaveOneOut(["gradient_clipping"]), workers=0)
+    Study(build, **({"metric": "loss", "seeds": range(2)} | options)).run(LeaveOneOut(["gradient_clipping"]), workers=0)
 
 
 def composed(seed: int, model: nn.Module, data: Any) -> Any:
@@ -49,3 +49,50 @@ def data_that_each_run_of_a_study_normalises_in_place(right: bool) -> None:
         return composed(seed, nn.Linear(5, 1), data)
 
     studied(build)
+
+
+@mistake("W04")
+def a_score_of_the_last_batch(right: bool) -> None:
+    """It is written in each batch of an evaluation, and not once with the mean."""
+
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Linear(5, 1)
+        trainer, _ = composed(seed, model, batches(4))
+        evaluator = Engine(trainer.updates[0].spec.evaluation(), model=model)
+        losses: list[float] = []
+
+        def record(engine: Engine) -> None:
+            losses.append(engine.state.update.loss.item())  # type: ignore[union-attr]
+
+        def measure(engine: Engine) -> None:
+            record(engine)
+            engine.state.metrics["score"] = losses[-1]
+
+        def take_mean(engine: Engine) -> None:
+            engine.state.metrics["score"] = sum(losses) / len(losses)
+
+        if right:
+            evaluator.connect(Events.LOSS_COMPUTED, record)
+            evaluator.connect(Events.EPOCH_COMPLETED, take_mean)
+        else:
+            evaluator.connect(Events.LOSS_COMPUTED, measure)
+        trainer.attach(Validation(evaluator, batches(3, seed=1)))
+        return trainer, lambda engine: engine.run(batches(4), max_epochs=1)
+
+    studied(build, metric="score", mode="min")
+
+
+@mistake("W04")
+def a_score_of_the_last_batch_of_the_training(right: bool) -> None:
+    def build(seed: int) -> Any:
+        torch.manual_seed(seed)
+        trainer, run = composed(seed, nn.Linear(5, 1), batches(4))
+
+        def write(engine: Engine) -> None:
+            engine.state.metrics["score"] = engine.state.update.loss.item()  # type: ignore[union-attr]
+
+        trainer.connect(Events.EPOCH_COMPLETED if right else Events.ITERATION_COMPLETED, write)
+        return trainer, run
+
+    studied(build, metric="score", mode="min")

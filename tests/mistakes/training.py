@@ -286,6 +286,24 @@ def gradients_set_to_zero_between_the_batches_of_a_window(right: bool) -> None:
 
 
 @mistake("W17")
+def a_step_of_a_functions_own_after_each_backward(right: bool) -> None:
+    engine = build(mlp(5, 8, 1))
+    if not right:
+        engine.connect(Events.BACKWARD_COMPLETED, lambda engine: engine.updates[0].optimizer.step())
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W17")
+def a_step_of_the_optimizer_that_the_script_has_built(right: bool) -> None:
+    model = mlp(5, 8, 1)
+    sgd, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    engine = Engine(Update.supervised(mse_loss, sgd), model=model)
+    stepped = other if right else sgd
+    engine.connect(Events.BACKWARD_COMPLETED, lambda engine: stepped.step() and None)
+    engine.run(batches(), max_epochs=1)
+
+
+@mistake("W17")
 def a_receiver_that_calls_the_optimizer_as_well(right: bool) -> None:
     engine = build(mlp(5, 8, 1), optimizer=ADAM)
     if not right:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn import Linear
@@ -13,7 +14,10 @@ from torch.optim import SGD
 
 import signalfire
 from signalfire import Engine, Events, Finding, Findings, FindingWarning, Update
-from tests.kit import batches, evaluator_of, mlp
+from signalfire.ablation import LeaveOneOut, Study
+from signalfire.handlers import Average, GradientClipping, LimitBatches, Metrics, OverfitBatches
+from signalfire.tuning import find_learning_rate
+from tests.kit import batches, build, evaluator_of, linear, mlp
 
 WAY_OUT = "give the Update an optimizer"
 
@@ -102,3 +106,44 @@ def test_a_finding_that_repeats_an_earlier_one_is_listed_but_does_not_warn_again
     assert ("C08" in warned, "W11" in warned, listed["W11"]) == (True, False, "info")
     warned, listed = seen(check=False)
     assert (warned, listed["W11"]) == (["W11"], "warning")
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return capsys.readouterr().err.splitlines()
+
+
+def test_a_line_comes_once_and_neither_in_dry_runs_nor_from_other_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build(linear(5, 1), OverfitBatches(1))
+    for epochs in (1, 2):
+        engine.run(batches(), max_epochs=epochs)
+    (line,) = lines_of(capsys)
+    assert line.startswith("W58: OverfitBatches(1) trains on 1 of the batches only")
+    silent = build(linear(5, 1), OverfitBatches(1))
+    silent.dry_run = True
+    silent.run(batches(), max_epochs=1)
+    allowing = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), allow=["W58"])
+    allowing.attach(OverfitBatches(1))
+    allowing.run(batches(), max_epochs=1)
+    assert lines_of(capsys) == []
+
+
+def test_searches_and_evaluators_print_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    engine = build(linear(5, 1), OverfitBatches(3))
+    find_learning_rate(engine, batches(), steps=3)
+    evaluator = evaluator_of(engine.model)
+    evaluator.attach(LimitBatches(validation=1))
+    evaluator.run(batches())
+    assert lines_of(capsys) == []
+    assert engine.findings.prints
+
+
+def test_a_study_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
+    data = batches()
+
+    def compose(seed: int) -> Any:
+        engine = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), seed=seed)
+        engine.attach(LimitBatches(1), GradientClipping(max_norm=1.0), Metrics(loss=Average()))
+        return engine, lambda engine: engine.run(data, max_epochs=1)
+
+    Study(compose, metric="loss", seeds=range(1), files=True).run(LeaveOneOut(["gradient_clipping"]), workers=0)
+    assert not any("W58" in line for line in lines_of(capsys))

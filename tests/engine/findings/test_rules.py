@@ -77,6 +77,29 @@ def test_parameters_that_an_update_leaves_out_are_meant() -> None:
     assert codes(Engine(update, model=model)) == {"C08": "info"}
 
 
+class WithTarget(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target, self.head = mlp(5, 8, 1), mlp(5, 8, 1), nn.Linear(1, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.head(self.online(inputs))
+        return output
+
+
+@pytest.mark.parametrize(("left_out", "severity"), [("target", "info"), ("head", "warning"), ("online", "info")])
+def test_a_factory_may_leave_out_a_target_network_or_the_trunk_but_not_the_head(left_out: str, severity: str) -> None:
+    model = WithTarget()
+    if left_out != "target":
+        model.target.requires_grad_(False)
+    update = Update.supervised(
+        nn.functional.mse_loss,
+        SGD,
+        parameters=lambda engine: [p for name, p in model.named_parameters() if not name.startswith(left_out)],
+    )
+    assert codes(Engine(update, model=model))["C08"] == severity
+
+
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_learned_number_beside_the_model_is_listed_and_a_replaced_layer_is_a_warning(replaced: bool) -> None:
     model, scale = mlp(5, 8, 1), nn.Parameter(torch.ones(()))

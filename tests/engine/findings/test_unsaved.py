@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,17 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
-from signalfire import Engine, FindingWarning, Update
-from signalfire.handlers import Checkpoint, Rewindable
+from signalfire import Engine, Events, FindingWarning, Handler, Update, on
+from signalfire.findings.unsaved_handlers import marks_of_handlers
+from signalfire.handlers import (
+    Average,
+    Checkpoint,
+    EarlyStopping,
+    GradientClipping,
+    History,
+    Metrics,
+    Rewindable,
+)
 from signalfire.tuning import find_learning_rate
 from tests import kit
 from tests.kit import quick
@@ -226,3 +237,109 @@ def test_the_resumed_run_differs_as_the_finding_says(tmp_path: Path) -> None:
     resumed.load_state_dict(Checkpoint.load(tmp_path), allow=["checkpoint"])
     resumed.run(BATCHES, max_epochs=2)
     assert straight.model.scale.tolist() != resumed.model.scale.tolist() == first.model.scale.tolist()
+
+
+class Carrying(Handler):
+    """Carries one value along, by the name of the test."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.count, self.total, self.last, self.since = 0, 0.0, 0.0, 0.0
+        self.window: list[float] = []
+        self.seen: list[float] = []
+        self.table: dict[int, int] = {}
+        self.best: float | None = None
+        self.made: list[int] | None = None
+        self.rng = torch.Generator().manual_seed(0)
+
+    @on(Events.EPOCH_STARTED)
+    def begin(self, engine: Engine) -> None:
+        if self.what == "total":
+            self.total = 0.0
+
+    @on(Events.ITERATION_COMPLETED)
+    def carry(self, engine: Engine) -> None:
+        now = float(engine.state.iteration)
+        getattr(self, f"carry_{self.what}")(engine, now)
+
+    def carry_count(self, engine: Engine, now: float) -> None:
+        self.count += 1
+
+    def carry_window(self, engine: Engine, now: float) -> None:
+        self.window = [*self.window[-2:], now]
+
+    def carry_best(self, engine: Engine, now: float) -> None:
+        if self.best is None or now > self.best:
+            self.best = now
+
+    def carry_rng(self, engine: Engine, now: float) -> None:
+        torch.rand(1, generator=self.rng)
+
+    def carry_total(self, engine: Engine, now: float) -> None:
+        self.total += now
+
+    def carry_last(self, engine: Engine, now: float) -> None:
+        self.last = now
+
+    def carry_seen(self, engine: Engine, now: float) -> None:
+        self.seen.append(now)
+
+    def carry_table(self, engine: Engine, now: float) -> None:
+        if engine.state.epoch not in self.table:
+            self.table[engine.state.epoch] = engine.state.iteration
+        engine.state.metrics["first"] = self.table[engine.state.epoch]
+
+    def carry_made(self, engine: Engine, now: float) -> None:
+        if self.made is None:
+            self.made = [1, 2]
+        engine.state.metrics["made"] = self.made[0]
+
+    def carry_since(self, engine: Engine, now: float) -> None:
+        before, self.since = self.since, time.perf_counter()
+        engine.state.metrics["seconds"] = self.since - before
+
+
+def saving_each(interval: str, what: str, folder: Path) -> list[str]:
+    engine = kit.build(nn.Linear(4, 1), Checkpoint(folder, every=interval), Carrying(what))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run(BATCHES, max_epochs=3)
+    return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("what", ["count", "window", "best", "rng"])
+def test_what_a_handler_carries_and_does_not_save_is_reported_once(what: str, tmp_path: Path) -> None:
+    (found,) = saving_each("1ep", what, tmp_path)
+    assert found.startswith(f"W47: 'carrying' changes self.{what}, and its state_dict() does not return it")
+    assert "Carrying.state_dict()" in found
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("what", ["total", "last", "seen", "table", "made", "since"])
+def test_what_is_made_again_by_a_resumed_run_is_not_reported(what: str, tmp_path: Path) -> None:
+    """Sums over an epoch, the last value, records, tables and caches, and times."""
+    assert saving_each("1ep", what, tmp_path) == []
+
+
+def test_a_sum_over_an_epoch_is_missing_inside_the_epoch(tmp_path: Path) -> None:
+    (found,) = saving_each("3it", "total", tmp_path)
+    assert "changes self.total" in found
+
+
+def test_included_handlers_save_what_they_carry(tmp_path: Path) -> None:
+    engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path), EarlyStopping("loss"), Metrics(loss=Average()), History())
+    assert not [place for place in marks_of_handlers(engine) if not place.startswith("carrying")]
+
+
+class CountedClipping(GradientClipping):
+    clipped = 0
+
+    @on(Events.GRADIENTS_READY)
+    def count(self, engine: Engine) -> None:
+        self.clipped += 1
+
+
+def test_a_subclass_of_an_included_handler_is_the_users(tmp_path: Path) -> None:
+    engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path), CountedClipping(max_norm=1.0))
+    with pytest.warns(FindingWarning, match="W47: 'counted_clipping' changes self.clipped"):
+        engine.run(BATCHES, max_epochs=1)

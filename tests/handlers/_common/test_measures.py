@@ -243,6 +243,7 @@ def test_metrics_get_outputs_of_half_precision_in_float32(handler: Any, precisio
     assert found["mean"] == scores.mean().item()
 
 
+@pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
 def test_training_and_the_evaluations_in_it_measure_in_float32() -> None:
     model = linear(5, 3)
     evaluator = Engine(Update.supervised(F.cross_entropy), model=model)

@@ -1,0 +1,1 @@
+from engine.findings.late_scores import *
