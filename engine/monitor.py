@@ -129,10 +129,13 @@ def _users_may_write(engine: Engine) -> bool:
 def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:
     metrics = engine.state.metrics
     there = sorted({*metrics, *metrics.owners})
+    by_function = (
+        " If your function writes it after Phase.CONTROL, let it do so in Phase.PREPARE; if it does less often than every epoch, "
+        "announce it first: engine.state.metrics.announce('user', ['its_name'])"
+    )
     return (
         f"{by} {metric!r}, but {fact}. There are: {', '.join(there) or 'none; attach Metrics or Validation'}"
-        f"{did_you_mean(metric, there) or '.'} If your function writes it after Phase.CONTROL, let it do so in Phase.PREPARE; if "
-        "it does less often than every epoch, announce it first: engine.state.metrics.announce('user', ['its_name'])"
+        f"{did_you_mean(metric, there) or '.'}{by_function if _users_may_write(engine) else ''}"
     )
 
 

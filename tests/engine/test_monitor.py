@@ -85,6 +85,9 @@ def test_a_metric_is_required_only_of_those_who_announced_nothing() -> None:
     with pytest.raises(KeyError, match=r"Mine monitors 'loss'.*There are: none; attach Metrics or Validation"):
         monitor.require(engine)
     engine.state.metrics["accuracy"] = 0.5
+    with pytest.raises(KeyError, match=r"There are: accuracy\.\"$"):
+        monitor.require(engine)
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: None)
     with pytest.raises(KeyError, match=r"There are: accuracy\. If your function"):
         monitor.require(engine)
     engine.state.metrics.announce("user", ["loss"])

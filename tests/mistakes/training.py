@@ -247,14 +247,24 @@ def zero_grad_of_the_model_in_the_loss(right: bool) -> None:
     build(model, GradientAccumulation(3), loss=loss).run(batches(), max_epochs=1)
 
 
+class _OnlyLinear(Tensor):
+    """A tensor that supports a linear layer and little else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in (nn.functional.linear, Tensor.as_subclass) and "get" not in func.__name__:
+            raise TypeError(f"{func} is not supported")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
 @mistake("W09")
 def a_look_for_mistakes_that_cannot_read_the_data(right: bool) -> Findings:
     model = nn.Linear(3, 1)
 
     def function(engine: Engine, batch: Any) -> Tensor:
-        return mse_loss(model(batch.dequantize() if batch.is_quantized else batch), torch.zeros(4, 1))
+        return mse_loss(model(batch).as_subclass(Tensor), torch.zeros(4, 1))
 
-    inputs = torch.randn(4, 3) if right else torch.quantize_per_tensor(torch.eye(4, 3), 0.1, 0, torch.quint8)
+    inputs = torch.randn(4, 3).as_subclass(Tensor if right else _OnlyLinear)
     engine = Engine(Update.from_function(function, SGD), model=model)
     engine.attach(Guards())
     engine.run([inputs], max_epochs=1)
