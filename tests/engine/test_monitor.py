@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from signalfire import Engine, Update
+from signalfire import Engine, Events, Update
 from signalfire.monitor import Monitor
 
 
