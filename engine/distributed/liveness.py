@@ -8,7 +8,7 @@ import re
 import socket
 from typing import NamedTuple
 
-__all__ = ["Process", "boot_id", "find_process", "identity", "is_alive", "machine", "machine_name"]
+__all__ = ["Process", "boot_id", "environment_of", "find_process", "identity", "is_alive", "machine", "machine_name"]
 
 
 class Process(NamedTuple):
@@ -40,6 +40,16 @@ def find_process(pid: int) -> Process | None:
     except OSError:
         pass
     return Process(started=0, defunct=False)
+
+
+def environment_of(pid: int) -> dict[str, str] | None:
+    """The environment variables with which a process of this machine began; None if they cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = file.read().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs) if name}
 
 
 def machine_name() -> str:
