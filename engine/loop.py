@@ -82,6 +82,9 @@ _AT_START = (
 """What looks for mistakes once the optimizers are built."""
 
 
+_MOST_EMPTY = 10
+
+
 class Loop:
     """One run of an engine.
 
@@ -120,6 +123,7 @@ class Loop:
         self._epoch: int | None = None  # the last one that was begun here
         self._position: dict[str, Any] | None = None  # in the data, until an epoch continues there
         self._made = 0  # of several updates, how many were made in an iteration under way
+        self._empty_epochs = 0  # in a row
 
     def run(self) -> None:
         """Set up, iterate, clean up. An error leaves with the handler, event, epoch and iteration in its notes."""
@@ -385,6 +389,7 @@ class Loop:
                 return
             if not engine.feed.read_to_end():
                 self.report_length(f"gives more than {self.source.length} batches, which are not used")
+        self.check_moves()
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
         engine.findings.look(self.checks.end_epoch)
@@ -419,6 +424,17 @@ class Loop:
             f"{changed}: the engine alone counts; end a run or an epoch with engine.terminate() or terminate_epoch(), and "
             "return to an earlier state with engine.snapshots.restore(state)"
         )
+
+    def check_moves(self) -> None:
+        """Raise an error for a run whose epochs are ended before their first iteration, if nothing else ends it."""
+        state = self.engine.state
+        self._empty_epochs = 0 if state.epoch_iteration else self._empty_epochs + 1
+        if self._empty_epochs >= _MOST_EMPTY and state.max_epochs is state.max_seconds is None:
+            raise RuntimeError(
+                f"{self._empty_epochs} epochs in a row were ended before their first iteration "
+                f"({self.engine.boundary.epoch_stop!r}), so that the run never ends; call terminate_epoch() at ITERATION_COMPLETED, "
+                "or only where it is meant, or give run() max_epochs="
+            )
 
     def report_length(self, what: str) -> None:
         """Report data that gives another number of batches than its length says."""

@@ -264,6 +264,7 @@ class Feed:
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
             f"length is an estimate, give run() epoch_length={taken}, or another number than its length"
+            + (f"; with epoch_length={source.length}, each epoch is one pass of that length" if source.given_length else "")
         )
 
     def begin_again(self) -> Iterator[Any]:
