@@ -334,7 +334,7 @@ def _combine(update: UpdateState, seen: list[_Piece]) -> None:
             update.raw_loss, update.backward_loss = update.raw_loss / total, update.backward_loss / total
 
 
-def _weighted(loss: Tensor, weight: Any) -> Tensor:
+def _weighted(loss: Any, weight: Any) -> Any:
     """The loss of a piece times its weight; 0 for weight 0, also if the loss is NaN, as a mean over no targets is."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)

@@ -527,7 +527,7 @@ def test_whichever_state_is_put_back_the_events_are_the_same(seed: int) -> None:
     length, epochs, window = draw.choice([10, 12, 14]), draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 3])
     intervals = draw.sample(["0.5ep", "1ep", "0.3ep", "3it", "2 steps", "0.25ep", "1.5ep", "2ep", "0.1ep", "1it"], 4)
     data = data_with_a_spike(length, draw.randint(1, length))
-    options = {"rewind": draw.choice([2, 3, 4, 5]), "keep": draw.choice([2, 4]), "at_most": 9}
+    options: dict[str, Any] = {"rewind": draw.choice([2, 3, 4, 5]), "keep": draw.choice([2, 4]), "at_most": 9}
 
     def engine_of() -> Engine:
         return with_intervals(SpikeGuard("rewind", window=8, **options), intervals, window)

@@ -20,7 +20,8 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from signalfire.distributed import job, process_group, rendezvous
+from signalfire.distributed import job, process_group
+from signalfire.distributed.liveness import identity
 from signalfire.distributed.rendezvous import agree, join, launched
 from tests.kit import LIMIT, free_port, python, spread, wait_until
 from tests.kit import finished as finished_program
@@ -413,7 +414,7 @@ def test_two_processes_of_one_rank_are_named(tmp_path: Path) -> None:
 def test_a_rank_of_another_job_that_came_first_does_not_hold_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
     monkeypatch.setenv("SLURM_JOB_ID", "2")
-    stranger = rendezvous._word()
+    stranger = f"{'f' * 32} {identity()} "
     server.store.set(f"signalfire/join/job/{stranger.split()[0]}", json.dumps(job.describe()))
     server.store.set("signalfire/join/word/1", stranger)
     monkeypatch.setenv("SLURM_JOB_ID", "1")
