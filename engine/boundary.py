@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Boundary"]
 
+_MOST_EMPTY = 10  # epochs
+
 
 class Boundary(Part):
     """What was asked for inside an iteration and takes effect at its end.
@@ -45,6 +47,7 @@ class Boundary(Part):
         self._restored = False  # whether a state was put back since `take_restored`
         self._restore: tuple[Mapping[str, Any], frozenset[str]] | None = None
         self._stopped_bounds: list[int | None] | None = None  # the bounds of the run that was stopped
+        self._empty_epochs = 0  # in a row
 
     # ---- waiting for the boundary ---------------------------------------------------------------------------------
 
@@ -206,6 +209,7 @@ class Boundary(Part):
         self.stops.clear()
         self._preemption = self._restore = None
         self._restored = self.preempted = False
+        self._empty_epochs = 0
         self._sleep_if_nothing_recurs()
 
     def end_run(self) -> None:
@@ -255,6 +259,16 @@ class Boundary(Part):
         """Return whether the epoch was ended early, and clear the request."""
         reason, self.epoch_stop, self._own_epoch_stop = self.epoch_stop, None, None
         return reason is not None
+
+    def check_moves(self) -> None:
+        """Raise an error for a run whose epochs are ended before their first iteration, if nothing else ends it."""
+        state = self.engine.state
+        self._empty_epochs = 0 if state.epoch_iteration else self._empty_epochs + 1
+        if self._empty_epochs >= _MOST_EMPTY and state.max_epochs is state.max_seconds is None:
+            raise RuntimeError(
+                f"{_MOST_EMPTY} epochs in a row were ended before their first iteration ({self.epoch_stop!r}): the run never "
+                "ends; call terminate_epoch() at ITERATION_COMPLETED, or give run() max_epochs="
+            )
 
     def _may_stop(self) -> bool:
         """Whether the minimum bounds let a stop take effect."""

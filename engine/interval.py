@@ -38,7 +38,8 @@ class Interval:
     time.
 
     A fraction of an epoch, such as ``"0.25ep"``, selects the first completed iteration that reaches the next multiple of it; a
-    multiple that is a whole epoch is reached in the last iteration of that epoch. The epoch length must be known.
+    multiple that is a whole epoch is reached in the last iteration of that epoch. The epoch length must be known. Batches that a
+    run leaves out, such as those around a spike, count as if they had been used.
 
     Example:
         >>> Interval.parse("500it")
@@ -233,27 +234,29 @@ class _FractionOfEpoch:
             if engine.running:
                 raise ValueError(self._unknown(engine))
             return  # connected before the first run, which calls this again
-        self._set(engine, Fraction(state.epoch_iteration, state.epoch_length) if state.epoch_open else Fraction(1))
+        self._set(engine)
 
     def __call__(self, engine: Engine) -> bool:
         state = engine.state
         if state.epoch == self.epoch and state.iteration < self.due:
             return False
-        assert state.epoch_length is not None
         # Multiples that an epoch which ended early did not reach are not made up for in the next epoch.
         before = self.reached if state.epoch == self.epoch else int((state.epoch - 1) // self.part)
-        self._set(engine, Fraction(state.epoch_iteration, state.epoch_length))
+        self._set(engine)
         return self.reached > before
 
-    def _set(self, engine: Engine, share: Fraction) -> None:
+    def _set(self, engine: Engine) -> None:
         """Store the position in the run, in epochs, and compute the iteration of the next multiple."""
-        state = engine.state
+        state, feed = engine.state, engine.feed
         assert state.epoch_length is not None
+        length = feed.batches_read(state.epoch_length)
+        share = Fraction(feed.batches_read(state.epoch_iteration), length) if state.epoch_open else Fraction(1)
         before = max(state.epoch - 1, 0)
         position = before + share if state.epoch else Fraction(0)
         self.epoch = state.epoch
         self.reached = int(position // self.part)
-        self.due = state.epoch_start + ceil(((self.reached + 1) * self.part - before) * state.epoch_length)
+        wanted = ceil(((self.reached + 1) * self.part - before) * length)
+        self.due = state.epoch_start + feed.iterations_until(wanted)
 
     def _unknown(self, engine: Engine) -> str:
         connections = [one for signal in engine.signals.all() for one in signal.connections]

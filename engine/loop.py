@@ -389,6 +389,7 @@ class Loop:
                 return
             if not engine.feed.read_to_end():
                 self.report_length(f"gives more than {self.source.length} batches, which are not used")
+        boundary.check_moves()
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
         engine.findings.look(self.checks.end_epoch)

@@ -103,9 +103,12 @@ class Past(Part):
     def hold(self) -> None:
         """Keep the state of this iteration, and drop the oldest one if there are too many.
 
-        A state from before the first pass over data that keeps its own position is of no use: it is not kept.
+        A state from before the first pass over data that keeps its own position is of no use: it is not kept. Nor is one of an
+        iteration at whose end the run goes back: it would only take the place of an older one.
         """
         engine = self.engine
+        if engine.boundary.requests[1] is not None:
+            return
         state = engine.snapshots.own_state()
         try:
             engine.feed.check_can_go_back(state["data"])
@@ -170,7 +173,13 @@ class Past(Part):
             raise TypeError(
                 f"rewind(leave_out={leave_out!r}): expected a number of batches, or places that replay(iteration).place gives"
             )
-        _, state = self.before(to + 1)
+        last = self._becomes_last(to, leave_out)
+        if last and self.oldest == to:
+            raise RuntimeError(
+                f"rewind(to={to}): without the batches that are left out, iteration {to} is the last of its epoch, and has to be "
+                f"made again as such; but the oldest state that is kept is that of iteration {to}. Keep more states (keep=)"
+            )
+        _, state = self.before(to if last else to + 1)
         places = [(place.epoch - 1, place.batch) for place in leave_out]
         state = dict(state)
         # Also those that were left out since that state, when the run went back before.
@@ -181,6 +190,20 @@ class Past(Part):
             state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
         engine.snapshots.restore(state)
         return list(leave_out)
+
+    def _becomes_last(self, to: int, leave_out: Sequence[Place]) -> bool:
+        """Whether an iteration may become the last of its epoch, as nothing that was read after it is used any more.
+
+        It has to be made again then, since the last iteration closes the accumulation window and ends what counts in epochs.
+        """
+        engine, now = self.engine, self.engine.state.iteration
+        feed = engine.feed
+        own = self.places_of([to]) if leave_out and not feed.current.continues else []
+        later = [place for place in self.places_of(range(to + 1, now + 1)) if own and place.epoch == own[0].epoch]
+        if not later or not set(later) <= set(leave_out):
+            return False
+        ends_later = later[-1] == self.places_of([now])[0] and now < feed.epoch_end
+        return not ends_later
 
     def _check_repeats(self, now: int, to: int) -> None:
         """Raise an error for a run that goes back again and again: it makes the same iterations each time, and never ends."""

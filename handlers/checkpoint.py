@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from signalfire.plain import plain_mapping
 from signalfire.planning import comes_up
 
 from ._common import checkpoint_findings
-from ._common.folders import check_folder, check_shared, open_folder
+from ._common.folders import check_folder, check_shared, open_folder, read_together
 from ._common.ranks import CHECK_METRIC, COLLECT, DECIDE_CHECKPOINTS, HOLD, RESUME
 
 __all__ = ["Checkpoint"]
@@ -230,17 +231,16 @@ class Checkpoint(Handler):
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
         where = f"Checkpoint({str(self.folder)!r}, resume=True)"
-        found = self._failures.newest(where=where, files=self.files) if engine.processes.is_rank_zero else None
-        if (found := engine.processes.broadcast(found)) is None:
+        newest = partial(self._failures.newest, where=where, files=self.files)
+        found = read_together(self, self.folder, engine.processes, newest, partial(self.load, name=self.name))
+        if found is None:
             engine.findings.look(checkpoint_findings.say_nothing_to_resume, engine, self.name, self.folder, self.files)
             return
-        if engine.processes.distributed:
-            check_shared(self, self.folder, engine.processes)
-        state = self.load(self.folder / found, name=self.name)
+        name, state = found
         engine.load_state_dict(state)
-        self._failures.resumed(found)
+        self._failures.resumed(name)
         epoch, iteration = state["engine"]["epoch"], state["engine"]["iteration"]
-        line = f"{self.name}: resuming from {str(self.folder / found)!r}, epoch {epoch}, iteration {iteration}"
+        line = f"{self.name}: resuming from {str(self.folder / name)!r}, epoch {epoch}, iteration {iteration}"
         engine.processes.print(line, file=sys.stderr)
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])

@@ -215,11 +215,13 @@ class MicroBatching(Handler):
                 # Read the weight after the piece: a receiver of LOSS_COMPUTED may have changed it.
                 extra, gave = update.window.extra_weight, update.window.held > before
                 own = not gave or (isinstance(extra, int | float) and extra == share - 1)
+                weight = share if own else 1 + extra
+                if not gave and update.raw_loss is not None and update.skipped is None:
+                    own, weight = False, 0  # of weight 0, as one without targets is: its loss may be NaN
                 output = _detached(update.output) if several else update.output
                 seen.append(
-                    _Piece(batch, size, share if own else 1 + extra, extra, own, gave, output, update.raw_loss,
-                           update.backward_loss)
-                )  # fmt: skip
+                    _Piece(batch, size, weight, extra, own, gave, output, update.raw_loss, update.backward_loss)
+                )
                 if several:
                     if update.hidden is not None:
                         raise RuntimeError(
@@ -324,12 +326,19 @@ def _combine(update: UpdateState, seen: list[_Piece]) -> None:
         update.raw_loss = None
         return
     # Weights set by a receiver, such as numbers of tokens, are those of a weighted mean.
-    update.raw_loss = sum(piece.raw_loss * piece.weight for piece in lossy)
-    update.backward_loss = sum(piece.backward_loss * piece.weight for piece in lossy)
+    update.raw_loss = sum(_weighted(piece.raw_loss, piece.weight) for piece in lossy)
+    update.backward_loss = sum(_weighted(piece.backward_loss, piece.weight) for piece in lossy)
     if len(lossy) < len(seen) or not all(piece.own for piece in seen):
         total = sum(piece.weight for piece in lossy)
         if isinstance(total, Tensor) or total != 0:
             update.raw_loss, update.backward_loss = update.raw_loss / total, update.backward_loss / total
+
+
+def _weighted(loss: Any, weight: Any) -> Any:
+    """The loss of a piece times its weight; 0 for weight 0, also if the loss is NaN, as a mean over no targets is."""
+    if isinstance(weight, Tensor):
+        return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
+    return loss * weight if weight != 0 else torch.zeros_like(loss)
 
 
 _RECORDING_PHASES = tuple(phase for phase in Phase if phase > Phase.FINALIZE)

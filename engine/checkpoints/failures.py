@@ -7,10 +7,11 @@ import shutil
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from ..blame import warn
 from .files import Files
-from .store import open_version
+from .loading import load_newest
 
 __all__ = ["ResumeFailures"]
 
@@ -68,8 +69,8 @@ class ResumeFailures:
         counts = Counter(name.rpartition("@")[0] for name in names)
         return sorted(name for name, runs in counts.items() if runs >= TRIES)
 
-    def newest(self, *, where: str, files: Files) -> str | None:
-        """The name of the newest intact version that is not given up; None if the folder contains no version.
+    def newest(self, *, where: str, files: Files) -> tuple[str, dict[str, Any]] | None:
+        """The newest intact version that is not given up, as its name and its state; None if the folder contains no version.
 
         Args:
             where: Caller, for messages.
@@ -81,7 +82,7 @@ class ResumeFailures:
         given_up = self.given_up()
         failed = f"{TRIES} runs that resumed from {', '.join(given_up)} failed before the next checkpoint was written"
         try:
-            path, *_ = open_version(self.folder, name=self.handler, where=where, files=files, without=given_up)
+            found = load_newest(self.folder, name=self.handler, where=where, files=files, without=given_up)
         except FileNotFoundError:
             if not given_up:
                 return None
@@ -89,5 +90,5 @@ class ResumeFailures:
                 f"{where}: {failed}, and there is no other checkpoint; remove {self.path.name!r} from the folder to try again"
             ) from None
         if given_up:
-            warn(f"{where}: {failed}; this run resumes from {path.name}", RuntimeWarning)
-        return path.name
+            warn(f"{where}: {failed}; this run resumes from {found[0]}", RuntimeWarning)
+        return found

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..checks import check_local
@@ -12,7 +13,7 @@ from ..keys import BASE
 from .files import Files
 from .store import open_version
 
-__all__ = ["load", "load_hyperparameters"]
+__all__ = ["load", "load_hyperparameters", "load_newest"]
 
 
 def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: Files) -> dict[str, Any]:
@@ -25,7 +26,23 @@ def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: F
         files: File-system operations.
     """
     check_local(where.partition("(")[0], "path", path)
-    found, manifest, state, damaged = open_version(path, name=name, where=where, files=files)
+    return _with_origin(*open_version(path, name=name, where=where, files=files))
+
+
+def load_newest(
+    folder: Path, *, name: str, where: str, files: Files, without: Collection[str]
+) -> tuple[str, dict[str, Any]]:
+    """The name and the state of the newest intact version in a folder; those that are damaged stay where they are.
+
+    It is read once: what another run removes as soon as it has been found is not lost.
+    """
+    found, manifest, state, _ = open_version(folder, name=name, where=where, files=files, without=without)
+    return found.name, _with_origin(found, manifest, state, [])
+
+
+def _with_origin(
+    found: Path, manifest: dict[str, Any], state: dict[str, Any], damaged: Sequence[Path]
+) -> dict[str, Any]:
     further: dict[str, Any] = {SHARDS: os.path.abspath(found)} if len(manifest["files"]) > 1 else {}
     if manifest.get(BASE) is not None:
         further[BASE] = manifest[BASE]

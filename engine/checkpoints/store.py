@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import re
@@ -35,6 +36,10 @@ _being_written: set[str] = set()  # hidden names that this process is writing
 
 class Taken(Exception):
     """Raised if the name is taken by another run's version, or by something else."""
+
+
+class _Changed(Exception):
+    """Raised if a version was replaced or removed while it was read."""
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -236,13 +241,23 @@ def _age(path: Path) -> float:
 def find(folder: Path, files: Files, unreadable: list[OSError] | None = None) -> list[tuple[str, Path]]:
     """The versions in a folder, including damaged ones, as (name, path).
 
+    If another run removes one while they are looked at, the folder is listed again: that run has written a newer one before.
+
     Args:
         folder: Folder of the versions.
         files: File-system operations.
         unreadable: List to which the errors of entries are added that cannot be looked into, such as links that lead nowhere.
     """
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(_Changed):
+            return _find(folder, files, unreadable)
+    raise OSError(errno.EBUSY, "the checkpoints are removed faster than they can be looked at", str(folder))
+
+
+def _find(folder: Path, files: Files, unreadable: list[OSError] | None) -> list[tuple[str, Path]]:
+    """As `find`; raises `_Changed` if one has gone since the folder was listed."""
     names = files.list(folder)
-    found = []
+    found, problems = [], []
     for name in names:
         if name.startswith(".") or name.endswith(".damaged"):
             continue
@@ -250,9 +265,11 @@ def find(folder: Path, files: Files, unreadable: list[OSError] | None = None) ->
             if _is_version(folder / name, files):
                 found.append((name, folder / name))
         except OSError as error:
-            # One that has gone was removed by another run since it was listed.
-            if unreadable is not None and files.exists(folder / name):
-                unreadable.append(error)
+            if not files.exists(folder / name):
+                raise _Changed from error
+            problems.append(error)
+    if unreadable is not None:
+        unreadable += problems
     # A version that was being replaced when the process died exists only under a hidden name.
     return found + [
         (match["name"], entry)
@@ -285,10 +302,6 @@ def _is_version(path: Path, files: Files) -> bool:
     except NotADirectoryError:
         return False
     return MANIFEST in inside or STATE in inside or (not inside and re.search(r"-iter\d+", path.name) is not None)
-
-
-class _Changed(Exception):
-    """Raised if a version was replaced or removed while it was read."""
 
 
 def open_version(

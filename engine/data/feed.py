@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Feed"]
 
+_NONE_LEFT_OUT = LeftOut(), 0, 0
+
 
 class Feed:
     """Provides the batches of a run, and tracks the position in the data.
@@ -173,6 +175,36 @@ class Feed:
         length = self.state.epoch_length
         self.epoch_end = 0 if length is None else self.state.epoch_start + length
 
+    def batches_read(self, iterations: int) -> int:
+        """How many batches of the epoch were read by the time that these iterations of it were made.
+
+        Those that are left out are read, too: of an iteration before them this stays the same, though the epoch is shorter. In the
+        last iteration it is all of them.
+        """
+        left_out, number, before = self._left_out()
+        if iterations == self.state.epoch_length:
+            return iterations + left_out.count(number)
+        return before + left_out.read(number, iterations - before) if iterations > before else iterations
+
+    def iterations_until(self, batches: int) -> int:
+        """The first iteration in the epoch, counted from 1, by which so many of its batches were read."""
+        left_out, number, before = self._left_out()
+        if batches <= before:
+            return batches
+        wanted = before + left_out.used(number, batches - before - 1) + 1
+        length = self.state.epoch_length
+        return wanted if length is None or batches > self.batches_read(length) else min(wanted, length)
+
+    def _left_out(self) -> tuple[LeftOut, int, int]:
+        """The batches that are left out, the pass of this epoch, and the iterations that the epoch had before this pass.
+
+        Where passes continue across epochs, an epoch has as many iterations as without any that are left out.
+        """
+        source = self.source
+        if source is None or source.left_out is None or source.continues:
+            return _NONE_LEFT_OUT
+        return source.left_out, source.epoch, self.made_with_other_data
+
     def take_position(self) -> dict[str, Any] | None:
         """Return the position of an earlier run, and clear it."""
         position, self.position = self.position, None
@@ -232,6 +264,7 @@ class Feed:
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
             f"length is an estimate, give run() epoch_length={taken}, or another number than its length"
+            + (f"; with epoch_length={source.length}, each epoch is one pass of that length" if source.given_length else "")
         )
 
     def begin_again(self) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any
@@ -47,6 +48,10 @@ class LeftOut:
                 break
             used += 1
         return used
+
+    def used(self, number: int, read: int) -> int:
+        """How many of the first ``read`` batches of a pass are used."""
+        return read - bisect_left(self._by_pass.get(number, ()), read)
 
     def without(self, number: int, batches: Iterator[Any], start: int) -> Iterator[Any]:
         """The batches of a pass, of which the first has the index ``start``, but for those that are left out."""

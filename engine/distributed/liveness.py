@@ -8,7 +8,7 @@ import re
 import socket
 from typing import NamedTuple
 
-__all__ = ["Process", "boot_id", "find_process", "identity", "is_alive", "machine_name"]
+__all__ = ["Process", "boot_id", "environment_of", "find_process", "identity", "is_alive", "machine", "machine_name"]
 
 
 class Process(NamedTuple):
@@ -42,6 +42,16 @@ def find_process(pid: int) -> Process | None:
     return Process(started=0, defunct=False)
 
 
+def environment_of(pid: int) -> dict[str, str] | None:
+    """The environment variables with which a process of this machine began; None if they cannot be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            pairs = file.read().decode(errors="replace").split("\0")
+    except OSError:
+        return None
+    return {name: value for name, _, value in (pair.partition("=") for pair in pairs) if name}
+
+
 def machine_name() -> str:
     """The host name and the PID namespace; containers on one machine do not see each other's processes."""
     try:
@@ -60,6 +70,15 @@ def boot_id() -> str:
         return ""
 
 
+def machine() -> str:
+    """An id that is equal for processes that can find each other by process id: same machine, boot and PID namespace.
+
+    The name alone is not enough: hosts of one name may share a folder, and the PID namespace of a host has the same number on
+    each of them.
+    """
+    return f"{machine_name()} {boot_id()}"
+
+
 def identity() -> str:
     """A string that identifies this process: machine, process id and start time. `is_alive` parses it."""
     pid = os.getpid()
@@ -75,17 +94,25 @@ _identities: dict[int, str] = {}
 
 
 def is_alive(process: str) -> bool | None:
-    """Whether the process with this `identity` is running; None for another machine, and for what is no identity.
+    """Whether the process with this `identity` is running; None for another machine or boot, and for what is no identity.
 
-    A zombie has ended: it writes no more.
+    A zombie has ended: it writes no more. An identity of 0.2.0 lacks the boot: such a process is known to run if it is found here,
+    and else may run on another host of the same name.
     """
-    machine, _, rest = process.partition("~")
+    digest, _, rest = process.partition("~")
     pid, _, started = rest.partition("~")
-    if machine != _machine_digest() or not re.fullmatch(r"[0-9]{1,10}", pid):
+    lacks_boot = digest == _digest(machine_name())
+    if not (lacks_boot or digest == _machine_digest()) or not re.fullmatch(r"[0-9]{1,10}", pid):
         return None
     found = find_process(int(pid))
-    return found is not None and not found.defunct and str(found.started) == started
+    if found is not None and not found.defunct and str(found.started) == started:
+        return True
+    return None if lacks_boot else False
 
 
 def _machine_digest() -> str:
-    return hashlib.sha256(machine_name().encode()).hexdigest()[:8]
+    return _digest(machine())
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:8]

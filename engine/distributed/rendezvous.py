@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed.distributed_c10d import _get_default_store
 
+from . import job
 from .liveness import identity, is_alive
 
 __all__ = ["agree", "bounded", "ended_peers", "join", "launched", "launched_in_part", "note_failure", "peers"]
@@ -74,7 +75,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
 
     Raises:
         RuntimeError: if the process was not launched by torchrun, there are too few GPUs, or the store cannot be reached.
-        RuntimeError: also if a rank of this machine ends before all have joined, naming it.
+        RuntimeError: also if a rank of this machine ends before all have joined, naming it; if rank 0 belongs to another job; or if
+            another process has the same rank.
         TimeoutError: naming the ranks that did not join.
     """
     if dist.is_initialized():
@@ -95,11 +97,16 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     _end_with_launcher()
 
     deadline = time.monotonic() + timeout
-    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    address = _address()
     try:
         store, _peers[:] = _agree(_connect(rank, timeout), rank, size, timeout=max(0.0, deadline - time.monotonic()))
     except dist.DistError as error:
         host = "the launcher" if _launcher_hosts() else "rank 0"
+        if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
+            raise RuntimeError(
+                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that of another job; "
+                "give each job on a machine a MASTER_PORT of its own"
+            ) from error
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, which {host} hosts; check that {host} is running"
         ) from error
@@ -159,10 +166,12 @@ def agree(base: Store, rank: int, size: int, *, timeout: float) -> PrefixStore:
     Each rank posts a word: a random one, with its process. Rank 0 publishes an offer: a new random prefix and the words it found;
     when a word changes, it publishes another. A rank acknowledges an offer that contains its own word, under the offer's prefix.
     Once all words are acknowledged, rank 0 confirms this under the prefix, and all ranks use it. The word of a dead process is
-    never acknowledged, and the offer of a dead rank 0 never contains the word of a running process.
+    never acknowledged, and the offer of a dead rank 0 never contains the word of a running process. A rank that belongs to another
+    job than rank 0 says no word, and rank 0 takes none of it.
 
     Raises:
-        RuntimeError: if a process of this machine ends meanwhile, naming its rank.
+        RuntimeError: if a process of this machine ends meanwhile, naming its rank; if rank 0 belongs to another job; or if another
+            process has the same rank.
         TimeoutError: naming the ranks that did not come.
     """
     return _agree(base, rank, size, timeout=timeout)[0]
@@ -215,30 +224,113 @@ def _process(word: str) -> str:
     return word.split(" ")[1] if word.count(" ") == 2 else ""
 
 
+def _key(word: str) -> str:
+    """The random part of a word."""
+    return word.partition(" ")[0]
+
+
+def _start(word: str) -> str:
+    """What torchrun counts as the start of a word's process; empty without torchrun."""
+    return word.rpartition(" ")[2]
+
+
+def _address() -> str:
+    return f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+
+
 def _named(rank: int, process: str) -> str:
     return f"rank {rank} (pid {process.split('~')[1]})"
 
 
 def _of_this_start(word: str) -> bool:
     """Whether torchrun began a process in the same start as this one."""
-    start = word.rpartition(" ")[2]
+    start = _start(word)
     began, own = (process.rpartition("~")[2] for process in (_process(word), identity()))
     if not start or start != os.environ.get("TORCHELASTIC_RESTART_COUNT") or not (began.isdigit() and own.isdigit()):
         return False
     return int(began) > int(own) - TOGETHER
 
 
+class _Membership:
+    """Keeps the processes of other jobs out of a group, and processes that have a rank of another one.
+
+    Two jobs with one address share a store: rank 0 of one hosts it, and the ranks of both write to it.
+
+    Args:
+        store: The store in which the ranks meet.
+        rank: Rank of this process.
+        word: Its word.
+    """
+
+    def __init__(self, store: Store, rank: int, word: str) -> None:
+        self.store, self.rank, self.word = store, rank, word
+        self.job = job.describe()
+        self._differences: dict[str, str | None] = {}  # by word
+        store.set(f"job/{_key(word)}", json.dumps(self.job))
+
+    def check_leader(self, word: str | None) -> None:
+        """Raise RuntimeError if rank 0 is of another job."""
+        if word is not None and is_alive(_process(word)) is not False and (found := self._difference(word)) is not None:
+            own = f"pid {self.job['pid']} on {self.job['host']}"
+            self.store.set(f"refused/{self.rank}", own)
+            raise RuntimeError(
+                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine a MASTER_PORT "
+                "of its own; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
+            )
+
+    def members(self, words: list[str | None]) -> list[str | None]:
+        """The words of the other ranks, with None for those of another job."""
+        return [None if word is not None and self._difference(word) is not None else word for word in words]
+
+    def check_rank(self, found: str | None) -> None:
+        """Raise RuntimeError if another running process has this rank; ``found`` is the word of this rank in the store."""
+        other = _process(found or "")
+        if found in (None, self.word) or not other or other == identity() or is_alive(other) is not True:
+            return
+        if _start(found or "") != _start(self.word) or self._difference(found or "") is not None:
+            return  # of an earlier start, which is about to be killed, or of a job that is refused
+        error = (
+            f"join(): two processes of {self.job['host']} have rank {self.rank} of the group at {_address()}: pid "
+            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process a RANK of its own; or, if they belong to two "
+            "jobs, give each job a MASTER_PORT of its own"
+        )
+        self.store.set("double", json.dumps({"word": found, "error": error}))
+        raise RuntimeError(error)
+
+    def check_double(self, words: list[str | None]) -> None:
+        """Raise RuntimeError if another process has found that it has the rank of one of these."""
+        if self.store.check(["double"]):
+            double = json.loads(self.store.get("double"))
+            if double["word"] in words:
+                raise RuntimeError(double["error"])
+
+    def _difference(self, word: str) -> str | None:
+        """The process of a word, and what shows that it is of another job; None if nothing does."""
+        if word not in self._differences:
+            key = f"job/{_key(word)}"
+            other = json.loads(self.store.get(key)) if self.store.check([key]) else None
+            found = None if other is None else job.difference(self.job, other)
+            if other is not None and found is not None:
+                found = f"pid {other['pid']} on {other['host']}, which has taken {_address()}: {found}"
+            self._differences[word] = found
+        return self._differences[word]
+
+
 def _lead(store: Store, size: int, timeout: float) -> tuple[str, list[str | None]]:
     own, lookout = _word(), _Lookout()
     prefix, again = "", 0.0
     offered: list[str | None] = []
+    membership = _Membership(store, 0, own)
+    membership.check_rank(*_read(store, ["word/0"]))
     store.set("word/0", own)
     for now in _until(timeout):
-        read = _read(store, [f"word/{rank}" for rank in range(1, size)])
+        read = membership.members(_read(store, [f"word/{rank}" for rank in range(1, size)]))
         try:
+            membership.check_double([own, *read])
             words = [own, *lookout.living(dict(enumerate(read, start=1))).values()]
         except RuntimeError as error:
             store.set("offer", json.dumps({"failed": str(error), "words": [own, *read]}))
+            _wait_until_known(store, read)
             raise
         if words != offered and (
             None not in words or now >= again
@@ -254,11 +346,24 @@ def _lead(store: Store, size: int, timeout: float) -> tuple[str, list[str | None
 
 
 def _follow(store: Store, rank: int, size: int, timeout: float) -> tuple[str, list[str | None]]:
-    own, lookout = _word(), _Lookout()
+    own = _word()
+    try:
+        return _follow_as(own, store, rank, size, timeout)
+    except RuntimeError:
+        with contextlib.suppress(dist.DistError):  # rank 0, which hosts the store, has ended already
+            store.set(f"known/{_key(own)}", "")
+        raise
+
+
+def _follow_as(own: str, store: Store, rank: int, size: int, timeout: float) -> tuple[str, list[str | None]]:
+    lookout = _Lookout()
     prefix: str = ""
     words: list[str | None] = []
+    membership = _Membership(store, rank, own)
     for _ in _until(timeout):
         found, leader, offer = _read(store, [f"word/{rank}", "word/0", "offer"])
+        membership.check_leader(leader)
+        membership.check_rank(found)
         if found != own:
             # The first time, or after a process that was still running has replaced it.
             store.set(f"word/{rank}", own)
@@ -281,12 +386,22 @@ def _follow(store: Store, rank: int, size: int, timeout: float) -> tuple[str, li
     raise _missing_ranks(store, prefix, words, size, timeout)
 
 
+def _wait_until_known(store: Store, words: list[str | None]) -> None:
+    """Wait a little until the running ranks know why rank 0 ends: it may host the store, which ends with it."""
+    for _ in _until(LEAVING):
+        running = [word for word in words if word is not None and is_alive(_process(word)) is not False]
+        if store.check([f"known/{_key(word)}" for word in running]):
+            return
+
+
 def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int, timeout: float) -> TimeoutError:
     acknowledged = _read(store, [f"{prefix}/ack/{rank}" for rank in range(size)])
     missing = [str(rank) for rank in range(size) if acknowledged[rank] is None and rank > 0]
+    others = zip(missing, _read(store, [f"refused/{rank}" for rank in missing]), strict=True)
+    refused = [f"rank {rank} of another job ({where}) came to this address and was refused" for rank, where in others if where]
     return TimeoutError(
         f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "
-        "check that all were started and call join()"
+        f"{'; '.join([*refused, 'check that all were started and call join()'])}"
     )
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from ..events import Events
-from .liveness import boot_id, find_process, is_alive, machine_name
+from .liveness import find_process, is_alive, machine
 
 __all__ = ["Watch", "cut_connections"]
 
@@ -86,7 +86,7 @@ class Watch:
         self.gone: str | None = None  # why the store cannot be reached
         self._store = PrefixStore(f"signalfire/watch/{Watch.made}", store.clone())  # type: ignore[attr-defined]
         Watch.made += 1
-        self._own: Report = {"pid": os.getpid(), "host": socket.gethostname(), "machine": _machine(), "reports": 0}
+        self._own: Report = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine(), "reports": 0}
         self._own["started"] = _started(os.getpid())
         self._since = 0.0
         self._next = 0  # index in self.others of the next report to read
@@ -380,8 +380,3 @@ def _started(pid: int) -> int | None:
     """Start time of a process of this machine; None if it has ended or is a zombie."""
     found = find_process(pid)
     return None if found is None or found.defunct else found.started
-
-
-def _machine() -> str:
-    """An id that is equal for processes that can find each other by process id: same machine, boot and PID namespace."""
-    return f"{machine_name()} {boot_id()}"

@@ -1,17 +1,20 @@
-"""Checks of output folders, made before there are results to lose."""
+"""Output folders: checks that are made before there are results to lose, and what all ranks read from one."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from signalfire import Handler
 from signalfire.checkpoints import hidden_name
 from signalfire.checks import check_local
 from signalfire.distributed import Processes
 
-__all__ = ["check_folder", "check_shared", "open_folder"]
+__all__ = ["check_folder", "check_shared", "open_folder", "read_together"]
 
 
 def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
@@ -61,3 +64,34 @@ def check_shared(handler: Handler, folder: Path, processes: Processes) -> None:
                 f"{handler.name!r}: rank 0 writes to {found[0][1]!r} on {found[0][2]}, and rank {rank} finds nothing of it in "
                 f"its own folder, {own!r} on {host}; give all ranks the same folder, of a file system that all machines share"
             )
+
+
+def read_together(
+    handler: Handler,
+    folder: Path,
+    processes: Processes,
+    newest: Callable[[], tuple[str, dict[str, Any]] | None],
+    load: Callable[[Path], dict[str, Any]],
+) -> tuple[str, dict[str, Any]] | None:
+    """What rank 0 finds in a folder, by its name, as each rank reads it. Collective.
+
+    Another run may remove it before all ranks have read it: then rank 0 looks again.
+
+    Args:
+        handler: The handler that reads.
+        folder: The folder.
+        processes: The ranks.
+        newest: Finds and reads, on rank 0; None if there is nothing.
+        load: Reads what was found on another rank.
+    """
+    while True:
+        found = newest() if processes.is_rank_zero else None
+        name = processes.broadcast(None if found is None else found[0])
+        if name is None or not processes.distributed:
+            return found
+        check_shared(handler, folder, processes)
+        if found is None:
+            with suppress(FileNotFoundError):
+                found = name, load(folder / name)
+        if not processes.any(found is None):
+            return found

@@ -310,6 +310,27 @@ def test_of_two_stops_the_one_that_is_not_withdrawn_holds() -> None:
 # ---- ends of epochs -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.ITERATION_STARTED])
+@pytest.mark.parametrize("bounds", [{"max_iters": 3}, {"max_steps": 3}], ids=str)
+def test_epochs_that_all_end_before_their_first_iteration_are_an_error(event: Events, bounds: dict[str, Any]) -> None:
+    engine = build(linear(3, 1))
+    # Without an error the run would never end.
+    engine.connect(Events.EPOCH_STARTED(once=100), lambda engine: engine.terminate("the test gives up"))
+    engine.connect(event, lambda engine: engine.terminate_epoch("enough"))
+    with pytest.raises(RuntimeError, match=r"10 epochs in a row were ended before their first iteration \('enough'\)"):
+        engine.run(kit.batches(4, inputs=3), **bounds)
+
+
+def test_some_epochs_may_end_before_their_first_iteration() -> None:
+    engine = build(linear(3, 1))
+    few = Events.EPOCH_STARTED(when=lambda engine: engine.state.epoch % 10)
+    engine.connect(few, lambda engine: engine.terminate_epoch("enough"))
+    assert engine.run(kit.batches(4, inputs=3), max_iters=6).epoch == 20
+    engine = build(linear(3, 1))
+    engine.connect(Events.EPOCH_STARTED, lambda engine: engine.terminate_epoch("enough"))
+    assert engine.run(kit.batches(4, inputs=3), max_epochs=15).epoch == 15
+
+
 def test_terminate_epoch_ends_the_epoch_and_the_next_begins() -> None:
     engine = make_engine()
 

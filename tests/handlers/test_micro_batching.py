@@ -148,6 +148,39 @@ def test_weights_that_a_receiver_sets_stay_right(window: int, kind: Callable[[An
     assert losses[True] == pytest.approx(losses[False], rel=1e-5)
 
 
+@pytest.mark.parametrize("halve", [False, True])
+@pytest.mark.parametrize("kind", [int, float, torch.tensor])
+def test_a_piece_without_targets_counts_nothing(kind: Callable[[Any], Any], halve: bool) -> None:
+    """Its loss, a mean over no targets, is NaN."""
+    inputs, targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, -100, -100, 2, 1])
+    model = make_model()
+    plain = SGD(model.parameters())
+    losses = []
+    for _ in range(2):
+        loss = cross_entropy(model(inputs), targets)
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        losses.append(loss.item())
+
+    def weigh(engine: Engine) -> None:
+        engine.state.update.weight = kind((engine.state.batch[1] != -100).sum().item())
+
+    history: list[float] = []
+
+    def watch(engine: Engine) -> None:
+        engine.connect(Events.LOSS_COMPUTED, weigh)
+        engine.connect(Events.ITERATION_COMPLETED, lambda engine: history.append(float(engine.state.update.loss)))
+
+    metrics = Metrics(loss=Average())
+    engine = trained(
+        MicroBatching(2, halve_on_oom=halve), metrics, data=[(inputs, targets)] * 2, epochs=1, before=watch
+    )
+    assert_close(engine.model, model)
+    assert history == pytest.approx(losses, rel=1e-6)
+    assert engine.state.metrics["loss"] == pytest.approx(sum(losses) / 2, rel=1e-6)
+
+
 def test_the_whole_batch_counts_exactly_once() -> None:
     held: list[tuple[Any, Any]] = []
 

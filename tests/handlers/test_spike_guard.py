@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import signal
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
-from signalfire import Engine, Events, Handler, Phase, Update
+from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.handlers import (
     EMA,
     Average,
@@ -449,6 +450,96 @@ def test_resumed_from_any_iteration_before_in_or_after_a_rewind_it_ends_alike() 
         engine.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
         run(engine, data)
         assert (weights(engine), other.actions, engine.find(History).records) == expected, iteration
+
+
+class Occurrences(Handler):
+    """The iterations at which an interval comes up; those that are made again count once."""
+
+    def __init__(self, every: str, name: str) -> None:
+        super().__init__(name=name)
+        self.every, self.iterations = every, list[int]()
+
+    @on("every", phase=Phase.RECORD, reads=[], writes=[])
+    def note(self, engine: Engine) -> None:
+        self.iterations.append(engine.state.iteration)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"iterations": list(self.iterations)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.iterations = list(state["iterations"])
+
+
+def data_with_a_spike(length: int, at: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(4, 3, generator=generator) for _ in range(length)]
+    return [(x, x.sum(1, keepdim=True).sin() * (1000 if i == at else 1)) for i, x in enumerate(inputs, start=1)]
+
+
+def with_intervals(guard: SpikeGuard, intervals: Sequence[str], window: int = 1) -> Engine:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
+    occurrences = [Occurrences(every, name=f"occurrences_{i}") for i, every in enumerate(intervals)]
+    validation = Validation(kit.evaluator_of(model), data_with_a_spike(1, 0), every=intervals[0], prefix="val_")
+    handlers = [guard, *occurrences, validation, History(), GradientAccumulation(window)]
+    return build(*handlers, optimizer=partial(torch.optim.SGD, lr=1e-2), model=model, streams="shared")
+
+
+def outcome(engine: Engine) -> Any:
+    occurrences = {name: one.iterations for name, one in engine.handlers.items() if isinstance(one, Occurrences)}
+    return occurrences, weights(engine), engine.find(SpikeGuard).actions, engine.find(History).records
+
+
+def test_a_resumed_run_that_goes_back_further_has_the_same_events() -> None:
+    """The straight run goes back to iteration 4, the resumed one, which has only the oldest state, to its start."""
+    intervals, data = ["0.5ep", "1ep", "0.3ep", "3it", "2 steps"], data_with_a_spike(10, 9)
+
+    def engine_of() -> Engine:
+        return with_intervals(SpikeGuard("rewind", window=8, rewind=4), intervals)
+
+    straight = engine_of()
+    saved = dict(saved_at_each(straight, data, max_epochs=1))
+    assert [action["batches"] for action in straight.find(SpikeGuard).actions] == [[[1, 5], [1, 6], [1, 7], [1, 8]]]
+    found = outcome(straight)[0]
+    assert list(found.values()) == [[5, 6], [6], [3, 6], [3, 6], [2, 4, 6]]
+    resumed = engine_of()
+    resumed.load_state_dict(torch.load(io.BytesIO(saved[5]), weights_only=True))
+    run(resumed, data, max_epochs=1)
+    assert outcome(resumed) == outcome(straight)
+
+
+def test_an_iteration_that_becomes_the_last_of_its_epoch_is_made_again_as_such() -> None:
+    """It closes the window, and ends what counts in parts of an epoch, as in a run over the data without the spike."""
+    data = data_with_a_spike(12, 12)
+    engine = with_intervals(SpikeGuard("rewind", window=8, rewind=2), ["1ep", "0.5ep"])
+    run(engine, data, max_epochs=1)
+    assert engine.find(SpikeGuard).actions[0]["batches"] == [[1, 10], [1, 11]]
+    assert outcome(engine)[0] == {"occurrences_0": [10], "occurrences_1": [6, 10]}
+    other = with_intervals(SpikeGuard("rewind", window=8, rewind=2), ["1ep", "5it"])
+    run(other, data[:10], max_epochs=1)
+    assert weights(engine) == weights(other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_whichever_state_is_put_back_the_events_are_the_same(seed: int) -> None:
+    """Spikes, intervals, accumulation and epochs at random; resumed after every iteration and every epoch."""
+    draw = random.Random(seed)
+    length, epochs, window = draw.choice([10, 12, 14]), draw.choice([1, 2, 3]), draw.choice([1, 1, 2, 3])
+    intervals = draw.sample(["0.5ep", "1ep", "0.3ep", "3it", "2 steps", "0.25ep", "1.5ep", "2ep", "0.1ep", "1it"], 4)
+    data = data_with_a_spike(length, draw.randint(1, length))
+    options: dict[str, Any] = {"rewind": draw.choice([2, 3, 4, 5]), "keep": draw.choice([2, 4]), "at_most": 9}
+
+    def engine_of() -> Engine:
+        return with_intervals(SpikeGuard("rewind", window=8, **options), intervals, window)
+
+    straight = engine_of()
+    saved = saved_at_each(straight, data, max_epochs=epochs)
+    for iteration, state in saved:
+        resumed = engine_of()
+        resumed.load_state_dict(torch.load(io.BytesIO(state), weights_only=True))
+        run(resumed, data, max_epochs=epochs)
+        assert str(outcome(resumed)) == str(outcome(straight)), iteration
 
 
 @pytest.mark.parametrize("policy", ["skip", "rewind"])

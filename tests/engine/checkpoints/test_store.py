@@ -884,6 +884,39 @@ def test_a_name_that_goes_away_while_one_looks_is_no_error(folder: Path) -> None
         folder.mkdir()
 
 
+@pytest.mark.parametrize("when", ["listed", "looked at", "manifest read", "state read"])
+def test_a_resume_finds_the_state_of_a_run_that_saves_and_removes_meanwhile(when: str, folder: Path) -> None:
+    runs, later = folder / "runs", folder / "later"
+    first, second = trained(runs, 2)
+    second.rename(later)
+
+    class Saving(Files):
+        """Another run saves its second version and removes its first one, just after this point."""
+
+        def reached(self, point: str) -> None:
+            if point == when and later.exists():
+                later.rename(second)
+                shutil.rmtree(first)
+
+        def list(self, path: Path) -> list[str]:
+            names = super().list(path)
+            self.reached("listed" if path == runs else "looked at")
+            return names
+
+        def open(self, path: Path, *arguments: Any, **options: Any) -> Any:
+            file = super().open(path, *arguments, **options)
+            self.reached("state read" if path.name == "state.pt" else "manifest read")
+            return file
+
+    engine = engine_of(Checkpoint(runs, every="9it", resume=True))
+    began: list[int] = []
+    engine.connect(Events.CHECKPOINT_LOADED, lambda engine: began.append(engine.state.iteration))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Checkpoint, "files", Saving())
+        engine.run(DATA, max_iters=3)
+    assert began == [1 if when == "state read" else 2]
+
+
 def test_a_version_is_loaded_by_its_name_while_it_is_replaced_and_after_a_crash_in_between(folder: Path) -> None:
     trained(folder, 3, keep=1, filename="last")
     (folder / "last").rename(folder / f".last.{identity()}~7.replaced")

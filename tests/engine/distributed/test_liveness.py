@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from signalfire.distributed import liveness
 from signalfire.distributed.liveness import Process, boot_id, find_process, identity, is_alive, machine_name
 from tests.processes import run_together
 
@@ -55,6 +57,24 @@ def test_an_identity_is_this_processs_as_long_as_it_lives() -> None:
     assert (int(pid), is_alive(identity())) == (os.getpid(), True)
     assert is_alive(f"{machine}~{pid}~{int(started) - 1}") is False, "another one had this id before"
     assert is_alive(f"{'0' * len(machine)}~{pid}~{started}") is None, "on another machine"
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_boot(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, pid, started = identity().split("~")
+    here = identity()
+    monkeypatch.setattr(liveness, "boot_id", lambda: "2f1c0a9e-0000-4000-8000-000000000000")
+    monkeypatch.setattr(liveness, "_identities", {})
+    there = identity()
+    assert is_alive(there) is True
+    assert is_alive(here) is None, "a process of another host of this name"
+    assert is_alive(f"{here.split('~')[0]}~{pid}~{int(started) - 1}") is None, "as well as one that has no process here"
+
+
+def test_an_identity_without_the_boot_is_known_only_while_its_process_is_found() -> None:
+    _, pid, started = identity().split("~")
+    earlier = hashlib.sha256(machine_name().encode()).hexdigest()[:8]  # as 0.2.0 wrote it
+    assert is_alive(f"{earlier}~{pid}~{started}") is True
+    assert is_alive(f"{earlier}~{pid}~{int(started) - 1}") is None, "it may run on another host of this name"
 
 
 def test_a_process_that_was_forked_has_an_identity_of_its_own() -> None:

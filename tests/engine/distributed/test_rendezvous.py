@@ -20,9 +20,10 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
-from signalfire.distributed import process_group
+from signalfire.distributed import job, process_group
+from signalfire.distributed.liveness import identity
 from signalfire.distributed.rendezvous import agree, join, launched
-from tests.kit import LIMIT, python, spread, wait_until
+from tests.kit import LIMIT, free_port, python, spread, wait_until
 from tests.kit import finished as finished_program
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -332,6 +333,92 @@ def test_those_that_do_not_come_are_named_everywhere(come: list[int], said: str)
     for rank, error in zip(come, Server().agree(come, 4, timeout=1.5, in_turn=True), strict=True):
         assert isinstance(error, TimeoutError)
         assert said.format(rank=rank) in str(error)
+
+
+# Other jobs, and ranks that are there twice
+
+JOINING = """
+import sys
+import torch
+import torch.distributed as dist
+from signalfire.distributed import process_group
+process_group(timeout=60)
+total = torch.ones(1)
+dist.all_reduce(total)
+print("together:", int(total))
+"""
+
+
+class Job:
+    """Ranks of a job at an address, which rank 0 hosts."""
+
+    def __init__(self, folder: Path, port: int, program: str = "train.py", **variables: str) -> None:
+        self.script = folder / program
+        self.script.write_text(JOINING)
+        self.variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **variables}
+
+    def start(self, rank: int) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(self.script)],
+            env=os.environ | self.variables | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, errors = process.communicate(timeout=LIMIT)
+    return process.returncode, output + errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", ["SLURM_JOB_ID", "program"])
+def test_a_rank_of_another_job_with_the_same_address_is_refused(known: str, tmp_path: Path) -> None:
+    port = free_port()
+    one, other = (
+        Job(tmp_path, port, **({"program": f"{name}.py"} if known == "program" else {known: name}))
+        for name in ("first", "second")
+    )
+    first = one.start(0)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT))
+    store.wait(["signalfire/join/word/0"])
+    stranger, host = other.start(1), other.start(0)
+    status, said = ended(stranger)
+    assert status == 1
+    assert f"rank 1 (pid {stranger.pid} on" in said
+    assert f"does not belong to the job of pid {first.pid} on" in said
+    assert f"which has taken 127.0.0.1:{port}" in said
+    status, said = ended(host)
+    assert status == 1
+    assert f"rank 0 could not host the store at 127.0.0.1:{port}: another process uses this port" in said
+    second = one.start(1)
+    assert [ended(first), ended(second)] == [(0, "together: 2\n")] * 2
+    del store
+
+
+@pytest.mark.slow
+def test_two_processes_of_one_rank_are_named(tmp_path: Path) -> None:
+    port = free_port()
+    three = Job(tmp_path, port, WORLD_SIZE="3")
+    ranks = [three.start(rank) for rank in (0, 1)]
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=LIMIT))
+    store.wait(["signalfire/join/word/1"])
+    ranks.append(three.start(1))
+    for status, said in map(ended, ranks):
+        assert status == 1
+        assert f"have rank 1 of the group at 127.0.0.1:{port}: pid {ranks[1].pid} and pid {ranks[2].pid}" in said
+    del store
+
+
+def test_a_rank_of_another_job_that_came_first_does_not_hold_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    stranger = f"{'f' * 32} {identity()} "
+    server.store.set(f"signalfire/join/job/{stranger.split()[0]}", json.dumps(job.describe()))
+    server.store.set("signalfire/join/word/1", stranger)
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    assert work_together(server.agree([0, 1], 2))
 
 
 # Processes that are killed at their start
