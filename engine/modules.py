@@ -136,8 +136,10 @@ def bare_name(name: str) -> str:
 def bare_state(module: nn.Module) -> dict[str, Any]:
     """The state of a module, under its own names: without what wrappers of torch put into them."""
     state: dict[str, Any] = module.state_dict()
+    if not _has_wrappers(state):
+        return state
     names = {name: bare_name(name) for name in state}
-    if len({*names.values()}) < len(names) or not _has_wrappers(state):
+    if len({*names.values()}) < len(names):
         return state
     return _renamed(state, names, {bare_name(path): one for path, one in _versions(state).items()})
 
@@ -153,7 +155,8 @@ def named_like(own: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str,
 
 
 def _has_wrappers(state: Mapping[str, Any]) -> bool:
-    return any(bare_name(name) != name for names in (state, _versions(state)) for name in names)
+    names = " ".join((*state, *_versions(state)))
+    return any(wrapper in names for wrapper in _WRAPPERS)  # a part of a name is renamed to itself
 
 
 def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
