@@ -254,7 +254,7 @@ class _OnlyLinear(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func not in (nn.functional.linear, Tensor.as_subclass) and "get" not in func.__name__:
             raise TypeError(f"{func} is not supported")
-        return super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 @mistake("W09")
