@@ -29,12 +29,13 @@ from .planned import planned_runs, stored_looks, stored_results
 from .pruning import Halving, Pruned, Pruning
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
-from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
+from .runs import Build, Run, Task, beginnings_of, compose, one_thread
 from .shared import SharedError
 from .store import Store, StoreError
 from .tasks import Ends, check_scores, check_task, joined_plan, task_builds
 from .trial import candidates, start, try_out
 from .verdicts import check_margin
+from .workers import outcomes
 
 if TYPE_CHECKING:
     from .report import Report
