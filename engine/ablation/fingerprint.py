@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib
 import io
+import os
 import pathlib
 import random
 import struct
@@ -26,6 +27,7 @@ from signalfire import Engine
 
 from .bytecode import Names, instructions, names_in
 from .composition import parts_of
+from .outside import Reads, reads_of
 from .packages import file_digest, is_installed, version_of
 
 __all__ = ["Fingerprint", "NotDigestibleError", "fingerprint"]
@@ -75,8 +77,9 @@ class NotDigestibleError(TypeError):
     def __init__(self, trail: Iterable[str], value: object, why: str = "") -> None:
         self.trail, self.value = tuple(trail), value
         where = ", in ".join(reversed(self.trail))
+        what = "os.environ" if value is os.environ else _short(value)
         super().__init__(
-            f"{where} is {_short(value)}, whose content cannot be compared with that of stored runs{why and f' ({why})'}"
+            f"{where} is {what}, whose content cannot be compared with that of stored runs{why and f' ({why})'}"
         )
 
 
@@ -85,7 +88,8 @@ def fingerprint(value: object, what: str, *, strict: bool = True, structure: boo
 
     Functions and classes that are not of an installed package count with their bytecode, default values, closures, and the
     globals and modules that they use; comments, docstrings and line numbers do not count. Those of installed packages count with
-    name and version. Other objects count with their class and their state.
+    name and version. Other objects count with their class and their state. Variables of the environment, the command line and
+    files count with their content where the code of a function names them.
 
     Args:
         value: The value.
@@ -232,6 +236,7 @@ class Fingerprint:
             if not name.startswith("_signalfire"):
                 self.add(item, f"the attribute {name!r} of {value.__qualname__}()")
         if not installed:
+            self._outside(reads_of(value.__code__, value.__globals__), value)
             self._names(names_in(value.__code__), value.__globals__, value.__qualname__)
 
     def _code(self, code: types.CodeType) -> None:
@@ -239,10 +244,23 @@ class Fingerprint:
         for instruction in instructions(code):
             self.add(instruction, "its code")
 
+    def _outside(self, reads: Reads, user: types.FunctionType) -> None:
+        """What a function reads from outside of the program, as it is now."""
+        if reads.any_variable:
+            self._refuse(os.environ, f"{user.__qualname__}() reads variables of it whose names are not in its code")
+        for name in sorted(reads.variables):
+            self._say("environment", name, repr(os.environ.get(name)))
+        if reads.arguments:
+            self._say("command line", *sys.argv[1:])
+        for path in sorted(reads.files):
+            self._say("file", path.name, file_digest(str(path)))
+
     def _names(self, names: Names, module: Mapping[str, Any], user: str) -> None:
         used = set(module) if names.own_globals else names.globals & set(module)
         for name in sorted(used - _OF_A_MODULE):
             self._say("global", name)
+            if module[name] is os.environ or module[name] is sys.argv:  # it counts by what is read of it
+                continue
             if isinstance(module[name], types.ModuleType):
                 self._used_module(module[name], names)
             else:

@@ -69,7 +69,8 @@ class Study:
             runs are made of is included automatically, and needs no mention: the code of ``build``, ``run`` and all that they
             use outside of installed packages, their arguments and closures, the handlers with their arguments, the structure
             of the model, and the versions of Python, torch and this package. If any of it changes, the runs are made again;
-            comments and docstrings do not count. Name here what that does not show, such as the version of data in a file.
+            comments and docstrings do not count. The variables of the environment, the command line and the files that this code
+            names count with their content. Name here what that does not show, such as data in a file with a computed name.
         streams: Value for ``engine.streams``; None leaves it as built.
         files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
             identically, so those of the same seed use the same file names.

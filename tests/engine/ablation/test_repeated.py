@@ -133,13 +133,18 @@ def test_a_build_that_makes_another_run_in_each_call_is_an_error(what: str) -> N
 LOG: list[Any] = []
 
 
+def logged(engine: Engine, number: int) -> None:
+    LOG.append((number, engine.seed))
+    engine.attach(Scaled(LOG))
+
+
 @pytest.mark.parametrize(
     "build",
     [
         built(),
         built(lambda engine, number: engine.attach(Scaled(at=time.time(), began=time.perf_counter(), ns=time.time_ns()))),
         built(lambda engine, number: engine.attach(Scaled(LOG))),
-        built(lambda engine, number: LOG.append((number, engine.seed)) or engine.attach(Scaled(LOG))),
+        built(logged),
         built(lambda engine, number: engine.attach(Scaled(folder=f"/tmp/run{number}"))),
         built(lambda engine, number: engine.attach(Scaled(generator=np.random.default_rng()))),
         built(lambda engine, number: engine.attach(Scaled(of=object(), names={"b", "a"}, call=lambda: 0))),

@@ -71,7 +71,7 @@ class Losing(Executor):
 def test_of_the_runs_of_an_executor_all_are_kept_but_those_that_it_loses(
     executor: Losing, made: int, message: str
 ) -> None:
-    found = []
+    found: list[tuple[int, Outcome]] = []
     with pytest.raises(OSError, match=message) as caught:
         found.extend(outcomes([task(seed=seed) for seed in range(7)], executor))
     assert len(found) == made

@@ -143,7 +143,7 @@ class Counting(TensorDataset):
     def __getitem__(self, index: Any) -> Any:
         self.read += self.counts
         self.opened = self
-        inputs, targets = self.cache.setdefault(int(index), super().__getitem__(index))
+        inputs, targets = self.cache.setdefault(int(index), tuple(one[index] for one in self.tensors))
         return inputs * (1 + self.read / 10), targets
 
 
@@ -155,7 +155,7 @@ class Drawing(TensorDataset):
         self.random = np.random.default_rng(0)
 
     def __getitem__(self, index: Any) -> Any:
-        inputs, targets = super().__getitem__(index)
+        inputs, targets = (one[index] for one in self.tensors)
         return inputs + self.random.normal(), targets
 
 
