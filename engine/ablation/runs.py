@@ -84,6 +84,7 @@ class Outcome:
         history: For each metric, pairs of an epoch and the value at its end; see `Result`.
         predictions: What the task's function returned, packed as plain values; None without.
         epoch: The last epoch of the run.
+        composed: Digest of the handlers that build attached, with their settings.
     """
 
     error: str | None = None
@@ -97,6 +98,7 @@ class Outcome:
     history: dict[str, list[list[float]]] = field(default_factory=dict)
     predictions: dict[str, Any] | None = None
     epoch: int = 0
+    composed: str = ""
 
 
 def compose(
@@ -175,12 +177,13 @@ def make(task: Task) -> Outcome:
     with _run_lock, unchanged_random_state(), one_thread():
         memory = _Memory()
         engine: Engine | None = None
+        composed = ""
         began: float | None = None
         error: str | None = None
         predictions: dict[str, Any] | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
-            begins, left = beginnings_of(engine), Left(engine)
+            begins, left, composed = beginnings_of(engine), Left(engine), _composed(engine)
             engine.connect(Events.STARTED, lambda engine, left=left: left.started())
             history = _History(engine)
             for name in task.off:
@@ -221,6 +224,7 @@ def make(task: Task) -> Outcome:
             history.curves,
             predictions,
             engine.state.epoch,
+            composed,
         )
 
 
@@ -229,6 +233,16 @@ def beginnings_of(engine: Engine) -> list[str]:
     begins = [digest(value for root in engine.modules.values() for value in root.state_dict().values())]
     engine.connect(Events.STARTED, lambda engine: begins.append(digest(_data_of(engine))))
     return begins
+
+
+def _composed(engine: Engine) -> str:
+    """A digest of the handlers that affect the training, without the paths that they were given."""
+    found = []
+    for name, handler in sorted(engine.handlers.items()):
+        if not writes_or_shows(handler):
+            settings = {key: value for key, value in handler.settings().items() if not os.path.isabs(str(value))}
+            found.append((name, type(handler).__qualname__, handler.enabled, settings))
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 class _History:

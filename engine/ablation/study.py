@@ -481,7 +481,7 @@ class Study:
                 for place, outcome in made:
                     has_metric |= self.metric in outcome.metrics
                     if runs[place].variant.arguments == plan.variants[0].arguments:
-                        beginnings.compare(runs[place].seed, outcome.begins)
+                        beginnings.compare(runs[place].seed, outcome.begins, outcome.composed)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:
                         raise KeyError(no_metric(self.metric, runs[place].variant.name, outcome.announced))
                     line = to_line(

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Handler, Update, on
+from signalfire import Engine, Events, FindingWarning, Handler, Update, on
 from signalfire.ablation import LeaveOneOut, Study
 from signalfire.ablation.repeated import RepeatError
 from signalfire.handlers import EMA, Average, GradientClipping, LRScheduling, Metrics
@@ -182,3 +182,15 @@ def test_a_study_builds_twice_once() -> None:
     assert calls == [0, 0, 1]
     study.plan(design)
     assert calls == [0, 0, 1, 0]
+
+
+def test_a_build_that_changes_its_handlers_later_is_reported() -> None:
+    norms = [1.0] * 4  # two for the plan, one for the second seed, and one for the first run
+
+    def clip(engine: Engine, number: int) -> None:
+        engine.detach("gradient_clipping")
+        engine.attach(GradientClipping(max_norm=norms.pop() if norms else 5.0))
+
+    study = Study(built(clip), metric="val", seeds=range(2))
+    with pytest.warns(FindingWarning, match=r"W82: build\(0\) began with other handlers than for an earlier run"):
+        study.run(LeaveOneOut(["gradient_clipping"]), workers=0)
