@@ -40,6 +40,7 @@ __all__ = [
     "given_parameters",
     "going_back",
     "holders",
+    "is_of_user",
     "is_own_parameter",
     "own_name",
     "own_parameters",
@@ -168,7 +169,7 @@ def holders(engine: Engine) -> list[Holder]:
 
 
 def _add_holder(found: list[Holder], seen: set[int], name: str, item: Any, depth: int) -> None:
-    if id(item) in seen or not _is_users(type(item)):
+    if id(item) in seen or not is_of_user(type(item)):
         return
     seen.add(id(item))
     hidden = _OF_MODULES if isinstance(item, nn.Module) else ()
@@ -179,7 +180,7 @@ def _add_holder(found: list[Holder], seen: set[int], name: str, item: Any, depth
             _add_holder(found, seen, f"{name}.{key}", value, depth + 1)
 
 
-def _is_users(kind: type) -> bool:
+def is_of_user(kind: type) -> bool:
     """Whether objects of a class have attributes that code outside of Python, torch, NumPy and this package defines."""
     if kind.__dictoffset__ == 0 or issubclass(kind, FunctionType):
         return False

@@ -125,7 +125,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W8x: receivers, studies, and further losses
     "W80": ("warning", "a receiver changes the loss that is reported, and not the one that is trained with"),
     "W81": ("warning", "the runs of a study are equal although their seeds differ"),
-    "W82": ("warning", "the runs of a study begin with other weights or data than earlier runs of the same seed"),
+    "W82": ("warning", "the runs of a study begin with other handlers, weights or data than earlier runs of the same seed"),
     "W83": ("warning", "a loss is a sum over the batch, where the batches of a window are averaged"),
     "W84": ("warning", "steps were made, but no weight changed"),
     "W85": ("warning", "a function returns a batch or a loss, which nobody uses"),

@@ -319,7 +319,12 @@ class State:
 
 
 def _seconds(max_time: str | Interval) -> float:
+    given = f"run(max_time={max_time!r})"
+    expected = f"{given}: expected a wall-clock time with its unit, such as '90s', '15min', '2h', or None"
+    if not isinstance(max_time, str | Interval):
+        raise TypeError(expected)
     try:
-        return Interval.parse(max_time).time("run(max_time)")
-    except TypeError as error:
-        raise TypeError(f"run(max_time={max_time!r}): {error}") from None
+        interval = Interval.parse(max_time)
+    except ValueError:
+        raise ValueError(expected) from None
+    return interval.time(given)

@@ -13,22 +13,26 @@ __all__ = ["Beginnings", "last_values_of", "report_equal_runs"]
 
 
 class Beginnings:
-    """Compares what the runs of one seed begin with: ``build(seed)`` gives all of them the same weights and data."""
+    """Compares what the runs of one seed begin with: ``build(seed)`` gives all of them the same handlers, weights and data."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, ...]] = {}
+        self._composed: dict[int, str] = {}
         self._reported = False
         self._noted = False
 
-    def compare(self, seed: int, begins: tuple[str, ...]) -> None:
-        """Report a run that begins with other weights or data than an earlier run of its seed.
+    def compare(self, seed: int, begins: tuple[str, ...], composed: str = "") -> None:
+        """Report a run that begins with other handlers, weights or data than an earlier run of its seed.
 
         Args:
             seed: Seed of the run.
             begins: Digests of the weights and of the data; empty for a run that failed before.
+            composed: Digest of the handlers; empty for a run that failed before.
         """
         first = self._first.setdefault(seed, begins) if begins else begins
         different = [what for what, one, other in zip(("weights", "data"), first, begins, strict=False) if one != other]
+        if composed and self._composed.setdefault(seed, composed) != composed:
+            different.insert(0, "handlers")
         if different and not self._reported:
             self._reported = True
             warn(
@@ -36,7 +40,7 @@ class Beginnings:
                     "W82",
                     f"build({seed}) began with other {' and other '.join(different)} than for an earlier run of this seed, so "
                     "that the runs of the study depend on each other",
-                    "let build make a new model and new data in each call, and change neither in place",
+                    "let build make new handlers, a new model and new data in each call, and change nothing in place",
                 )
             )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from types import CodeType
 
-__all__ = ["Names", "instructions", "names_in"]
+__all__ = ["Names", "instructions", "names_in", "nested"]
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _WITHOUT_MEANING = {"CACHE", "EXTENDED_ARG", "NOP", "RESUME"}
@@ -42,7 +42,7 @@ class Names:
 def names_in(code: CodeType) -> Names:
     """The names that a code object and those inside of it use."""
     found = Names()
-    for one in _nested(code):
+    for one in nested(code):
         found.all.update(one.co_names)
         constants: list[object] = []
         for instruction in dis.get_instructions(one):
@@ -59,11 +59,12 @@ def names_in(code: CodeType) -> Names:
     return found
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def nested(code: CodeType) -> Iterator[CodeType]:
+    """A code object and those inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested(constant)
+            yield from nested(constant)
 
 
 def instructions(code: CodeType) -> list[tuple[object, ...]]:

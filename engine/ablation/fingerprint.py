@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib
 import io
+import os
 import pathlib
 import random
 import struct
@@ -26,6 +27,7 @@ from signalfire import Engine
 
 from .bytecode import Names, instructions, names_in
 from .composition import parts_of
+from .outside import Reads, reads_of
 from .packages import file_digest, is_installed, version_of
 
 __all__ = ["Fingerprint", "NotDigestibleError", "fingerprint"]
@@ -42,13 +44,28 @@ _NOTHING = (
 """What says nothing about a run."""
 
 _OF_A_CLASS = {
+    "__annotations_cache__",
     "__doc__",
     "__module__",
     "__dict__",
     "__weakref__",
     "__firstlineno__",
+    "__slotnames__",
     "__static_attributes__",
     "_abc_impl",
+    "_value2member_map_",
+}
+"""What says nothing about a class, or what Python adds to it as it is used."""
+
+_OF_A_MODULE = {
+    "__builtins__",
+    "__cached__",
+    "__doc__",
+    "__file__",
+    "__loader__",
+    "__name__",
+    "__spec__",
+    "__warningregistry__",
 }
 _STREAMS = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType, io.IOBase)
 _IN_MEMORY = (io.BytesIO, io.StringIO)
@@ -60,8 +77,9 @@ class NotDigestibleError(TypeError):
     def __init__(self, trail: Iterable[str], value: object, why: str = "") -> None:
         self.trail, self.value = tuple(trail), value
         where = ", in ".join(reversed(self.trail))
+        what = "os.environ" if value is os.environ else _short(value)
         super().__init__(
-            f"{where} is {_short(value)}, whose content cannot be compared with that of stored runs{why and f' ({why})'}"
+            f"{where} is {what}, whose content cannot be compared with that of stored runs{why and f' ({why})'}"
         )
 
 
@@ -70,7 +88,8 @@ def fingerprint(value: object, what: str, *, strict: bool = True, structure: boo
 
     Functions and classes that are not of an installed package count with their bytecode, default values, closures, and the
     globals and modules that they use; comments, docstrings and line numbers do not count. Those of installed packages count with
-    name and version. Other objects count with their class and their state.
+    name and version. Other objects count with their class and their state. Variables of the environment, the command line and
+    files count with their content where the code of a function names them.
 
     Args:
         value: The value.
@@ -165,7 +184,7 @@ class Fingerprint:
             self._object(value)
             return
         self._say("dict", len(value))
-        for key, item in value.items():
+        for key, item in list(value.items()):
             self.add(key, "a key")
             self.add(item, repr(key)[:40])
 
@@ -193,7 +212,7 @@ class Fingerprint:
 
     def _module_of_torch(self, value: nn.Module) -> None:
         self._class(type(value))
-        for name, item in vars(value).items():
+        for name, item in list(vars(value).items()):
             # Hooks are kept by numbers that count all hooks of the process.
             self.add(list(item.values()) if "_hooks" in name and isinstance(item, dict) else item, name)
 
@@ -213,10 +232,11 @@ class Fingerprint:
                 self.add(cell.cell_contents, f"the variable {name!r} of {value.__qualname__}()")
             except ValueError:  # a variable that is not set
                 self._say("unset", name)
-        for name, item in vars(value).items():
+        for name, item in list(vars(value).items()):
             if not name.startswith("_signalfire"):
                 self.add(item, f"the attribute {name!r} of {value.__qualname__}()")
         if not installed:
+            self._outside(reads_of(value.__code__, value.__globals__), value)
             self._names(names_in(value.__code__), value.__globals__, value.__qualname__)
 
     def _code(self, code: types.CodeType) -> None:
@@ -224,12 +244,23 @@ class Fingerprint:
         for instruction in instructions(code):
             self.add(instruction, "its code")
 
+    def _outside(self, reads: Reads, user: types.FunctionType) -> None:
+        """What a function reads from outside of the program, as it is now."""
+        if reads.any_variable:
+            self._refuse(os.environ, f"{user.__qualname__}() reads variables of it whose names are not in its code")
+        for name in sorted(reads.variables):
+            self._say("environment", name, repr(os.environ.get(name)))
+        if reads.arguments:
+            self._say("command line", *sys.argv[1:])
+        for path in sorted(reads.files):
+            self._say("file", path.name, file_digest(str(path)))
+
     def _names(self, names: Names, module: Mapping[str, Any], user: str) -> None:
         used = set(module) if names.own_globals else names.globals & set(module)
-        for name in sorted(
-            used - {"__builtins__", "__name__", "__file__", "__doc__", "__spec__", "__loader__", "__cached__"}
-        ):
+        for name in sorted(used - _OF_A_MODULE):
             self._say("global", name)
+            if module[name] is os.environ or module[name] is sys.argv:  # it counts by what is read of it
+                continue
             if isinstance(module[name], types.ModuleType):
                 self._used_module(module[name], names)
             else:
@@ -286,9 +317,10 @@ class Fingerprint:
             return
         self._say("own class")
         self.add(value.__bases__, f"the bases of {value.__qualname__}")
-        for name, item in vars(value).items():
+        for name, item in list(vars(value).items()):
             descriptor = isinstance(item, types.GetSetDescriptorType | types.MemberDescriptorType)
-            if name not in _OF_A_CLASS and not descriptor:
+            empty = name == "__annotations__" and not item  # Python makes them as they are read
+            if name not in _OF_A_CLASS and not descriptor and not empty:
                 self._say(name)
                 self.add(item, f"{value.__qualname__}.{name}")
 
@@ -351,8 +383,7 @@ class Fingerprint:
         """An object of any other class: the class, and the state that a copy would get."""
         kind = type(value)
         try:
-            reduce = copyreg.dispatch_table.get(kind)
-            reduced = value.__reduce_ex__(2) if reduce is None else reduce(value)
+            reduced = _reduced(value)
         except Exception as error:
             if is_installed(kind.__module__, None) and callable(value) and hasattr(value, "__name__"):
                 self._say("callable", kind.__module__, value.__name__, version_of(kind.__module__))
@@ -372,6 +403,18 @@ class Fingerprint:
                 part if part is None or isinstance(part, dict | tuple) else list(part) if _is_iterator(part) else part
             )
             self.add(items, f"a {kind.__qualname__} object")
+
+
+def _reduced(value: Any) -> Any:
+    """What copies an object; its class stays as it was, without the names of slots that copyreg notes there."""
+    kind = type(value)
+    reduce = copyreg.dispatch_table.get(kind)
+    noted = "__slotnames__" in vars(kind)
+    try:
+        return value.__reduce_ex__(2) if reduce is None else reduce(value)
+    finally:
+        if not noted and "__slotnames__" in vars(kind):
+            type.__delattr__(kind, "__slotnames__")
 
 
 def _is_iterator(value: object) -> bool:

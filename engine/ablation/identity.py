@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from signalfire import Engine, Handler
+from signalfire import Handler
 
-from .provenance import Provenance, combined, composition, digest_code
+from .provenance import Provenance, combined, digest_code
 from .results import Variant
 
 __all__ = ["Identity"]
@@ -57,11 +57,14 @@ class Identity:
         """Whether a second composition, of another seed, is still needed to know what depends on the seed."""
         return self._depends_on_seed is None
 
-    def look_at(self, first: Engine, second: Engine | None = None) -> None:
-        """Take the composition into account, without what differs between two seeds."""
-        parts = composition(first)
-        if second is not None:
-            others = composition(second)
+    def look_at(self, parts: Mapping[str, str], others: Mapping[str, str] | None = None) -> None:
+        """Take the composition into account, without what differs between two seeds.
+
+        Args:
+            parts: Digests of its parts; see `composition`.
+            others: Those of another seed.
+        """
+        if others is not None:
             self._depends_on_seed = {name for name in {*parts, *others} if parts.get(name) != others.get(name)}
         made_of = combined(parts, self._depends_on_seed or ())
         self.provenance = Provenance(self._build, self._run, self._plain, made_of, self._streams, task=self._task)

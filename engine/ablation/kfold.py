@@ -22,8 +22,9 @@ from .out_of_fold import Predict, Predicting, decoded, out_of_fold
 from .plan import PlannedRun
 from .provenance import Provenance, digest_code
 from .results import Result, Variant
-from .runs import Outcome, Run, Task, outcomes
+from .runs import Outcome, Run, Task
 from .store import Store
+from .workers import outcomes
 
 __all__ = ["Folds", "KFold"]
 

@@ -119,6 +119,14 @@ class Shapley(Design):
         """The weights of what each handler adds in one order."""
         return {name: _step(order[place + 1 :], order[place:], self.handlers) for place, name in enumerate(order)}
 
+    def of_pairs(self, name: str) -> Weights:
+        """The weights of what a handler adds, averaged over a sampled order and its reverse, for each such pair."""
+        pairs = zip(self.orders[::2], self.orders[1::2], strict=True)
+        return {
+            str(place): self._average([self.of_order(order)[name] for order in pair])
+            for place, pair in enumerate(pairs)
+        }
+
     def _average(self, weights: Sequence[Mapping[str, Fraction]]) -> dict[str, Fraction]:
         total: dict[str, Fraction] = {}
         for one in weights:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
+from signalfire import Handler
+
+from .factors import with_arguments
 from .lines import to_result
 from .plan import PlannedRun
 from .results import Result, Variant
+from .runs import Task
 
-__all__ = ["planned_runs", "stored_looks", "stored_results"]
+__all__ = ["planned_runs", "stored_looks", "stored_results", "task_of"]
 
 
 def planned_runs(
@@ -74,3 +79,21 @@ def stored_looks(runs: Sequence[PlannedRun], lines: Mapping[str, Any]) -> list[i
     """The numbers of seeds for which the stored runs were made: a look each."""
     found = (lines.get(run.key, {}).get("look") for run in runs)
     return sorted({look for look in found if look is not None})
+
+
+def task_of(run: PlannedRun, task: Task, factories: Mapping[tuple[str, str], Callable[[], Handler]]) -> Task:
+    """The task of a run.
+
+    Args:
+        run: The run.
+        task: What the runs of the study have in common.
+        factories: Factories of the alternatives, by the names of the handler and the alternative.
+    """
+    return replace(
+        task,
+        build=with_arguments(task.build, run.variant),
+        seed=run.seed,
+        off=tuple(sorted(run.variant.off)),
+        swaps=tuple((name, factories[name, alternative]) for name, alternative in run.variant.swapped),
+        until=run.until,
+    )

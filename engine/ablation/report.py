@@ -198,16 +198,17 @@ class Report:
     def sampling_intervals(self, design: Shapley) -> dict[str, tuple[float, float]]:
         """How far sampled Shapley values may be from those of all orders, by handler; of no width where these are exact.
 
-        Student-t intervals over the sampled orders of what a handler adds, each order averaged with its reverse.
+        Student-t intervals over the sampled orders of what a handler adds, each order averaged with its reverse. The ends are
+        NaN where the orders give no interval: for a single pair of orders, and for pairs that are equal but for rounding.
         """
         found = {}
+        rounding = max(math.ulp(one.value) for one in self._results if one.value is not None)
         for one in self.contributions(design):
             found[one.name] = (one.comparison.mean, one.comparison.mean)
             if not design.exact:
-                steps = {str(place): design.of_order(order)[one.name] for place, order in enumerate(design.orders)}
-                means = [step.comparison.mean for step in contributions(self._results, steps, self.level)]
-                both = compare([(a + b) / 2 for a, b in zip(means[::2], means[1::2], strict=True)], level=self.level)
-                found[one.name] = (both.mean, both.mean) if both.sd == 0 else (both.low, both.high)
+                pairs = contributions(self._results, design.of_pairs(one.name), self.level)
+                both = compare([pair.comparison.mean for pair in pairs], level=self.level)
+                found[one.name] = (both.low, both.high) if both.sd > rounding else (math.nan, math.nan)
         return found
 
     def metrics(

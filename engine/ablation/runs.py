@@ -1,34 +1,18 @@
-"""Makes the runs of a study: builds each, applies its variant and runs it, in this process or in worker processes."""
+"""Makes the runs of a study: builds each, applies its variant and runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing
 import os
-import pickle
 import re
-import signal
 import sys
 import threading
 import time
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import (
-    FIRST_COMPLETED,
-    CancelledError,
-    Executor,
-    Future,
-    ProcessPoolExecutor,
-    as_completed,
-    wait,
-)
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from multiprocessing.connection import wait as wait_for
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch.utils.data import TensorDataset
@@ -53,15 +37,11 @@ __all__ = [
     "exchange",
     "make",
     "one_thread",
-    "outcomes",
 ]
-
-T = TypeVar("T")
 
 Run = Callable[[Engine], object]
 Build = Callable[..., Engine | tuple[Engine, Run]]
 
-_DIED = "the process that made this run died: it was killed, perhaps for lack of memory, or crashed in native code"
 _run_lock = threading.Lock()  # runs of one process share its global generators, so they run one at a time
 
 
@@ -106,6 +86,7 @@ class Outcome:
         predictions: What the task's function returned, packed as plain values; None without.
         epoch: The last epoch of the run.
         last_values: Names of the metrics that functions have written in each batch.
+        composed: Digest of the handlers that build attached, with their settings.
     """
 
     error: str | None = None
@@ -120,6 +101,7 @@ class Outcome:
     predictions: dict[str, Any] | None = None
     epoch: int = 0
     last_values: tuple[str, ...] = ()
+    composed: str = ""
 
 
 def compose(
@@ -197,12 +179,13 @@ def make(task: Task) -> Outcome:
     with _run_lock, unchanged_random_state(), one_thread():
         memory = _Memory()
         engine: Engine | None = None
+        composed = ""
         began: float | None = None
         error: str | None = None
         predictions: dict[str, Any] | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
-            begins, left = beginnings_of(engine), Left(engine)
+            begins, left, composed = beginnings_of(engine), Left(engine), _composed(engine)
             engine.connect(Events.STARTED, lambda engine, left=left: left.started())
             history = _History(engine)
             for name in task.off:
@@ -244,6 +227,7 @@ def make(task: Task) -> Outcome:
             predictions,
             engine.state.epoch,
             last_values_of(engine),
+            composed,
         )
 
 
@@ -252,6 +236,16 @@ def beginnings_of(engine: Engine) -> list[str]:
     begins = [digest(value for root in engine.modules.values() for value in root.state_dict().values())]
     engine.connect(Events.STARTED, lambda engine: begins.append(digest(_data_of(engine))))
     return begins
+
+
+def _composed(engine: Engine) -> str:
+    """A digest of the handlers that affect the training, without the paths that they were given."""
+    found = []
+    for name, handler in sorted(engine.handlers.items()):
+        if not writes_or_shows(handler):
+            settings = {key: value for key, value in handler.settings().items() if not os.path.isabs(str(value))}
+            found.append((name, type(handler).__qualname__, handler.enabled, settings))
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 class _History:
@@ -343,157 +337,3 @@ class _Memory:
             return on_device
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit + on_device
-
-
-# ---- where runs are made --------------------------------------------------------------------------------------------
-
-
-def outcomes(tasks: Sequence[Task], workers: int | Executor) -> Iterator[tuple[int, Outcome]]:
-    """Make the runs; yields the index of each task and its outcome, in order of completion."""
-    if not tasks:
-        return iter(())
-    if not isinstance(workers, int):
-        return _through(tasks, workers)
-    if workers == 0:
-        return ((place, make(task)) for place, task in enumerate(tasks))
-    return _in_processes([(place, pickled(task)) for place, task in enumerate(tasks)], workers)
-
-
-def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, Outcome]]:
-    futures: dict[Future[Outcome], int] = {}
-    try:
-        for place, task in enumerate(tasks):
-            futures[executor.submit(make, task)] = place
-        for future in _as_completed(futures):
-            try:
-                yield futures[future], future.result()
-            except (Exception, CancelledError) as error:
-                error.add_note(f"{executor!r} could not make a run of the study; the finished runs are in the store")
-                raise
-    finally:
-        for future in futures:
-            if not future.done():
-                future.cancel()
-
-
-_POLL = 0.05  # seconds; the wait doubles up to 20 times as many
-
-
-def _as_completed(futures: Iterable[Future[Outcome]]) -> Iterator[Future[Outcome]]:
-    """The futures in order of completion; jobs that are no `Future`, as schedulers of clusters return, are polled."""
-    waiting = list(futures)
-    if all(isinstance(future, Future) for future in waiting):
-        yield from as_completed(waiting)
-        return
-    pause = _POLL
-    while waiting:
-        done = [future for future in waiting if future.done()]
-        yield from done
-        waiting = [future for future in waiting if future not in done]
-        pause = _POLL if done else min(2 * pause, 20 * _POLL)
-        if waiting:
-            time.sleep(pause)
-
-
-def pickled(task: Task) -> bytes:
-    """A pickled task, to be sent to a worker process.
-
-    Raises:
-        TypeError: if a worker process could not import one of its functions.
-    """
-    way_out = (
-        "a worker process must import it: use a module-level function, or functools.partial of one; or "
-        "workers=0, which makes the runs in this process"
-    )
-    functions: list[tuple[str, object]] = [("build", task.build), ("run", task.run)]
-    for what, function in functions + [(f"the alternative to {name!r}", factory) for name, factory in task.swaps]:
-        try:
-            data = pickle.dumps(function)
-        except Exception as error:
-            raise TypeError(f"{what} is {function!r}, which cannot be pickled ({error}); {way_out}") from None
-        if b"__main__" in data and not hasattr(sys.modules["__main__"], "__file__"):
-            raise TypeError(f"{what} is {function!r}, which was defined in an interactive session; {way_out}")
-    return pickle.dumps(task)
-
-
-def _make_pickled(data: bytes) -> Outcome:
-    return make(pickle.loads(data))
-
-
-def _in_processes(tasks: list[tuple[int, bytes]], workers: int) -> Iterator[tuple[int, Outcome]]:
-    waiting = deque(tasks)
-    while waiting:
-        running: dict[Future[Outcome], tuple[int, bytes]] = {}
-        try:
-            with _processes(min(workers, len(waiting)), waiting[0][1]) as pool:
-                while waiting or running:
-                    while waiting and len(running) < workers:
-                        running[_submit(pool, _make_pickled, waiting[0][1])] = waiting[0]
-                        waiting.popleft()
-                    done, _ = wait(running, return_when=FIRST_COMPLETED)
-                    for future in sorted(done, key=lambda future: future.exception() is not None):
-                        outcome = future.result()
-                        yield running.pop(future)[0], outcome
-        except BrokenProcessPool:
-            suspects = sorted(running.values())
-            if len(suspects) == 1:
-                yield suspects[0][0], Outcome(_DIED)
-                continue
-            for suspect in suspects:  # one at a time, to find the run that kills its process
-                yield from _in_processes([suspect], 1)
-
-
-@contextlib.contextmanager
-def _processes(workers: int, task: bytes) -> Iterator[ProcessPoolExecutor]:
-    """Worker processes that end with this one, even if it is killed."""
-    context = multiprocessing.get_context("spawn")  # a fork would inherit threads, locks and the GPU half-way
-    end, alive = context.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(end,))
-    try:
-        try:
-            _submit(pool, _receive, task).result()
-        except BrokenProcessPool:
-            raise RuntimeError(
-                "a worker process could not start; its message is printed above. Each worker imports the script of the study, "
-                'which therefore needs the line `if __name__ == "__main__":` before its main code; or use '
-                "workers=0, which makes the runs in this process"
-            ) from None
-        yield pool
-        pool.shutdown()
-    finally:
-        alive.close()  # ends workers that are still running
-        pool.shutdown(cancel_futures=True)
-        end.close()
-
-
-def _submit(pool: ProcessPoolExecutor, function: Callable[[bytes], T], task: bytes) -> Future[T]:
-    """Submit a task with SIGINT blocked: a worker process started here must not receive Ctrl-C; this one does afterwards."""
-    if not hasattr(signal, "pthread_sigmask"):
-        return pool.submit(function, task)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # inherited by a new process
-    try:
-        return pool.submit(function, task)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _start_worker(end: Connection) -> None:
-    """In a worker: ignore Ctrl-C, which only the study's process handles, and exit when that process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-    def exit_with_parent() -> None:
-        wait_for([end])
-        os._exit(1)
-
-    threading.Thread(target=exit_with_parent, daemon=True).start()
-
-
-def _receive(task: bytes) -> None:
-    """Import what a run needs, so that import errors surface before the first run."""
-    try:
-        pickle.loads(task)
-    except Exception as error:
-        raise RuntimeError(
-            f"a worker process cannot import a function of the study ({type(error).__name__}: {error}); it searches the "
-            "sys.path of this process"
-        ) from None

@@ -1,22 +1,23 @@
-"""What the runs of a study share although each has to have its own: handlers, engines, and what an earlier run has trained."""
+"""What the runs of a study share although each has to have its own: handlers, engines, and what an earlier run has changed."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Handler
+from signalfire.changeable import is_of_user, own_parameters
 from signalfire.data.loading import generators_of
 from signalfire.update import loss_module
 
+from .contents import Content, contents, digest_of
+
 __all__ = ["Left", "SharedError", "check_new", "check_not_left"]
-
-_MOST = 2**16  # elements of a tensor that are compared
-
 
 class SharedError(ValueError):
     """Raised for a study whose ``build`` returns something that an earlier run of it has used."""
@@ -26,13 +27,14 @@ class _ByIdentity:
     """Notes about objects, by their identity, for as long as they exist."""
 
     def __init__(self) -> None:
-        self._notes: dict[int, tuple[weakref.ref[Any], str]] = {}
+        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
-    def note(self, thing: Any, text: str) -> None:
+    def note(self, thing: Any, what: Any) -> None:
         key = id(thing)
-        self._notes[key] = weakref.ref(thing, lambda _: self._notes.pop(key, None)), text
+        with contextlib.suppress(TypeError):  # of classes with __slots__ that nothing can refer to weakly
+            self._notes[key] = weakref.ref(thing, lambda _: self._notes.pop(key, None)), what
 
-    def of(self, thing: Any) -> str | None:
+    def of(self, thing: Any) -> Any:
         found = self._notes.get(id(thing))
         return None if found is None or found[0]() is not thing else found[1]
 
@@ -42,6 +44,9 @@ _used = _ByIdentity()
 
 _left = _ByIdentity()
 """What earlier runs have changed, each with a digest of how they left it."""
+
+_left_values = _ByIdentity()
+"""The objects whose attributes earlier runs have changed, each with these attributes as they left them."""
 
 
 def check_new(thing: Engine | Handler, what: str) -> None:
@@ -69,19 +74,50 @@ def _check_unused(thing: Any, what: str, named: str) -> None:
 
 
 def _engines_in(engine: Engine) -> Iterator[Engine]:
-    """The evaluators that the handlers of an engine hold."""
+    """The evaluators that the handlers of an engine hold, also in lists and mappings."""
     for handler in engine.handlers.values():
-        yield from (value for value in vars(handler).values() if isinstance(value, Engine))
+        yield from _engines_among(vars(handler).values(), depth=3)
+
+
+def _engines_among(values: Iterable[Any], depth: int) -> Iterator[Engine]:
+    for value in values:
+        if isinstance(value, Engine):
+            yield value
+        elif depth and isinstance(value, list | tuple | dict | set):
+            yield from _engines_among(value.values() if isinstance(value, dict) else value, depth - 1)
 
 
 def check_not_left(engine: Engine, what: str) -> None:
-    """Raise SharedError for a model or an optimizer that is still as an earlier run has left it."""
+    """Raise SharedError for what is still as an earlier run has left it: tensors, optimizers, attributes, generators."""
     for name, (thing, digest) in _stateful(engine).items():
-        if _left.of(thing) == digest:
+        _check_changed_back(thing, digest, name, what)
+    _check_held(contents({"engine": engine}), what)
+
+
+def _check_changed_back(thing: Any, digest: str, name: str, what: str) -> None:
+    if _left.of(thing) == digest:
+        raise SharedError(
+            f"{what} returned {name} of an earlier run, as that run has left it: the runs of the study would depend on each "
+            "other; make the model, its optimizer and its data in each call, inside of the function"
+        )
+
+
+def _check_held(found: Mapping[str, Content], what: str) -> None:
+    """Check the generators of loaders, and the attributes of data sets, losses and other objects of the user."""
+    for generator in _generators(found):
+        if _left.of(generator) == digest_of([generator.get_state()]):
             raise SharedError(
-                f"{what} returned {name} of an earlier run, as that run has left it: the runs of the study would depend on each "
-                "other; make the model, its optimizer and its data in each call, inside of the function"
+                f"{what} returned a run over data whose generator an earlier run has left as it is, so that their orders "
+                "depend on each other; make the DataLoader and its generator in each call, inside of the function"
             )
+    for name, content in _changeable(found).items():
+        for key, left in (_left_values.of(content.thing) or {}).items():
+            if content.values.get(key) == left:
+                raise SharedError(
+                    f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} an earlier run "
+                    "has changed and left so: the runs of the study would depend on each other; make a new one in each call, "
+                    "inside of the function, or put it back there"
+                )
 
 
 class Left:
@@ -93,31 +129,82 @@ class Left:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._before = {id(thing): digest for thing, digest in _stateful(engine).values()}
+        self._before: dict[int, str] = {}
+        self._values: dict[int, Content] = {}
+        self._note_before(contents({"engine": engine}))
 
     def started(self) -> None:
-        """Check the data of the run, which is known now."""
+        """Check what is known now: the data of the run, and the tensors of the optimizers that were built."""
         what = f"build({self._engine.seed})"
-        for generator in _generators(self._engine):
-            digest = _digest([generator.get_state()])
-            if _left.of(generator) == digest:
-                raise SharedError(
-                    f"{what} returned a run over data whose generator an earlier run has left as it is, so that their orders "
-                    "depend on each other; make the DataLoader and its generator in each call, inside of the function"
-                )
-            self._before[id(generator)] = digest
+        for name, (thing, digest) in _stateful(self._engine).items():
+            if id(thing) not in self._before:
+                _check_changed_back(thing, digest, name, what)
+        found = contents({"the data": self._data()})
+        _check_held(found, what)
+        self._note_before(found)
 
     def note(self) -> None:
         """Note what has changed."""
+        found = contents({"engine": self._engine, "the data": self._data()})
         things = [*_stateful(self._engine).values()]
-        things += [(one, _digest([one.get_state()])) for one in _generators(self._engine)]
+        things += [(one, digest_of([one.get_state()])) for one in _generators(found)]
         for thing, digest in things:
             if self._before.get(id(thing)) not in (None, digest):
                 _left.note(thing, digest)
+        for content in _changeable(found).values():
+            before = self._values.get(id(content.thing))
+            if before is not None and (changed := _changed(before.values, content.values)):
+                _left_values.note(content.thing, changed)
+
+    def _note_before(self, found: Mapping[str, Content]) -> None:
+        things = [*_stateful(self._engine).values()]
+        things += [(one, digest_of([one.get_state()])) for one in _generators(found)]
+        for thing, digest in things:
+            self._before.setdefault(id(thing), digest)
+        for content in _changeable(found).values():
+            self._values.setdefault(id(content.thing), content)
+
+    def _data(self) -> Any:
+        return None if self._engine.feed.source is None else self._engine.feed.source.given
+
+
+def _changeable(found: Mapping[str, Content]) -> dict[str, Content]:
+    """The objects whose attributes runs may depend on: data sets, and those of the user's classes.
+
+    Handlers and engines are not shared at all. A sampler that is told the epoch is put back by that.
+    """
+    return {
+        name: content
+        for name, content in found.items()
+        if (isinstance(content.thing, Dataset) or is_of_user(type(content.thing)))
+        and not isinstance(content.thing, Handler | Engine)
+        and not hasattr(content.thing, "set_epoch")
+    }
+
+
+def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    """The values that a run has changed, as it left them.
+
+    Not what it has added to a cache, or made on first use, and not the tensors of modules, which are compared themselves.
+    """
+    return {
+        key: after.get(key)
+        for key, value in before.items()
+        if value != after.get(key) and value not in _UNSET and not key.startswith("(") and not _has_grown(key, value, after)
+    }
+
+
+_UNSET = ("None", "False", "True")
+
+
+def _has_grown(key: str, before: str, after: Mapping[str, str]) -> bool:
+    kind, length = before.rpartition(" ")[::2]
+    now, length_now = after.get(key, "").rpartition(" ")[::2]
+    return kind == now and kind.endswith(" of length") and int(length_now) > int(length)
 
 
 def _stateful(engine: Engine) -> Mapping[str, tuple[Any, str]]:
-    """The tensors of models and losses, and the optimizers that were given built, each by its name with a digest."""
+    """The tensors of models and losses and other trained ones, and the optimizers that were given built, by name with a digest."""
     roots = dict(engine.modules)
     losses = {f"the loss of {update.name}": loss_module(update.spec) for update in engine.updates}
     roots |= {name: loss for name, loss in losses.items() if loss is not None}
@@ -125,7 +212,9 @@ def _stateful(engine: Engine) -> Mapping[str, tuple[Any, str]]:
     for name, root in roots.items():
         for key, tensor in (*root.named_parameters(prefix=name), *root.named_buffers(prefix=name)):
             if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta:
-                found[f"the tensor {key!r}"] = tensor, _digest([tensor])
+                found[f"the tensor {key!r}"] = tensor, digest_of([tensor])
+    for name, tensor in own_parameters(engine).items():
+        found[f"the {name}"] = tensor, digest_of([tensor])
     for update in engine.updates:
         if update.spec.optimizer is update.optimizer and update.optimizer is not None:
             found[f"the optimizer of {update.name!r}"] = update.optimizer, _digest_of_optimizer(update.optimizer)
@@ -135,22 +224,10 @@ def _stateful(engine: Engine) -> Mapping[str, tuple[Any, str]]:
 def _digest_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     state = [value for one in optimizer.state.values() for value in one.values()]
     options = [value for group in optimizer.param_groups for key, value in group.items() if key != "params"]
-    return _digest([*state, *options])
+    return digest_of([*state, *options])
 
 
-def _generators(engine: Engine) -> list[torch.Generator]:
-    """Those that the order of the data or the numbers of its workers are drawn from."""
-    return [] if engine.feed.source is None else generators_of(engine.feed.source.given, that_matter=True)
-
-
-def _digest(values: list[Any]) -> str:
-    """A digest of plain values and of the beginnings of tensors."""
-    found = hashlib.sha256()
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            part = value.detach().flatten()[:_MOST].cpu().contiguous()
-            found.update(f"{part.dtype} {tuple(value.shape)}".encode())
-            found.update(part.view(torch.uint8).numpy().tobytes() if part.numel() else b"")
-        else:
-            found.update(repr(value).encode())
-    return found.hexdigest()[:16]
+def _generators(found: Mapping[str, Content]) -> list[torch.Generator]:
+    """Those that the order of data or the numbers of its workers are drawn from."""
+    loaders = [one.thing for name, one in found.items() if name == "the data" or isinstance(one.thing, DataLoader)]
+    return [generator for loader in loaders for generator in generators_of(loader, that_matter=True)]

@@ -26,7 +26,7 @@ __all__ = ["FORMAT", "Store", "StoreError", "StoreWarning"]
 FORMAT = 2
 """The format of the lines; those of format 1 have neither checksum nor provenance, and are never used again."""
 
-_NEEDED = ("configuration", "key", "off", "seed", "swapped")
+_NEEDED = {"configuration": str, "key": str, "off": list, "seed": int, "swapped": dict}
 _OURS = (b'"configuration"', b'"metrics"', b'"swapped"', b'"sum": "')
 _SUM = b', "sum": "%s"}'
 _NUMBERS = ("metrics", "steps", "handlers")
@@ -61,6 +61,9 @@ class Store:
     The process may be killed at any moment: a truncated last line is ignored and then removed, and its run is made again. When a
     study finishes, its store is rewritten atomically in a fixed order, so its content does not depend on the order in which
     the runs finished.
+
+    A symbolic link stands for its file, which is locked and rewritten. A file with several hard links cannot be written: a
+    rewrite would leave the other names with the old file.
 
     Args:
         path: Path of the file; it and its folder are created on the first write. None keeps the lines in memory.
@@ -163,25 +166,35 @@ class Store:
         """Lock the store for writing inside the ``with`` block.
 
         Raises:
-            StoreError: if another study is writing this store.
+            StoreError: if another study is writing this store, or its file has several hard links.
+            OSError: if the file cannot be written, such as on a full disk.
         """
         if self.path is None:
             yield
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self._locked(self.path):
+        path = self.path.resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self._locked(path):
             lines, size = self._split()
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
             try:
+                self._check_one_name(os.fstat(self._file).st_nlink)
                 if os.fstat(self._file).st_size != size:
                     os.ftruncate(self._file, size)
                 if lines and os.pread(self._file, 1, size - 1) != b"\n":
                     self._write(b"\n")
-                _sync_folder(self.path.parent)
+                _sync_folder(path.parent)
                 yield
             finally:
                 descriptor, self._file = self._file, None
                 os.close(descriptor)
+
+    def _check_one_name(self, names: int) -> None:
+        if names > 1:
+            raise StoreError(
+                f"the store {str(self.path)!r} is one file with {names} names (hard links): a study under another name would not "
+                "notice this one, and the names would part when it is rewritten; use a copy, or a symbolic link"
+            )
 
     @contextlib.contextmanager
     def _locked(self, path: Path) -> Iterator[None]:
@@ -190,7 +203,7 @@ class Store:
         lock = path.with_name(f".{path.name}.lock")
         name = str(lock.resolve())
         busy = (
-            f"the store {str(path)!r} is being written by another study%s; wait until it finishes, or use another store"
+            f"the store {str(self.path)!r} is being written by another study%s; wait until it finishes, or use another store"
         )
         if name in _written:
             raise StoreError(busy % " of this process")
@@ -204,8 +217,9 @@ class Store:
                 except OSError:
                     owner = os.pread(descriptor, 20, 0).decode(errors="replace").strip()
                     raise StoreError(busy % (f" (process {owner})" if owner else "")) from None
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+            with self._named_in_errors():
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
             yield
         finally:
             if descriptor >= 0:
@@ -223,9 +237,24 @@ class Store:
     def _write(self, content: bytes) -> None:
         if self._file is None:
             raise RuntimeError("append() was called outside `with store.writing()`; the store is locked only inside it")
-        while content:
-            content = content[os.write(self._file, content) :]
-        os.fsync(self._file)
+        size = os.fstat(self._file).st_size
+        with self._named_in_errors():
+            try:
+                while content:
+                    content = content[os.write(self._file, content) :]
+                os.fsync(self._file)
+            except OSError:
+                os.ftruncate(self._file, size)  # no part of a line stays
+                raise
+
+    @contextlib.contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        """Name the store in errors of the system, which know its descriptor only."""
+        try:
+            yield
+        except OSError as error:
+            reason = f"{error.strerror}: the store cannot be written; the runs that it has stay"
+            raise OSError(error.errno, reason, str(self.path)) from error
 
     def settle(self) -> None:
         """Rewrite the file atomically, with its lines in a fixed order, without superseded and damaged ones."""
@@ -237,17 +266,23 @@ class Store:
         settled = b"".join(line + b"\n" for line in ordered)
         if settled == self.path.read_bytes():
             return
-        new = self.path.with_name(f".{self.path.name}.new")
-        with open(new, "wb") as file:
-            file.write(settled)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(new, os.stat(self.path).st_mode)
-        os.replace(new, self.path)
-        _sync_folder(self.path.parent)
+        path = self.path.resolve()
+        new = path.with_name(f".{path.name}.new")
+        with self._named_in_errors():
+            try:
+                with open(new, "wb") as file:
+                    file.write(settled)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.chmod(new, os.stat(path).st_mode)
+                os.replace(new, path)
+            except OSError:
+                new.unlink(missing_ok=True)
+                raise
+        _sync_folder(path.parent)
         if self._file is not None:  # later lines are appended to the new file
             os.close(self._file)
-            self._file = os.open(self.path, os.O_RDWR | os.O_APPEND)
+            self._file = os.open(path, os.O_RDWR | os.O_APPEND)
 
 
 def encode(line: Mapping[str, Any]) -> bytes:
@@ -266,21 +301,24 @@ _LENGTH = len(_SUM % _sum(b""))
 def _unsealed(line: bytes) -> dict[str, Any] | None:
     """The record of a line whose checksum fits."""
     content = line[:-_LENGTH] + b"}"
-    if line[-_LENGTH:] != _SUM % _sum(content):
-        return None
-    record = json.loads(content)
-    return record if isinstance(record, dict) and all(name in record for name in _NEEDED) else None
+    return _record(content) if line[-_LENGTH:] == _SUM % _sum(content) else None
 
 
 def _is_old(line: bytes) -> bool:
     """Whether this is a line of format 1."""
+    record = _record(line)
+    return record is not None and "format" not in record and "sum" not in record
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says of a run; None if it says nothing of one."""
     try:
         record = json.loads(line)
-    except ValueError:
-        return False
-    if not isinstance(record, dict) or "format" in record or "sum" in record:
-        return False
-    return all(name in record for name in _NEEDED) and isinstance(record["key"], str)
+    except (ValueError, RecursionError):  # of brackets that are nested too deeply
+        return None
+    if not isinstance(record, dict):
+        return None
+    return record if all(isinstance(record.get(name), kind) for name, kind in _NEEDED.items()) else None
 
 
 def _excerpt(line: bytes) -> str:

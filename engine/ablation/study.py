@@ -17,7 +17,7 @@ from signalfire.checks import check_bool, check_choice, check_int
 from signalfire.monitor import find_mode
 from signalfire.randomness import unchanged_random_state
 
-from .arguments import check_build, check_handlers, check_seeds, check_workers, message_of
+from .arguments import check_build, check_handlers, check_seeds, check_workers
 from .beginnings import Beginnings, report_equal_runs
 from .designs import Design, baseline_of, factories_of, variants_of
 from .factors import with_arguments
@@ -25,16 +25,19 @@ from .identity import Identity
 from .lines import check_stored, differences, no_direction, no_metric, to_line
 from .looks import Looks
 from .plan import Plan, PlannedRun
-from .planned import planned_runs, stored_looks, stored_results
+from .planned import planned_runs, stored_looks, stored_results, task_of
 from .pruning import Halving, Pruned, Pruning
+from .provenance import composition
+from .repeated import Built
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
-from .runs import Build, Run, Task, beginnings_of, compose, one_thread, outcomes
+from .runs import Build, Run, Task, beginnings_of, compose, one_thread
 from .shared import SharedError
 from .store import Store, StoreError
 from .tasks import Ends, check_scores, check_task, joined_plan, task_builds
-from .trial import candidates, start, try_out
+from .trial import candidates, refuse_invalid, start, try_out
 from .verdicts import check_margin
+from .workers import outcomes
 
 if TYPE_CHECKING:
     from .report import Report
@@ -66,7 +69,8 @@ class Study:
             runs are made of is included automatically, and needs no mention: the code of ``build``, ``run`` and all that they
             use outside of installed packages, their arguments and closures, the handlers with their arguments, the structure
             of the model, and the versions of Python, torch and this package. If any of it changes, the runs are made again;
-            comments and docstrings do not count. Name here what that does not show, such as the version of data in a file.
+            comments and docstrings do not count. The variables of the environment, the command line and the files that this code
+            names count with their content. Name here what that does not show, such as data in a file with a computed name.
         streams: Value for ``engine.streams``; None leaves it as built.
         files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
             identically, so those of the same seed use the same file names.
@@ -155,6 +159,7 @@ class Study:
         self.own_run, self.files = run, check_bool(self, "files", files)
         self.config = dict(config or {})
         self._identity = Identity(build, run, self.config, streams, is_stored=store is not None)
+        self._is_repeatable = False
         self.task, self.scores = "", check_scores(scores, builds)
         self.tasks: Mapping[str, Study] = {name: self._of_task(name, one) for name, one in builds.items()}
 
@@ -166,8 +171,9 @@ class Study:
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
         """The runs that `run` would make, and their estimated duration. Nothing is trained.
 
-        The composition is built for the first seed, where each variant is run up to STARTED, without files, to detect invalid
-        ones; and once for the second seed, to know what depends on the seed.
+        The composition is built twice for the first seed, to detect a ``build`` that makes another run each time. There, each
+        variant is run up to STARTED, without files, to detect invalid ones. It is built once for the second seed, to know what
+        depends on the seed.
 
         Args:
             designs: As for `run`.
@@ -176,6 +182,7 @@ class Study:
         Raises:
             ValueError: for names of handlers that are not attached, and invalid variants, in which a handler that another one
                 requires, or that measures the metric, is off; for a metric whose direction nobody knows, without mode=.
+            RepeatError, if two calls of ``build`` make different runs; SharedError, for what an earlier run has used or changed.
         """
         check_bool("plan", "retry_failed", retry_failed)
         if self.tasks:
@@ -186,10 +193,14 @@ class Study:
         factories = factories_of(designs)
         self._identity.look_at_alternatives(factories)
         usual = baseline_of(designs)
+        first = None if self._is_repeatable else self._built(usual)
         with self._composed(self.seeds[0], usual) as (engine, run):
-            self._look_at(engine, usual)
-            begins = beginnings_of(engine)
+            parts, begins, again = composition(engine), beginnings_of(engine), Built(engine, run)
             reference = start(engine, run, "the composition as built")
+            if first is not None:
+                first.check(lambda: self._built(usual), again)
+            self._is_repeatable = True
+            self._look_at(parts, usual)
             self.mode = find_mode(engine, self.metric, self.mode, by="Study")
             if self.mode is None:
                 raise no_direction(self.metric, reference)
@@ -205,11 +216,7 @@ class Study:
                             enabled[variant.name] = try_out(other, its_run, variant, factories, reference, self.metric)
                 except Exception as error:
                     problems.append((variant.name, error))
-        if problems:
-            listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
-            raise ValueError(
-                f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
-            ) from problems[0][1]
+        refuse_invalid(problems)
         lines = self.store.read()
         pruning = self._pruning(variants)
         for variant in variants:
@@ -367,17 +374,23 @@ class Study:
         with unchanged_random_state(), one_thread():
             yield compose(with_arguments(self.build, variant), self.own_run, self.streams, self.files, seed)
 
-    def _look_at(self, engine: Engine, usual: Variant) -> None:
+    def _built(self, usual: Variant) -> Built:
+        with self._composed(self.seeds[0], usual) as (engine, run):
+            built = Built(engine, run)
+            start(engine, run, "the composition as built")
+            return built
+
+    def _look_at(self, parts: Mapping[str, str], usual: Variant) -> None:
         """Take the composition into the keys of the runs."""
         if len(self.seeds) > 1 and self._identity.needs_two:
             try:
                 with self._composed(self.seeds[1], usual) as (other, _):
-                    self._identity.look_at(engine, other)
+                    self._identity.look_at(parts, composition(other))
                 return
             except Exception as error:  # the runs of that seed will fail, and say why
                 if isinstance(error, SharedError):
                     raise
-        self._identity.look_at(engine)
+        self._identity.look_at(parts)
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
         runs = planned_runs(
@@ -440,21 +453,8 @@ class Study:
     def _tasks(
         self, runs: Sequence[PlannedRun], factories: Mapping[tuple[str, str], Callable[[], Handler]]
     ) -> list[Task]:
-        nonce = secrets.token_hex(8)
-        return [
-            Task(
-                with_arguments(self.build, run.variant),
-                self.own_run,
-                self.streams,
-                self.files,
-                run.seed,
-                tuple(sorted(run.variant.off)),
-                tuple((name, factories[name, alternative]) for name, alternative in run.variant.swapped),
-                nonce,
-                run.until,
-            )
-            for run in runs
-        ]
+        task = Task(self.build, self.own_run, self.streams, self.files, 0, nonce=secrets.token_hex(8))
+        return [task_of(run, task, factories) for run in runs]
 
     def _make(
         self,
@@ -482,7 +482,7 @@ class Study:
                     has_metric |= self.metric in outcome.metrics
                     beginnings.note_last_values(self.metric, outcome.last_values)
                     if runs[place].variant.arguments == plan.variants[0].arguments:
-                        beginnings.compare(runs[place].seed, outcome.begins)
+                        beginnings.compare(runs[place].seed, outcome.begins, outcome.composed)
                     if outcome.error is None and not has_metric and self.metric not in outcome.announced:
                         raise KeyError(no_metric(self.metric, runs[place].variant.name, outcome.announced))
                     line = to_line(

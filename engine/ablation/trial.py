@@ -11,10 +11,11 @@ from signalfire.checks import did_you_mean
 from signalfire.handler import Subscription
 from signalfire.monitor import Monitor
 
+from .arguments import message_of
 from .results import Variant
 from .runs import Run, exchange, writes_or_shows
 
-__all__ = ["candidates", "close_match", "start", "try_out"]
+__all__ = ["candidates", "close_match", "refuse_invalid", "start", "try_out"]
 
 _CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
 _BESIDE_TRAINING = {"metrics", "files", "processes", "signals", "state", "device", "random", "error"}
@@ -97,6 +98,16 @@ def try_out(
         for handler, place in originals:
             if handler.engine is None:
                 engine.handlers.attach([handler], place=place)
+
+
+def refuse_invalid(problems: Sequence[tuple[str, Exception]]) -> None:
+    """Raise a ValueError that names all invalid variants, if there are any."""
+    if not problems:
+        return
+    listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
+    raise ValueError(
+        f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
+    ) from problems[0][1]
 
 
 def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[str] | None) -> list[str]:

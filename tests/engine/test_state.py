@@ -136,8 +136,9 @@ def test_numbers_are_those_of_each_value_by_name() -> None:
         ({"max_iters": 1.5}, "max_iters=1.5"),
         ({"max_epochs": 2, "min_epochs": 3}, "min_epochs=3"),
         ({"max_epochs": 2, "min_iters": -1}, "min_iters=-1"),
-        ({"max_time": "5ep"}, "5ep"),
-        ({"max_time": "soon"}, "soon"),
+        ({"max_time": "5ep"}, "run(max_time='5ep'): 5ep is not a time"),
+        ({"max_time": "soon"}, "run(max_time='soon'): expected a wall-clock time with its unit, such as '90s'"),
+        ({"max_time": "0s"}, "run(max_time='0s'): expected a wall-clock time"),
         ({"max_epochs": 1, "epoch_length": 0}, "epoch_length=0"),
     ],
 )
@@ -158,7 +159,7 @@ def test_without_data_an_epoch_length_or_max_iters_is_needed() -> None:
 
 
 def test_a_time_without_a_unit_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"run\(max_time=5\): 5 is not an interval"):
+    with pytest.raises(TypeError, match=r"run\(max_time=5\): expected a wall-clock time with its unit"):
         make_engine().run(make_data(), max_time=5)  # type: ignore[arg-type]
 
 

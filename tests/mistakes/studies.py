@@ -39,14 +39,18 @@ def a_build_that_ignores_its_seed(right: bool) -> None:
 
 
 @mistake("W82")
-def data_that_each_run_of_a_study_normalises_in_place(right: bool) -> None:
-    inputs, targets = batches(1)[0]
-    data = DataLoader(TensorDataset(inputs, targets), batch_size=2)
+def batches_that_each_run_of_a_study_normalises_in_place(right: bool) -> None:
+    data = batches(4)
 
     def build(seed: int) -> Any:
-        if not right:
-            inputs.sub_(1.0)
-        return composed(seed, nn.Linear(5, 1), data)
+        trainer, run = composed(seed, nn.Linear(5, 1), data)
+
+        def normalise(engine: Engine) -> None:
+            inputs, targets = engine.state.batch
+            engine.state.batch = (inputs - 1.0 if right else inputs.sub_(1.0)), targets
+
+        trainer.connect(Events.GET_BATCH_COMPLETED, normalise)
+        return trainer, run
 
     studied(build)
 

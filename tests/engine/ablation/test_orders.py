@@ -81,6 +81,31 @@ def test_sampled_values_have_an_interval_that_holds_the_exact_ones() -> None:
     assert Shapley(names, orders=4).orders == Shapley(names, orders=4).orders != Shapley(names, orders=4, seed=1).orders
 
 
+@pytest.mark.moderate
+@pytest.mark.parametrize("part", [0.125, 0.1], ids=["exact", "rounded"])
+def test_sampled_orders_that_are_all_equal_give_no_interval(part: float) -> None:
+    """They need not be equal in the orders that were not sampled, so an interval of width 0 would claim too much."""
+    names = [f"h{place}" for place in range(7)]
+
+    def worth(on: frozenset[str], seed: int) -> float:
+        return part * len(on) + ({"h0", "h1", "h2"} <= on)
+
+    for orders in (2, 4, 6):
+        design = Shapley(names, orders=orders)
+        pairs = list(zip(design.orders[::2], design.orders[1::2], strict=True))
+        within = reported(design, names, worth, seeds=2).sampling_intervals(design)
+        for name in names:
+            middle = [added(name, one) + added(name, other) for one, other in pairs]  # of the three that need each other
+            low, high = within[name]
+            assert low < high if len({*middle}) > 1 else math.isnan(low) and math.isnan(high)
+        assert math.isnan(within["h6"][0])
+
+
+def added(name: str, order: Any) -> bool:
+    """Whether it is the last of three handlers that need each other."""
+    return max(("h0", "h1", "h2"), key=order.index) == name
+
+
 def test_cumulative_steps_go_both_ways() -> None:
     design = Cumulative(NAMES)
     report = reported(design, NAMES, game)

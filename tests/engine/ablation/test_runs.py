@@ -15,7 +15,8 @@ import torch
 
 from signalfire import Engine, Events
 from signalfire.ablation import LeaveOneOut
-from signalfire.ablation.runs import Outcome, Task, compose, exchange, make, outcomes
+from signalfire.ablation.runs import Outcome, Task, compose, exchange, make
+from signalfire.ablation.workers import outcomes
 from signalfire.handlers import EMA, GradientNoise
 from tests.engine.ablation import builds
 from tests.engine.ablation.builds import ROOT, make_study
@@ -36,16 +37,45 @@ def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
     assert all("the process that made this run died" in (result.error or "") for result in results if result.seed == 1)
 
 
-def test_what_an_executor_cannot_do_is_no_failed_run() -> None:
-    class Broken(Executor):
-        def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
-            future: Future[Any] = Future()
-            future.set_exception(OSError("no connection"))
-            return future
+class Losing(Executor):
+    """Makes runs as they are submitted, and loses some of them, by their places."""
 
-    with pytest.raises(OSError, match="no connection") as caught:
-        list(outcomes([task()], Broken()))
-    assert "could not make a run of the study" in caught.value.__notes__[0]
+    def __init__(self, *lost: int, takes: int = 100) -> None:
+        self.lost, self.takes, self.given = lost, takes, 0
+
+    def submit(self, function: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        if self.given == self.takes:
+            raise OSError("the queue is full")
+        future: Future[Any] = Future()
+        if self.given in self.lost:
+            future.set_exception(OSError("no connection"))
+        else:
+            future.set_result(Outcome(metrics={"val_loss": 1.0}))
+        self.given += 1
+        return future
+
+
+@pytest.mark.parametrize(
+    ("executor", "made", "message"),
+    [
+        (Losing(0), 6, "no connection"),
+        (Losing(3), 6, "no connection"),
+        (Losing(6), 6, "no connection"),
+        (Losing(0, 2, 5), 4, "no connection"),
+        (Losing(*range(7)), 0, "no connection"),
+        (Losing(takes=3), 3, "the queue is full"),
+        (Losing(1, takes=3), 2, "the queue is full"),
+    ],
+    ids=["first", "middle", "last", "three", "all", "refused", "refused and lost"],
+)
+def test_of_the_runs_of_an_executor_all_are_kept_but_those_that_it_loses(
+    executor: Losing, made: int, message: str
+) -> None:
+    found: list[tuple[int, Outcome]] = []
+    with pytest.raises(OSError, match=message) as caught:
+        found.extend(outcomes([task(seed=seed) for seed in range(7)], executor))
+    assert len(found) == made
+    assert f"could not make {7 - made} of 7 runs of the study; the other {made} are in" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Update
+from signalfire import Engine, Events, Handler, Update, on
 from signalfire.ablation import LeaveOneOut, Study, Swap
 from signalfire.ablation.shared import SharedError
 from signalfire.handlers import Average, GradientClipping, Metrics, Validation
@@ -54,7 +55,7 @@ def builder(*shared: str, again: Callable[[Made, int], None] | None = None) -> C
 
 
 def values(build: Callable[[int], Any], *designs: Any, seeds: Any = range(2)) -> list[float | None]:
-    study = Study(build, metric="val", seeds=seeds)
+    study = Study(build, metric="val", mode="min", seeds=seeds)
     designs = designs or (LeaveOneOut(["gradient_clipping"]),)
     study.run(*designs, workers=0)
     return [one.value for one in study.results(study.plan(*designs))]
@@ -124,3 +125,194 @@ def test_an_alternative_that_is_made_once_is_an_error_too() -> None:
     other = GradientClipping(max_norm=5.0)
     with pytest.raises(SharedError, match="the factory of the alternative to 'gradient_clipping' returned the handler"):
         values(builder(), Swap({"gradient_clipping": {"looser": lambda: other}}))
+
+
+# ---- what is in no module ---------------------------------------------------------------------------------------------
+
+
+class Counting(TensorDataset):
+    """Data that counts how often it was read, keeps what it has read, and grows harder with that, if ``harder``."""
+
+    def __init__(self, *, counts: bool) -> None:
+        super().__init__(*(one.clone() for one in DATA.tensors))
+        self.read = 0
+        self.counts = counts
+        self.cache: dict[int, Any] = {}
+        self.opened: object | None = None
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += self.counts
+        self.opened = self
+        inputs, targets = self.cache.setdefault(int(index), tuple(one[index] for one in self.tensors))
+        return inputs * (1 + self.read / 10), targets
+
+
+class Drawing(TensorDataset):
+    """Data with noise from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(*DATA.tensors)
+        self.random = np.random.default_rng(0)
+
+    def __getitem__(self, index: Any) -> Any:
+        inputs, targets = (one[index] for one in self.tensors)
+        return inputs + self.random.normal(), targets
+
+
+class Annealed:
+    """A loss that is no module, and grows with its calls; or stays as it is."""
+
+    def __init__(self, *, grows: bool = True) -> None:
+        self.calls, self.grows = 0, grows
+        self.weights = [1.0]
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.calls += self.grows
+        self.weights[0] += self.grows
+        return mse_loss(output, target) * self.weights[0]
+
+
+class Evaluating(Handler):
+    """Holds evaluators in a list or a mapping."""
+
+    def __init__(self, evaluators: Any) -> None:
+        self.evaluators = evaluators
+
+    @on(Events.EPOCH_COMPLETED)
+    def evaluate(self, engine: Engine) -> None:
+        for one in self.evaluators.values() if isinstance(self.evaluators, dict) else self.evaluators:
+            engine.state.metrics["val"] = one.run([DATA.tensors]).metrics["val"]
+
+
+def parts(
+    *,
+    loss: Callable[[], Any] = lambda: mse_loss,
+    data: Callable[[], Any] = lambda: DATA,
+    scale: Callable[[], torch.Tensor] | None = None,
+    validation: Callable[[], Any] = lambda: [DATA.tensors],
+    evaluators: Callable[[Engine], Any] | None = None,
+    back: Callable[[], object] = lambda: None,
+) -> Callable[[int], Any]:
+    """A function that builds runs of which some parts may be shared."""
+
+    def build(seed: int) -> Any:
+        back()
+        model = nn.Linear(4, 1)
+        own = torch.ones(1, requires_grad=True) if scale is None else scale()
+        update = Update(
+            lambda engine, batch: engine.model(batch[0]) * own,
+            Compared(loss()),
+            partial(torch.optim.SGD, lr=0.1),
+            parameters=lambda engine: [*engine.model.parameters(), own],
+        )
+        evaluator = Engine(Update.supervised(mse_loss).evaluation(), model=model)
+        evaluator.attach(Metrics(val=Average(mse_loss)))
+        trainer = Engine(update, model=model, seed=seed)
+        trainer.attach(GradientClipping(max_norm=1.0))
+        if evaluators is None:
+            trainer.attach(Validation(evaluator, validation()))
+        else:
+            trainer.attach(Evaluating(evaluators(evaluator)))
+        loader = DataLoader(data(), batch_size=2)
+        return trainer, lambda engine: engine.run(loader, max_epochs=1)
+
+    return build
+
+
+class Compared:
+    """A loss of the output and the targets of a batch."""
+
+    def __init__(self, loss: Any) -> None:
+        self.inner = loss
+
+    def __call__(self, engine: Engine, output: Any, batch: Any) -> Any:
+        return self.inner(output, batch[1])
+
+
+def always(thing: Any) -> Callable[..., Any]:
+    return lambda *_: thing
+
+
+def held(kind: Callable[[Engine], Any]) -> Callable[[Engine], Any]:
+    """Evaluators of the first call, in a container."""
+    kept: list[Any] = []
+
+    def make(evaluator: Engine) -> Any:
+        kept.append(kept[0] if kept else evaluator)
+        return kind(kept[-1])
+
+    return make
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=2, shuffle=True, generator=torch.Generator())
+
+
+def looking(loader: DataLoader[Any]) -> Callable[[int], Any]:
+    """A function that builds runs with a handler of the user that goes through a loader."""
+
+    def build(seed: int) -> Any:
+        trainer, run = parts()(seed)
+        trainer.attach(Looking(loader))
+        return trainer, run
+
+    return build
+
+
+class Looking(Handler):
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    @on(Events.EPOCH_COMPLETED)
+    def look(self, engine: Engine) -> None:
+        list(self.loader)
+
+
+CHANGED: dict[str, tuple[Callable[[int], Any], str]] = {
+    "a trained tensor": (parts(scale=always(torch.ones(1, requires_grad=True))), r"returned the parameter 0 of update"),
+    "a loss": (parts(loss=always(Annealed())), r"\(Annealed\), whose '(calls|weights\[0\])' an earlier run has changed"),
+    "a counter of the data": (parts(data=always(Counting(counts=True))), r"\(Counting\), whose 'read' an earlier run"),
+    "noise of the data": (parts(data=always(Drawing())), r"\(Drawing\), whose 'random' an earlier run"),
+    "a loader of a handler": (looking(shuffled()), "whose generator an earlier run has left"),
+    "an evaluator in a list": (parts(evaluators=held(lambda one: [one])), "the handler 'metrics'"),
+    "an evaluator in a mapping": (parts(evaluators=held(lambda one: {"val": [one]})), "the handler 'metrics'"),
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_what_is_in_no_module_is_an_error_too_once_a_run_has_changed_it(what: str) -> None:
+    build, message = CHANGED[what]
+    with pytest.raises(SharedError, match=message):
+        values(build)
+
+
+def kept_and_put_back() -> dict[str, tuple[Callable[[int], Any], Callable[[int], Any]]]:
+    own, loss, data, loader = torch.ones(1, requires_grad=True), Annealed(), Counting(counts=True), shuffled()
+
+    def back() -> None:
+        with torch.no_grad():
+            own.fill_(1.0)
+        loss.calls, loss.weights[0], data.read = 0, 1.0, 0
+        loader.generator.manual_seed(torch.Generator().initial_seed())
+
+    return {
+        "put back": (
+            parts(scale=always(own), loss=always(loss), data=always(data), validation=always(loader), back=back),
+            parts(loss=Annealed, data=lambda: Counting(counts=True), validation=shuffled),
+        ),
+        "never changed": (
+            parts(
+                loss=always(Annealed(grows=False)),
+                data=always(Counting(counts=False)),
+                validation=always(shuffled()),  # the validation puts its generator back
+            ),
+            parts(validation=shuffled),
+        ),
+        "new ones in a list": (parts(evaluators=lambda one: [one]), parts(evaluators=lambda one: {"val": one})),
+    }
+
+
+@pytest.mark.parametrize("what", kept_and_put_back())
+def test_what_is_put_back_or_only_caches_gives_the_numbers_of_a_fresh_build(what: str) -> None:
+    build, fresh = kept_and_put_back()[what]
+    assert values(build) == values(fresh)

@@ -197,7 +197,20 @@ def test_lines_of_version_0_1_are_kept_and_not_used(whole: bytes, tmp_path: Path
     assert set(lines) < set(after)
 
 
-@pytest.mark.parametrize("bad", [b"{'a': 1}\n", b'{"key": "a"}\n', b"[]\n", b"\n"])
+NESTED = b"[" * 10**5
+NO_RUNS = {
+    "no JSON": b"{'a': 1}",
+    "another record": b'{"key": "a"}',
+    "a list": b"[]",
+    "an empty line": b"",
+    "brackets": NESTED,
+    "closed brackets": NESTED + b"]" * 10**5,
+    "nested records": b'{"a":' * 10**5,
+    "no text": b"\xff\xfe",
+}
+
+
+@pytest.mark.parametrize("bad", [one + b"\n" for one in NO_RUNS.values()], ids=list(NO_RUNS))
 def test_a_line_that_is_no_run_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "store.jsonl"
     good = json.dumps(line("a")).encode() + b"\n"
@@ -206,12 +219,96 @@ def test_a_line_that_is_no_run_is_named(tmp_path: Path, bad: bytes) -> None:
         Store(path).read()
 
 
+@pytest.mark.parametrize("wrong", [{"seed": [0]}, {"off": 3}, {"swapped": ["x"]}], ids=str)
+def test_a_line_with_values_of_other_kinds_is_damaged(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    path = tmp_path / "store.jsonl"
+    path.write_text(json.dumps(line("a")) + "\n" + json.dumps(line("b") | wrong) + "\n")
+    store = Store(path)
+    with pytest.warns(StoreWarning, match="line 2 of the store"):
+        assert store.read() == {}
+    with store.writing():
+        store.settle()
+    assert path.read_text() == json.dumps(line("a")) + "\n"
+
+
 def test_two_studies_of_one_process_do_not_write_at_once(tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"
     with Store(path).writing(), pytest.raises(StoreError, match="another study of this process"), Store(path).writing():
         pass
     with Store(path).writing():
         pass
+
+
+@pytest.mark.parametrize("kind", ["file", "relative", "two", "folder", "dangling"])
+def test_a_symbolic_link_stands_for_its_file(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "there" / "store.jsonl"
+    path.parent.mkdir()
+    link = tmp_path / "link.jsonl"
+    if kind == "folder":
+        (tmp_path / "other").symlink_to(path.parent)
+        link = tmp_path / "other" / "store.jsonl"
+    elif kind == "two":
+        (tmp_path / "between.jsonl").symlink_to(path)
+        link.symlink_to(tmp_path / "between.jsonl")
+    else:
+        link.symlink_to("there/store.jsonl" if kind == "relative" else path)
+    if kind != "dangling":
+        path.write_bytes(b"")
+    links = [one for one in tmp_path.rglob("*") if one.is_symlink()]
+    through = Store(link)
+    with through.writing():
+        for one in (line("b", 1), line("a", 0)):
+            through.append(one)
+        with pytest.raises(StoreError, match="another study of this process"), Store(path).writing():
+            pass
+        through.settle()
+        through.append(line("c", 2))
+    with Store(path).writing(), pytest.raises(StoreError, match="another study of this process"), through.writing():
+        pass
+    assert list(Store(path).read()) == list(through.read()) == ["a", "b", "c"]
+    assert all(one.is_symlink() for one in links)
+    assert not path.is_symlink()
+
+
+def test_a_file_with_two_names_is_not_written(tmp_path: Path) -> None:
+    path, other = tmp_path / "store.jsonl", tmp_path / "other.jsonl"
+    with Store(path).writing():
+        pass
+    os.link(path, other)
+    for one in (path, other):
+        store = Store(one)
+        with pytest.raises(StoreError, match=rf"{one.name}' is one file with 2 names \(hard links\)"), store.writing():
+            pass
+    other.unlink()
+    with Store(path).writing():
+        pass
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of processes")
+def test_a_store_that_the_system_refuses_to_write_is_named_and_keeps_its_lines(tmp_path: Path) -> None:
+    import resource
+
+    path = tmp_path / "store.jsonl"
+    store = Store(path)
+    with store.writing():
+        store.append(line("b", 1))
+        store.append(line("a", 0))
+        before = path.read_bytes()
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))  # as a full disk
+        try:
+            with pytest.raises(OSError, match="the store cannot be written") as appended:
+                store.append(line("c", 2))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+            with pytest.raises(OSError, match="the store cannot be written") as settled:
+                store.settle()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert appended.value.filename == settled.value.filename == str(path)
+        assert path.read_bytes() == before
+        assert sorted(os.listdir(tmp_path)) == [".store.jsonl.lock", "store.jsonl"]
+        store.append(line("d", 3))
+    assert list(Store(path).read()) == ["b", "a", "d"]
 
 
 @pytest.mark.slow

@@ -1,0 +1,128 @@
+"""What code reads from outside of the program: the environment, the command line, and files whose names are in the code."""
+
+from __future__ import annotations
+
+import dis
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePath
+from types import CodeType
+from typing import Any
+
+from .bytecode import nested
+
+__all__ = ["Reads", "reads_of"]
+
+_SKIPPED = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL", "RESUME"}
+_READING = {"get", "setdefault", "pop", "__getitem__", "__contains__"}
+_PARSING = {"parse_args", "parse_known_args"}
+_OPENING = {"open", "read_bytes", "read_text"}
+_WRITING = {"write", "write_bytes", "write_text", "writelines"}
+
+
+@dataclass
+class Reads:
+    """What a code object and those inside of it read.
+
+    Attributes:
+        variables: Names of variables of the environment.
+        any_variable: Whether variables are read whose names are not in the code.
+        arguments: Whether the command line is read.
+        files: Files that there are.
+    """
+
+    variables: set[str] = field(default_factory=set)
+    any_variable: bool = False
+    arguments: bool = False
+    files: set[Path] = field(default_factory=set)
+
+
+def reads_of(code: CodeType, module: Mapping[str, Any]) -> Reads:
+    """What code reads from outside.
+
+    Args:
+        code: The code object.
+        module: The globals that it uses.
+    """
+    found = Reads()
+    for one in nested(code):
+        steps = [step for step in dis.get_instructions(one) if step.opname not in _SKIPPED]
+        for place, step in enumerate(steps):
+            if _is(step, steps, place, module, os, "environ", os.environ):
+                _note_variable(found, steps, place, module)
+            elif _is(step, steps, place, module, os, "getenv", os.getenv):
+                _note_name(found, steps[place + 1 :], module)
+            elif _is(step, steps, place, module, sys, "argv", sys.argv):
+                found.arguments = True
+        names = {*one.co_names}
+        found.arguments |= bool(_PARSING & names)
+        if _OPENING & names and not _WRITING & names:
+            found.files |= _files_in(one, module)
+    return found
+
+
+def _is(
+    step: dis.Instruction,
+    steps: Sequence[dis.Instruction],
+    place: int,
+    module: Mapping[str, Any],
+    owner: Any,
+    name: str,
+    value: Any,
+) -> bool:
+    """Whether an instruction loads something of a module, also where that was imported by its name."""
+    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return module.get(step.argval) is value
+    if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval != name or not place:
+        return False
+    before = steps[place - 1]
+    if before.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return module.get(before.argval) is owner
+    return before.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and before.argval == owner.__name__  # imported inside
+
+
+def _note_variable(found: Reads, steps: Sequence[dis.Instruction], place: int, module: Mapping[str, Any]) -> None:
+    """Note the variable that is read from ``os.environ``; one that is set, or taken out, is not read."""
+    after = steps[place + 1 : place + 4]
+    if [step.opname for step in after[1:2]] in (["STORE_SUBSCR"], ["DELETE_SUBSCR"]) or _is_update(after):
+        return
+    if after and after[0].opname == "CONTAINS_OP":
+        _note_name(found, steps[_of_owner(steps, place) - 1 : place], module)
+    elif after and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        _note_name(found, after[1:] if after[0].argval in _READING else (), module)
+    else:
+        _note_name(found, after, module)
+
+
+def _of_owner(steps: Sequence[dis.Instruction], place: int) -> int:
+    return place - 1 if steps[place].opname in ("LOAD_ATTR", "LOAD_METHOD") else place
+
+
+def _is_update(after: Sequence[dis.Instruction]) -> bool:
+    return bool(after) and after[0].opname in ("LOAD_ATTR", "LOAD_METHOD") and after[0].argval == "update"
+
+
+def _note_name(found: Reads, steps: Sequence[dis.Instruction], module: Mapping[str, Any]) -> None:
+    name = _value(steps[0], module) if steps else None
+    if isinstance(name, str):
+        found.variables.add(name)
+    else:
+        found.any_variable = True
+
+
+def _value(step: dis.Instruction, module: Mapping[str, Any]) -> Any:
+    """The value that an instruction loads, if it is a constant or a global."""
+    if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        return module.get(step.argval)
+    return step.argval if step.opname.startswith("LOAD_CONST") else None
+
+
+def _files_in(code: CodeType, module: Mapping[str, Any]) -> set[Path]:
+    """The files that constants and globals of code name; none for code that opens files to write them."""
+    values = [*code.co_consts, *(module.get(name) for name in code.co_names)]
+    if any(isinstance(value, str) and value[:1] in "wax" and value.strip("waxbt+") == "" for value in values if value):
+        return set()
+    paths = [Path(value) for value in values if isinstance(value, str | PurePath) and 0 < len(str(value)) < 256]
+    return {path for path in paths if os.path.isfile(path)}
