@@ -214,7 +214,7 @@ class Step:
 
     def average(self, update: UpdateState) -> bool:
         """Divide the gradients by the weights of the window; False if these add up to zero."""
-        return update.window.average(update.parameters, one_backward=self.overrides.gradients is None)
+        return update.window.average(update.parameters)
 
     def evaluate(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         """Forward and loss of a batch, for an engine that does not train."""

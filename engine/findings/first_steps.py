@@ -20,8 +20,9 @@ from ..window import ONE
 from .calls import FirstCalls
 from .composition import listed
 from .dropout import ActiveDropout, is_compiled
-from .epoch_checks import counted, held_by_optimizers, names_of, report_cleared
+from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, report_other_scale
+from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
 
@@ -66,6 +67,14 @@ class FirstStep(Step):
         elif update.evaluation == 0 and isinstance(loss, Tensor):
             findings.look(look.at, update, loss)
         return loss
+
+    def compute_gradients(self, update: UpdateState, iteration: int, listened: bool) -> None:
+        """As `Step` does it."""
+        try:
+            Step.compute_gradients(self, update, iteration, listened)  # a `Step` itself by now, if this is a later piece
+        finally:
+            if update.window.given is not None:
+                update.window.given.end_backward()
 
     def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
         """As `Step` does it."""
@@ -185,7 +194,7 @@ class _Look:
         look = engine.findings.look
         look(self._look_for_foreign_leaves, engine, update, loss)
         look(self._look_for_gradients, engine, update)
-        look(self._look_for_cleared_gradients, engine, update)
+        look(self._count_gradients, engine, update)
         look(self._look_for_kept_graphs, engine, update, loss)
         look(self._look_for_seeds, engine, update)
 
@@ -238,14 +247,16 @@ class _Look:
                 key=update.name,
             )
 
-    def _look_for_cleared_gradients(self, engine: Engine, update: UpdateState) -> None:
-        """Gradients that were set to zero in place in an open window; later backwards would hide that."""
-        gradients = [p.grad for p in update.parameters if p.grad is not None]
-        if not update.window.held or not gradients or engine.overrides.gradients is not None:
+    @staticmethod
+    def _count_gradients(engine: Engine, update: UpdateState) -> None:
+        """Count what the backwards of a window give, which its end may lack."""
+        window = update.window
+        if window.length < 2 or engine.processes.distributed or any(map(is_sharded, update.parameters)):
             return
-        plain = all(type(one) is Tensor and one.layout is torch.strided and not one.requires_grad for one in gradients)
-        if plain and update.window.was_zeroed(gradients):
-            report_cleared(engine, update)
+        if window.held == 0:
+            window.given = GivenGradients(engine, update)
+        if window.given is not None:
+            window.given.begin_backward()
 
     def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""
