@@ -25,6 +25,7 @@ from .evaluation_findings import note_scale, report_other_scale
 from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
+from .target_counts import Mean, TargetCalls, TargetCounts
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -57,9 +58,14 @@ class FirstStep(Step):
         findings = self.engine.findings
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, self.engine, self.state.batch)
-            with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, update, samples) as calls:
+            with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, samples) as calls:
                 loss = super().compute_loss(update, batch, iteration, listened)
             findings.look(_report_calls, self.engine, update, calls)
+            findings.look(look.note_means, update, calls.means)
+        elif update.name in look.counts:
+            with TargetCalls(self.engine) as counted:
+                loss = super().compute_loss(update, batch, iteration, listened)
+            findings.look(look.note_means, update, counted.means)
         else:
             loss = super().compute_loss(update, batch, iteration, listened)
         if iteration > look.last:
@@ -152,6 +158,7 @@ class _Look:
 
     Attributes:
         last: the last iteration that is looked at.
+        counts: by update, how many targets its losses are means over, where these may count otherwise.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -161,11 +168,19 @@ class _Look:
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
         self._leaves: dict[str, list[weakref.ref[Tensor]]] = {}
+        self.counts: dict[str, TargetCounts] = {}
 
     def begins(self, update: UpdateState) -> bool:
         """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
         engine = self.engine()
         return update.name not in self._seen and engine is not None and not is_compiled(engine)
+
+    def note_means(self, update: UpdateState, means: list[Mean]) -> None:
+        """Note what a loss is a mean over, once the receivers of LOSS_COMPUTED have weighted it."""
+        engine = self.engine()
+        assert engine is not None
+        if means and update.evaluation == 0:
+            self.counts.setdefault(update.name, TargetCounts()).add(engine, update, means)
 
     def sees_first(self, update: UpdateState) -> bool:
         """Whether no loss of this update was seen yet; from now on, one was."""
