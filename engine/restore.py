@@ -97,7 +97,7 @@ def attempt(engine: Engine, update: UpdateState, compute: Callable[[], None]) ->
     update.output = update.raw_loss = update.backward_loss = None
     for parameter, gradient in zip(update.parameters, gradients, strict=True):
         parameter.grad = gradient
-    window.trust_gradients()
+    window.given = None  # these gradients are copies of those that were counted
     buffers.put_back(copies)
     set_random_state(random)
     engine.signals.emit(engine, Events.UPDATE_RETRIED)

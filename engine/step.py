@@ -191,7 +191,7 @@ class Step:
             _average_over_ranks(self.engine, update)
         elif window.held == 0:
             update.skip(NO_GRADIENT)
-        elif (window.held != 1 or window.extra_weight is not ZERO) and not self.average(update):
+        elif (window.held != 1 or window.extra_weight is not ZERO) and not window.average(update.parameters):
             update.skip("the weights of the window add up to zero")
         if update.skipped is None and listened and signals.gradients_ready.due <= iteration:
             signals.gradients_ready.emit(self.engine, iteration)
@@ -211,10 +211,6 @@ class Step:
         if listened and signals.step_completed.due <= iteration:
             signals.step_completed.emit(self.engine, iteration)
         window.discard(update.optimizer)
-
-    def average(self, update: UpdateState) -> bool:
-        """Divide the gradients by the weights of the window; False if these add up to zero."""
-        return update.window.average(update.parameters, one_backward=self.overrides.gradients is None)
 
     def evaluate(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
         """Forward and loss of a batch, for an engine that does not train."""
@@ -312,7 +308,7 @@ class Step:
                 f"update {update.name!r} gave no loss in evaluation {update.evaluation} of a step, though it gave one in the "
                 "first; forward and loss have to do the same each time that a step computes its gradients"
             )
-        elif not self.average(update):
+        elif not update.window.average(update.parameters):
             update.skip("the weights of the window add up to zero")
 
 

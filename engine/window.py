@@ -29,6 +29,18 @@ class EpochEnd(Protocol):
         ...
 
 
+class Given(Protocol):
+    """What counts the gradients that the backwards of a window give."""
+
+    def begin_backward(self) -> None: ...
+
+    def end_backward(self) -> None: ...
+
+    def compare(self) -> None: ...
+
+    def confirm(self) -> None: ...
+
+
 class Window:
     """The micro-steps whose gradients make one optimizer step; one micro-step without accumulation.
 
@@ -44,13 +56,11 @@ class Window:
         held: how many of them gave a gradient.
         extra_weight: by how much the sum of their weights exceeds `held`; an int or float, or a tensor on a device.
         kept: what the window was computed from, for steps that compute it again; None if none do.
-        was_cleared: whether gradients of the epoch's first complete window were cleared before its end.
-        was_emptied: whether none was left of them.
+        given: counts what its backwards give, in the first windows of a run; else None.
     """
 
     __slots__ = (
-        "_checked", "extra_weight", "filled", "held", "kept", "length", "length_of", "size",
-        "was_cleared", "was_emptied",
+        "extra_weight", "filled", "given", "held", "kept", "length", "length_of", "size",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -61,8 +71,7 @@ class Window:
         self.held = 0
         self.extra_weight: Any = ZERO
         self.kept: list[Kept] | None = None
-        self.was_cleared = self.was_emptied = False
-        self._checked = True
+        self.given: Given | None = None
 
     def closes(self, feed: EpochEnd, iteration: int, *, more: bool) -> bool:
         """Count a micro-step, before its forward; returns whether it completes the window.
@@ -84,15 +93,10 @@ class Window:
         before = sum((weight for _, _, weight, _ in self.kept), start=ZERO)
         self.kept.append((batch, loss.detach(), self.held + self.extra_weight - before, share))
 
-    def average(self, parameters: Sequence[Tensor], *, one_backward: bool = True) -> bool:
-        """Make the gradients those of the weighted mean loss; False if the weights add up to zero.
-
-        Args:
-            parameters: those of the update.
-            one_backward: whether a micro-step has one backward, and not one a piece.
-        """
-        if not self._checked and self.held > 1:
-            self._checked, self.was_cleared = True, self._misses_gradients(parameters, one_backward)
+    def average(self, parameters: Sequence[Tensor]) -> bool:
+        """Make the gradients those of the weighted mean loss; False if the weights add up to zero."""
+        if self.given is not None:
+            self.given.compare()
         total = self.held + self.extra_weight
         if isinstance(total, Tensor):
             total = total + (
@@ -103,34 +107,6 @@ class Window:
         self.divide(parameters, total)
         return True
 
-    def _misses_gradients(self, parameters: Sequence[Tensor], one_backward: bool) -> bool:
-        """Whether no gradient was added to as often as there were micro-steps: torch adds in place, and counts that.
-
-        Gradients that were set to zero in place were changed more often, and are still zero if no backward came after it.
-        """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            self.was_emptied = any(p.requires_grad for p in parameters)
-            return self.was_emptied
-        dense = [
-            one for one in gradients if type(one) is Tensor and one.layout is torch.strided and not one.requires_grad
-        ]
-        if len(dense) < len(gradients):
-            return False
-        if max(one._version for one in dense) < self.held - 1:
-            return True
-        self.was_emptied = one_backward and self.was_zeroed(dense)
-        return self.was_emptied
-
-    def was_zeroed(self, gradients: Sequence[Tensor]) -> bool:
-        """Whether these gradients are zero, and were changed more often than micro-steps have added to them."""
-        changed = all(one._version >= self.held for one in gradients)
-        return changed and not any(bool(one.any()) for one in gradients)
-
-    def trust_gradients(self) -> None:
-        """Do not look for cleared gradients in this epoch: they were replaced for a good reason."""
-        self._checked = True
-
     def divide(self, parameters: Sequence[Tensor], total: Any) -> None:
         """Divide the gradients by a number."""
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -139,6 +115,9 @@ class Window:
 
     def discard(self, optimizer: Optimizer | None) -> None:
         """Forget what the window holds; how far it is filled stays."""
+        if self.given is not None:
+            self.given.confirm()
+            self.given = None
         self.held = 0
         self.extra_weight = ZERO
         if self.kept:
@@ -149,7 +128,6 @@ class Window:
     def begin_epoch(self, epoch: int) -> None:
         """Take the length of this epoch."""
         self.length = 1 if self.length_of is None else self.length_of(epoch)
-        self._checked, self.was_cleared, self.was_emptied = self.filled > 0, False, False
 
     def state_dict(self) -> dict[str, Any]:
         return {"filled": self.filled, "held": self.held, "extra_weight": self.extra_weight, "kept": self.kept}
@@ -157,7 +135,7 @@ class Window:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what `state_dict` gave; the gradients are put back with the parameters."""
         self.filled, self.held, self.extra_weight = state["filled"], state["held"], state["extra_weight"]
-        self.trust_gradients()
+        self.given = None
         if self.kept is not None:
             self.kept.extend(state["kept"])
 

@@ -100,6 +100,7 @@ class EarlyStopping(Handler):
         self.restore_event = Events.COMPLETED if restore_best else None
         self.best: float | None = None
         self.waited = 0
+        self._largest = 0.0  # of the values' magnitudes
         self._reason: str | None = None  # for which the run is to stop
         self._weights: dict[str, Any] | None = None  # of the best value
         self._unsaved: Any = None  # the buffers of then that no state holds, if it was in this process
@@ -157,6 +158,7 @@ class EarlyStopping(Handler):
         value = self.monitor.new_value(engine)
         if value is None or not self._is_active(engine):
             return
+        self._largest = max(self._largest, abs(value))
         non_finite = self.check_finite and not math.isfinite(value)
         if not non_finite and self.monitor.better(value, self.best):
             self.best, self.waited = value, 0
@@ -167,12 +169,12 @@ class EarlyStopping(Handler):
         reason = self._stop_reason(value, non_finite)
         self._reason = reason
         if reason is not None:
-            self._report_min_delta(engine, value)
+            self._report_min_delta(engine)
             engine.terminate(reason, by=self.name)
 
-    def _report_min_delta(self, engine: Engine, value: float) -> None:
+    def _report_min_delta(self, engine: Engine) -> None:
         """Report a run that stops as no improvement can be large enough."""
-        monitor, largest = self.monitor, max(abs(value), abs(self.best or 0.0))
+        monitor, largest = self.monitor, self._largest
         if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0:
             engine.findings.report(
                 "W08",
@@ -259,11 +261,17 @@ class EarlyStopping(Handler):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        state = {"best": self.best, "waited": self.waited, "monitor": self.monitor.state_dict()}
+        state = {
+            "best": self.best,
+            "waited": self.waited,
+            "largest": self._largest,
+            "monitor": self.monitor.state_dict(),
+        }
         return state if self.best_weights_event is None else state | {"weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
+        self._largest = state.get("largest", math.inf)  # older states do not say: nothing is claimed then
         self._weights = state.get("weights") if self.best_weights_event is not None else None
         self._unsaved = None
         self.monitor.load_state_dict(state["monitor"])

@@ -96,7 +96,7 @@ class GradientClipping(Handler):
         update = engine.state.update
         if self.update not in (None, update.name):
             return
-        if self.max_value is not None:
+        if self.max_value is not None and gradients_of(update):  # without any, torch's function raises an error
             torch.nn.utils.clip_grad_value_(update.parameters, self.max_value)
         if self.max_norm is not None:
             self.total_norm = self._clip_norm(update, self.max_norm)

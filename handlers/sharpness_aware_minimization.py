@@ -114,8 +114,9 @@ class SharpnessAwareMinimization(Handler):
         """Make the optimizer's step with the gradients at the perturbed weights."""
         if self.update in (None, update.name) and (update.steps + 1) % self.every == 0:
             parameters = [p for p in update.parameters if p.requires_grad and p.grad is not None]
-            with self._perturbed(parameters), self._buffers.unchanged():
-                update.again()
+            if parameters:  # else the weights stay where they are, and so do the gradients
+                with self._perturbed(parameters), self._buffers.unchanged():
+                    update.again()
         step()
 
     @contextmanager
@@ -137,8 +138,6 @@ class SharpnessAwareMinimization(Handler):
             raise TypeError(
                 f"{self.name!r}: sparse gradients cannot be normalized; build the embedding with sparse=False"
             )
-        if not gradients:
-            return
         if self.adaptive:
             sizes = torch._foreach_abs(parameters)
             torch._foreach_add_(sizes, self.eta)

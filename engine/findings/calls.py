@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from ..batches import tensors_in
 from ..devices import is_readable
-from ..window import ONE
 from .dropout import EagerMode
 from .function_rules import names_in
 from .loss_graph import Problem
+from .target_counts import Mean, mean_over
 
 if TYPE_CHECKING:
     from ..engine import Engine
-    from ..update import UpdateState
 
 __all__ = ["FirstCalls", "MetricCalls"]
 
@@ -34,22 +33,21 @@ class FirstCalls(EagerMode):
 
     Args:
         engine: the engine.
-        update: the update whose first forward and loss are computed.
         samples: the number of samples of the batch; None if it is not known.
 
     Attributes:
         problems: what looked wrong.
+        means: what its cross entropies are means over.
     """
 
-    def __init__(self, engine: Engine, update: UpdateState, samples: int | None) -> None:
+    def __init__(self, engine: Engine, samples: int | None) -> None:
         super().__init__()
         self.problems: list[Problem] = []
+        self.means: list[Mean] = []
         self._engine = engine
-        self._update = update
         self._samples = samples
         self._recurrent: list[tuple[Tensor, bool, str]] = []  # outputs, whether samples come first, and what they are
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
-        self._means: Problem | None = None
         self._hooks = ExitStack()
         self._failed = False
 
@@ -98,10 +96,8 @@ class FirstCalls(EagerMode):
                 self._cut_off[id(one)] = one
 
     def found(self) -> list[Problem]:
-        """What looked wrong, once the receivers of LOSS_COMPUTED have weighted the loss."""
-        weighted = self._update.weight is not ONE
-        means = [] if self._means is None or weighted else [self._means]
-        return [*self.problems, *means, *_targets_among_inputs(self._engine.state.batch)]
+        """What looked wrong."""
+        return [*self.problems, *_targets_among_inputs(self._engine.state.batch)]
 
     # ---- losses ---------------------------------------------------------------------------------------------------
 
@@ -123,8 +119,7 @@ class FirstCalls(EagerMode):
         ignored = int(named.get("ignore_index", -100))
         mean = named.get("reduction", "mean") == "mean"
         yield from self._padding(target, ignored, scores.shape[1])
-        if mean and bool((target == ignored).any()):
-            self._means = self._means_of_tokens(ignored)
+        self._note_mean(args, named, result)
         classes = scores.shape[1]
         guessing = math.log(max(classes, 2))
         value = float(result.detach()) if mean and result.dim() == 0 else 0.0
@@ -163,17 +158,14 @@ class FirstCalls(EagerMode):
                     f"leave it out of the loss: ignore_index={index}",
                 )
 
-    def _means_of_tokens(self, ignored: int) -> Problem | None:
-        window, ranks = self._update.window.length, self._engine.group.data.world_size
-        if window == ranks == 1:
-            return None
-        what = f"{window} batches of a window" if window > 1 else f"batches of {ranks} ranks"
-        return (
-            "W96",
-            f"the loss is a mean over the targets that are not {ignored}, and the {what} count alike, though they have "
-            "different numbers of such targets",
-            "weight them by that number: GradientAccumulation(n, weight=lambda engine: (targets != ignored).sum())",
-        )
+    def _nll_loss(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
+        """What it averages over; its graph shows the rest."""
+        self._note_mean(args, named, result)
+        yield from ()
+
+    def _note_mean(self, args: Any, named: Any, result: Any) -> None:
+        if (mean := mean_over(args, named, result)) is not None:
+            self.means.append(mean)
 
     def _sum(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         """A term without a gradient that is added to a loss."""
@@ -248,6 +240,7 @@ class FirstCalls(EagerMode):
 _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
     "kl_div": FirstCalls._divergence,
     "cross_entropy": FirstCalls._cross_entropy,
+    "nll_loss": FirstCalls._nll_loss,
     **dict.fromkeys(("softmax", "log_softmax"), FirstCalls._softmax),
     **dict.fromkeys(("view", "reshape"), FirstCalls._reshape),
     **dict.fromkeys(("__getitem__", "select"), FirstCalls._step),

@@ -31,7 +31,6 @@ __all__ = [
     "held_by_optimizers",
     "names_of",
     "rates_of",
-    "report_cleared",
     "shown",
     "trainable",
 ]
@@ -246,21 +245,6 @@ class EpochChecks:
                 "check the schedule: its factor falls below zero",
                 key=update.name,
             )
-        # Receivers of BACKWARD_COMPLETED may have put other tensors in place of the gradients, such as masked ones.
-        window = update.window
-        if window.was_cleared and (window.was_emptied or not engine.signal(Events.BACKWARD_COMPLETED).connections):
-            report_cleared(engine, update)
-
-
-def report_cleared(engine: Engine, update: UpdateState) -> None:
-    """Report gradients that were cleared inside an accumulation window."""
-    engine.findings.report(
-        "W16",
-        f"gradients of update {update.name!r} were cleared inside an accumulation window of {update.window.length}: only what "
-        "came after is used",
-        "do not call zero_grad(): the engine clears the gradients after each step",
-        key=update.name,
-    )
 
 
 @dataclass

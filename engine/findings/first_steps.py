@@ -20,10 +20,12 @@ from ..window import ONE
 from .calls import FirstCalls
 from .composition import listed
 from .dropout import ActiveDropout, is_compiled
-from .epoch_checks import counted, held_by_optimizers, names_of, report_cleared
+from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, report_other_scale
+from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
+from .target_counts import Mean, TargetCalls, TargetCounts
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -56,9 +58,14 @@ class FirstStep(Step):
         findings = self.engine.findings
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, self.engine, self.state.batch)
-            with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, update, samples) as calls:
+            with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, samples) as calls:
                 loss = super().compute_loss(update, batch, iteration, listened)
             findings.look(_report_calls, self.engine, update, calls)
+            findings.look(look.note_means, update, calls.means)
+        elif update.name in look.counts:
+            with TargetCalls(self.engine) as counted:
+                loss = super().compute_loss(update, batch, iteration, listened)
+            findings.look(look.note_means, update, counted.means)
         else:
             loss = super().compute_loss(update, batch, iteration, listened)
         if iteration > look.last:
@@ -66,6 +73,14 @@ class FirstStep(Step):
         elif update.evaluation == 0 and isinstance(loss, Tensor):
             findings.look(look.at, update, loss)
         return loss
+
+    def compute_gradients(self, update: UpdateState, iteration: int, listened: bool) -> None:
+        """As `Step` does it."""
+        try:
+            Step.compute_gradients(self, update, iteration, listened)  # a `Step` itself by now, if this is a later piece
+        finally:
+            if update.window.given is not None:
+                update.window.given.end_backward()
 
     def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
         """As `Step` does it."""
@@ -143,6 +158,7 @@ class _Look:
 
     Attributes:
         last: the last iteration that is looked at.
+        counts: by update, how many targets its losses are means over, where these may count otherwise.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -152,11 +168,19 @@ class _Look:
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
         self._leaves: dict[str, list[weakref.ref[Tensor]]] = {}
+        self.counts: dict[str, TargetCounts] = {}
 
     def begins(self, update: UpdateState) -> bool:
         """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
         engine = self.engine()
         return update.name not in self._seen and engine is not None and not is_compiled(engine)
+
+    def note_means(self, update: UpdateState, means: list[Mean]) -> None:
+        """Note what a loss is a mean over, once the receivers of LOSS_COMPUTED have weighted it."""
+        engine = self.engine()
+        assert engine is not None
+        if means and update.evaluation == 0:
+            self.counts.setdefault(update.name, TargetCounts()).add(engine, update, means)
 
     def sees_first(self, update: UpdateState) -> bool:
         """Whether no loss of this update was seen yet; from now on, one was."""
@@ -185,7 +209,7 @@ class _Look:
         look = engine.findings.look
         look(self._look_for_foreign_leaves, engine, update, loss)
         look(self._look_for_gradients, engine, update)
-        look(self._look_for_cleared_gradients, engine, update)
+        look(self._count_gradients, engine, update)
         look(self._look_for_kept_graphs, engine, update, loss)
         look(self._look_for_seeds, engine, update)
 
@@ -238,14 +262,16 @@ class _Look:
                 key=update.name,
             )
 
-    def _look_for_cleared_gradients(self, engine: Engine, update: UpdateState) -> None:
-        """Gradients that were set to zero in place in an open window; later backwards would hide that."""
-        gradients = [p.grad for p in update.parameters if p.grad is not None]
-        if not update.window.held or not gradients or engine.overrides.gradients is not None:
+    @staticmethod
+    def _count_gradients(engine: Engine, update: UpdateState) -> None:
+        """Count what the backwards of a window give, which its end may lack."""
+        window = update.window
+        if window.length < 2 or engine.processes.distributed or any(map(is_sharded, update.parameters)):
             return
-        plain = all(type(one) is Tensor and one.layout is torch.strided and not one.requires_grad for one in gradients)
-        if plain and update.window.was_zeroed(gradients):
-            report_cleared(engine, update)
+        if window.held == 0:
+            window.given = GivenGradients(engine, update)
+        if window.given is not None:
+            window.given.begin_backward()
 
     def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""

@@ -134,7 +134,7 @@ def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
     for update in it.engine.updates if it.engine.training and length else ():
         window = update.window.length_of
         longest = 1 if window is None else max(window(epoch) for epoch in epochs)
-        if length is not None and longest > length:
+        if length is not None and longest > length and update.one_step_per_batch:  # time chunks count, too
             yield finding(
                 "C22",
                 f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}: windows end with "

@@ -109,6 +109,8 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
         every = getattr(handler, "every", None)
         if not isinstance(every, str | Interval | AnyEvent) or comes_up(it.engine, every) is not False:
             continue
+        if _has_another_interval(it, handler.name):
+            continue
         severity = "warning" if getattr(handler, "interval_matters", False) else "info"
         if severity == "info" and (not it.engine.training or is_default(handler, "every")):
             continue  # an evaluation is as long as its data; a default is meant for longer runs
@@ -121,11 +123,7 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
         )
     for signal in it.engine.signals.all():
         for one in signal.connections:
-            if (
-                one.owner is None
-                and one.filter is not None
-                and comes_up(it.engine, signal.event(**_arguments(one))) is False
-            ):
+            if one.owner is None and _comes_up(it, signal.event, one) is False:
                 yield finding(
                     "C17",
                     f"the function {one!r} is connected to {signal.event}({one.filter}), which does not come up in this "
@@ -135,11 +133,19 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
                 )
 
 
-def _arguments(one: Connection) -> dict[str, Any]:
-    chosen = one.filter
-    assert chosen is not None
+def _has_another_interval(it: Composition, name: str) -> bool:
+    """Whether a handler has a receiver whose filter lets something through in this run, such as the first iterations."""
+    own = ((signal.event, one) for signal in it.engine.signals.all() for one in signal.connections if one.owner == name)
+    return any(_comes_up(it, event, one) for event, one in own)
+
+
+def _comes_up(it: Composition, event: Any, one: Connection) -> bool | None:
+    """Whether a receiver's filter lets something through in this run; None if that is not known, or if it has no filter."""
+    if one.filter is None:
+        return None
     names = ("every", "once", "after", "before", "when")
-    return {name: value for name in names if (value := getattr(chosen, name)) is not None}
+    arguments = {name: value for name in names if (value := getattr(one.filter, name)) is not None}
+    return comes_up(it.engine, event(**arguments))
 
 
 def _extent(it: Composition) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import lr_scheduler
@@ -27,7 +27,7 @@ class ScheduledRun:
     Attributes:
         handler: name of the handler.
         unit: what the scheduler is stepped after: "st" for optimizer steps, "ep" for epochs.
-        total: how many times it is stepped in the run.
+        total: how many times it is stepped in the run; of a part, such as what follows a warm-up, how many times that one is.
         epochs, batches: length of the run; None if unknown.
     """
 
@@ -45,25 +45,30 @@ class ScheduledRun:
 
 def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
     """What does not fit between a scheduler and its run."""
-    yield from _of_part(scheduler, run, run.total)
-
-
-def _of_part(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]:
-    """The findings for a scheduler, or one that it chains, which is stepped ``total`` times."""
     inner = getattr(scheduler, "_schedulers", None)
-    if isinstance(scheduler, lr_scheduler.SequentialLR) and inner is not None:
-        starts = [0, *scheduler._milestones]
-        for number, (part, start) in enumerate(zip(inner, starts, strict=True)):
-            if start >= total and number:
-                yield _length(run, f"its {_name(part)} begins at {start}, after the end", "begin it earlier")
-                return
-            end = starts[number + 1] if number + 1 < len(starts) else total
-            yield from _of_part(part, run, min(end, total) - start)
+    if inner is None:
+        yield from _of_one(scheduler, run)
         return
-    if inner is not None:
-        for part in inner:
-            yield from _of_part(part, run, total)
-        return
+    starts = _starts_of_parts(scheduler)
+    ends = [*starts[1:], run.total] if len(set(starts)) > 1 else [run.total] * len(starts)
+    for part, start, end in zip(inner, starts, ends, strict=True):
+        if start >= run.total and start:
+            yield _length(run, f"its {_name(part)} begins at {start}, after the end", "begin it earlier")
+            return
+        if not isinstance(part, lr_scheduler.ConstantLR):  # it holds a rate for as long as it is followed
+            yield from schedule_findings(part, replace(run, total=min(end, run.total) - start))
+
+
+def _starts_of_parts(scheduler: Any) -> list[int]:
+    """The step from which on each of the schedulers is stepped that a scheduler chains."""
+    if isinstance(scheduler, lr_scheduler.SequentialLR):
+        return [0, *scheduler._milestones]
+    warmed_up = getattr(scheduler, "steps", 0)  # of `schedules.warmup`, which steps the other one afterwards
+    return [warmed_up if isinstance(warmed_up, int) else 0] * len(scheduler._schedulers)
+
+
+def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
+    total = run.total
     name = _name(scheduler)
     if (left := _rate_left(scheduler, total)) is not None and left < _TINY:
         yield finding(
@@ -84,7 +89,8 @@ def _of_part(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]
         yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", "info")
     elif run.unit == "st" and (cycle := _first_cycle(scheduler)) is not None and _in_epochs(run, cycle, total):
         yield _unit(run, f"the first cycle of {name}, of {cycle},")
-    yield from _of_total(scheduler, run, total)
+    if type(scheduler).__module__ == lr_scheduler.__name__:  # of others it is not known what they do at their end
+        yield from _of_total(scheduler, run, total)
 
 
 def _first_cycle(scheduler: Any) -> int | None:
@@ -100,12 +106,13 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
         given = getattr(scheduler, argument, None)
         if not isinstance(given, int) or isinstance(given, bool):
             continue
+        way_out = _CORRECTED if argument == "total_iters" else _FILLED
         if given > total * _SLACK and given > total + 2:
             what = f"{argument}={given} of {name}"
             if run.unit == "st" and given == run.batches:
                 yield _unit(run, what, "batches")
             else:
-                yield _length(run, f"{what} is more than that: the schedule does not reach its end", _FILLED)
+                yield _length(run, f"{what} is more than that: the schedule does not reach its end", way_out)
         elif (
             given * _SLACK < total
             and given + 2 < total
@@ -114,11 +121,16 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
             if run.unit == "st" and _in_epochs(run, given, total):
                 yield _unit(run, f"{argument}={given} of {name}")
             else:
-                rest = "the rate rises again" if argument == "T_max" else "it has no rate for the rest"
-                yield _length(run, f"{argument}={given} of {name} is less than that: {rest}", _FILLED)
+                yield _length(run, f"{argument}={given} of {name} is less than that: {_RESTS[argument]}", way_out)
 
 
 _FILLED = "omit it, and LRScheduling fills in the length of the run; or correct it"
+_CORRECTED = "give it the number of its steps in the run"
+_RESTS = {
+    "T_max": "the rate rises again",
+    "total_steps": "PyTorch raises an error at the next step",
+    "total_iters": "the rate is 0 for the rest",
+}
 
 
 def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:

@@ -105,25 +105,3 @@ def test_an_epoch_has_the_length_that_a_handler_gives_it() -> None:
     window.length_of = lambda epoch: 2 * epoch
     window.begin_epoch(3)
     assert window.length == 6
-
-
-@pytest.mark.parametrize(
-    ("cleared", "resumed", "noticed"), [(False, False, False), (True, False, True), (True, True, False)]
-)
-def test_gradients_that_were_cleared_inside_a_window_are_noticed_unless_it_was_resumed(
-    cleared: bool, resumed: bool, noticed: bool
-) -> None:
-    parameter = torch.nn.Parameter(torch.ones(2))
-    window = Window()
-    window.begin_epoch(1)
-    for place in range(3):
-        if cleared and place == 2:
-            parameter.grad = None
-        (parameter * 2).sum().backward()
-        window.held += 1
-    if resumed:
-        window.trust_gradients()
-    assert window.average([parameter])
-    assert window.was_cleared is noticed
-    window.begin_epoch(2)
-    assert not window.was_cleared

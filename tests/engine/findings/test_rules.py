@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import EarlyStopping, Freezing, Guards, Validation
+from signalfire.handlers import EarlyStopping, Freezing, GradientAccumulation, Guards, TruncatedBPTT, Validation
 from tests.kit import SGD, batches, build, evaluator_of, mlp
 
 
@@ -150,3 +150,13 @@ def test_samples_of_the_training_data_in_the_validation_data_are_counted() -> No
     assert sentences(*torch.utils.data.random_split(whole, [12, 8])) == []
     other = torch.Generator().manual_seed(1000)
     assert sentences(first, TensorDataset(torch.randn(20, 5, generator=other), torch.randn(20, 1))) == []
+
+
+def test_guards_that_look_at_the_first_iterations_do_something_in_a_short_run() -> None:
+    assert [one for one in build(mlp(5, 8, 1), Guards()).check(batches(), max_epochs=1) if one.code == "C17"] == []
+
+
+def test_a_window_of_time_chunks_is_not_compared_with_a_number_of_batches() -> None:
+    engine = build(mlp(5, 8, 1), TruncatedBPTT(2), GradientAccumulation(4))
+    data = [(torch.randn(2, 8, 5), torch.randn(2, 8, 1)) for _ in range(3)]
+    assert [one for one in engine.check(data, max_epochs=1) if one.code == "C22"] == []

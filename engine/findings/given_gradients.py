@@ -1,0 +1,140 @@
+"""Gradients that were cleared inside an accumulation window: what its backwards gave is compared with what its end has."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..events import Events
+from .function_rules import is_users
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..update import UpdateState
+
+__all__ = ["GivenGradients"]
+
+_Seen = tuple[Tensor, int, Tensor | None, int]
+"""A parameter, its version, its gradient and the version of this."""
+
+
+class GivenGradients:
+    """Counts how often the backwards of one window give each parameter a gradient.
+
+    A gradient that was given and is not there at a later backward, or at the window's end, was cleared or moved aside by
+    somebody; so were all of them, where they are zero. Who puts them back before the step has moved them aside.
+
+    Args:
+        engine: the engine.
+        update: the update whose window has just begun.
+    """
+
+    def __init__(self, engine: Engine, update: UpdateState) -> None:
+        self._engine = weakref.ref(engine)
+        self._update = update.name
+        # Gradients that are used as soon as they are there, by a step inside the backward, are cleared for a reason.
+        self._parameters = [p for p in update.parameters if p.requires_grad and not p._post_accumulate_grad_hooks]
+        self._times: Counter[Tensor] = Counter()
+        self._now: set[Tensor] = set()  # which have a gradient of the current backward
+        self._gone: set[Tensor] = set()  # which had one, and none before a later backward
+        self._hooks: list[Any] = []
+        self._nonzero = False  # whether a gradient was given that is not zero
+        self._zeroed = False  # whether all were zero before a later backward
+        self._cleared: list[_Seen] | None = None  # those of the end that lack a part
+        self._emptied = False  # whether nothing is left of them
+
+    def begin_backward(self) -> None:
+        """Count what the backward gives that comes next."""
+        self._now.clear()
+        self._hooks = [one.register_hook(partial(self._look, one)) for one in self._parameters]
+
+    def end_backward(self) -> None:
+        """Remove the hooks of this backward."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _look(self, parameter: Tensor, gradient: Tensor) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.findings.look(self._count, parameter, gradient)
+
+    def _count(self, parameter: Tensor, gradient: Tensor) -> None:
+        if not self._now:  # nothing of this backward was added yet
+            self._zeroed = self._zeroed or self._are_zero()
+        if parameter not in self._now:
+            self._now.add(parameter)
+            if self._times[parameter] and parameter.grad is None:
+                self._gone.add(parameter)
+            self._times[parameter] += 1
+        self._nonzero = self._nonzero or (_is_plain(gradient) and bool(gradient.any()))
+
+    def _are_zero(self) -> bool:
+        """Whether the gradients that are there are zero, though others were added to them."""
+        there = [p.grad for p in self._times if p.grad is not None]
+        return self._nonzero and bool(there) and all(_is_plain(one) and not bool(one.any()) for one in there)
+
+    def compare(self) -> None:
+        """Compare at the end of the window, before its gradients are averaged."""
+        if (engine := self._engine()) is not None:
+            engine.findings.look(self._compare)
+
+    def _compare(self) -> None:
+        gone = self._gone | {p for p in self._times if p.grad is None}
+        repeated = {p for p, times in self._times.items() if times > 1}
+        self._emptied = bool(self._times) and (all(p.grad is None for p in self._times) or self._are_zero())
+        if self._emptied or self._zeroed or (gone and repeated <= gone):
+            self._cleared = [(p, p._version, p.grad, _version(p.grad)) for p in self._times]
+
+    def confirm(self) -> None:
+        """Report after the step what was cleared, unless it came back before the step."""
+        if self._cleared is not None and (engine := self._engine()) is not None:
+            engine.findings.look(self._report, engine, self._cleared)
+
+    def _report(self, engine: Engine, cleared: list[_Seen]) -> None:
+        if self._came_back(engine, cleared):
+            return
+        update = engine.find_update(self._update)
+        engine.findings.report(
+            "W16",
+            f"gradients of update {update.name!r} were cleared inside an accumulation window of {update.window.length}: only "
+            "what came after is used",
+            "do not call zero_grad(): the engine clears the gradients after each step",
+            key=update.name,
+        )
+
+    def _came_back(self, engine: Engine, cleared: list[_Seen]) -> bool:
+        """Whether receivers, or an optimizer that holds gradients itself, may have used what was moved aside."""
+        if self._emptied:
+            stepped = any(grad is None and p._version != before for p, before, grad, _ in cleared)
+            return stepped or any(p.grad is not None and bool(p.grad.any()) for p, *_ in cleared)
+        if _has_users(engine, Events.BACKWARD_COMPLETED):  # the one of the window's last backward may have put them back
+            return True
+        later = (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED)
+        averaged = 1  # the division by the number of batches, in place
+        changed = any(p.grad is not grad or _version(p.grad) > version + averaged for p, _, grad, version in cleared)
+        return changed and any(_has_users(engine, event) for event in later)
+
+
+def _has_users(engine: Engine, event: Events) -> bool:
+    """Whether a function or handler of the user's receives an event."""
+    return any(is_users(one) for one in engine.signal(event).connections)
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether a gradient is one to which others are added in place, and whose values can be read."""
+    return (
+        type(gradient) is Tensor
+        and gradient.layout is torch.strided
+        and not gradient.requires_grad
+        and not gradient.is_meta
+    )

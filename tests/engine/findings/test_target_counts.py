@@ -1,0 +1,85 @@
+"""Means over different numbers of targets: reported where they are counted, and silent where they are equal or weighted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from signalfire import Engine, FindingWarning
+from signalfire.handlers import GradientAccumulation, MicroBatching
+from tests.kit import build, linear
+
+WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
+weighted = nn.CrossEntropyLoss(weight=WEIGHTS)
+Pairs = list[tuple[Tensor, Tensor]]
+
+
+def padded(ignored: Sequence[int]) -> Pairs:
+    """Batches of four samples, of which so many have no target."""
+    torch.manual_seed(0)
+    targets = [torch.tensor([-100] * one + [0, 1, 2, 0][one:]) for one in ignored]
+    return [(torch.randn(4, 5), one) for one in targets]
+
+
+def trained(data: Pairs, *handlers: Any, loss: Callable[..., Tensor] = cross_entropy) -> Engine:
+    engine = build(linear(5, 3), *handlers, loss=loss)
+    engine.run(data, max_epochs=1)
+    return engine
+
+
+def by_class(engine: Engine) -> Tensor:
+    return WEIGHTS[engine.state.batch[1]].sum()
+
+
+@pytest.mark.parametrize(
+    ("ignored", "handlers", "loss"),
+    [
+        ([1, 1, 1, 1], [GradientAccumulation(2)], cross_entropy),
+        ([1, 1, 2, 2], [GradientAccumulation(2)], cross_entropy),  # alike in each window
+        ([1, 2, 1, 2], [], cross_entropy),
+        ([0, 0], [MicroBatching(2)], cross_entropy),
+        ([0, 0], [MicroBatching(3)], cross_entropy),
+        ([0, 0], [GradientAccumulation(2)], weighted),
+        ([0, 0], [MicroBatching(2), GradientAccumulation(1, weight=by_class)], weighted),
+    ],
+)
+def test_what_is_weighted_by_its_targets_or_has_as_many_is_no_mistake(
+    ignored: list[int], handlers: list[Any], loss: Callable[..., Tensor]
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FindingWarning)
+        trained(padded(ignored), *handlers, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "handler", "loss", "numbers"),
+    [
+        ([1, 2], GradientAccumulation(2), cross_entropy, "two batches of a window have 3 and 2, but they count alike"),
+        ([1, 1], MicroBatching(2), cross_entropy, "two pieces of a batch have 1 and 2, but they count alike"),
+        ([0, 0], MicroBatching(2), weighted, "two pieces of a batch have 3 and 6, but they count alike"),
+    ],
+)
+def test_means_over_different_numbers_are_reported_with_these(
+    ignored: list[int], handler: Any, loss: Callable[..., Tensor], numbers: str
+) -> None:
+    with pytest.warns(FindingWarning, match=f"W96: .*{numbers}"):
+        trained(padded(ignored), handler, loss=loss)
+
+
+def test_the_way_out_gives_the_weights_of_a_plain_loop() -> None:
+    data, model = padded([0, 0]), linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for inputs, targets in data:
+        weighted(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handlers = MicroBatching(2), GradientAccumulation(1, weight=by_class)
+    engine = build(linear(5, 3), *handlers, loss=weighted, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    engine.run(data, max_epochs=1)
+    torch.testing.assert_close(engine.model.weight, model.weight)

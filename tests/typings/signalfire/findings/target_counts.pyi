@@ -1,0 +1,1 @@
+from engine.findings.target_counts import *
