@@ -139,7 +139,7 @@ class Reading:
 @pytest.mark.parametrize(
     "function",
     [subscript, got, got_by_name, asked, asked_alone, asked_inside, there, Reading(), functools.partial(subscript)],
-    ids=str,
+    ids=["subscript", "got", "got by name", "asked", "asked alone", "asked inside", "there", "an object", "bound"],
 )
 def test_a_variable_of_the_environment_counts_with_its_value(
     function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
@@ -162,7 +162,7 @@ def of_its_own(engine: Any) -> Any:
     return engine.environ["SIGNALFIRE_TEST_WIDTH"]
 
 
-@pytest.mark.parametrize("function", [sets, of_its_own], ids=str)
+@pytest.mark.parametrize("function", [sets, of_its_own])
 def test_a_variable_that_is_set_or_is_none_of_the_system_does_not_count(
     function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,7 +179,7 @@ def all_of_them() -> Any:
     return dict(os.environ)
 
 
-@pytest.mark.parametrize("function", [computed, all_of_them], ids=str)
+@pytest.mark.parametrize("function", [computed, all_of_them])
 def test_a_variable_whose_name_is_not_in_the_code_asks_for_config(function: Callable[..., Any]) -> None:
     with pytest.raises(NotDigestibleError, match=r"os\.environ, whose content cannot be .* reads variables of it whose names"):
         fingerprint(function, "run")
@@ -194,7 +194,7 @@ def parsed() -> Any:
     return argparse.ArgumentParser().parse_args()
 
 
-@pytest.mark.parametrize("function", [first_argument, parsed], ids=str)
+@pytest.mark.parametrize("function", [first_argument, parsed])
 def test_the_command_line_counts(function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     digests = []
     for script, width in (("a.py", "4"), ("a.py", "8"), ("b.py", "4")):
@@ -225,7 +225,7 @@ def logs() -> None:
         print("more", file=file)
 
 
-@pytest.mark.parametrize("function", [opened, text, text_of_a_global, logs], ids=str)
+@pytest.mark.parametrize("function", [opened, text, text_of_a_global, logs])
 def test_a_file_counts_with_its_content_where_the_code_names_it(
     function: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
