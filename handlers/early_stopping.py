@@ -261,13 +261,12 @@ class EarlyStopping(Handler):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        state = {
-            "best": self.best,
-            "waited": self.waited,
-            "largest": self._largest,
-            "monitor": self.monitor.state_dict(),
-        }
-        return state if self.best_weights_event is None else state | {"weights": self._weights}
+        state: dict[str, Any] = {"best": self.best, "waited": self.waited, "monitor": self.monitor.state_dict()}
+        if math.isfinite(self._largest):  # else it is not known
+            state["largest"] = self._largest
+        if self.best_weights_event is not None:
+            state["weights"] = self._weights
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
+from ..devices import is_readable
 from .dropout import EagerMode
 
 if TYPE_CHECKING:
@@ -20,30 +21,38 @@ __all__ = ["Mean", "TargetCalls", "TargetCounts", "mean_over"]
 
 @dataclass(frozen=True)
 class Mean:
-    """What a loss function averages over.
+    """What a loss function averages over. The targets are read, and a device is waited for, only once their number is asked for.
 
     Attributes:
-        number: the number of targets that are not ignored; the sum of their weights, if the classes have weights.
+        target: the classes.
         ignored: the class that is ignored.
-        ignores: whether some targets are of that class.
-        weighted: whether the classes have weights.
+        weight: the weights of the classes; None if all count alike.
     """
 
-    number: float
+    target: Tensor
     ignored: int
-    ignores: bool
-    weighted: bool
+    weight: Tensor | None
+
+    @cached_property
+    def number(self) -> float:
+        """The number of targets that are not ignored; the sum of their weights, if the classes have weights."""
+        counted = self.target[self.target != self.ignored]
+        return float(len(counted)) if self.weight is None else float(self.weight.detach()[counted].sum())
+
+    @cached_property
+    def ignores(self) -> bool:
+        """Whether some targets are of the class that is ignored."""
+        return bool((self.target == self.ignored).any())
 
 
 def mean_over(args: Any, named: Any, result: Any) -> Mean | None:
     """What a call of ``cross_entropy`` or ``nll_loss`` averages over; None if it does not, or has no classes as targets."""
     target = args[1] if len(args) > 1 else named["target"]
-    weight, ignored = named.get("weight"), int(named.get("ignore_index", -100))
     if target.is_floating_point() or named.get("reduction", "mean") != "mean" or not result.requires_grad:
         return None
-    counted = target.detach()[target != ignored]
-    number = float(len(counted)) if weight is None else float(weight.detach()[counted].sum())
-    return Mean(number, ignored, len(counted) < target.numel(), weight is not None)
+    if not is_readable(target):
+        return None
+    return Mean(target, int(named.get("ignore_index", -100)), named.get("weight"))
 
 
 class TargetCalls(EagerMode):
@@ -84,12 +93,14 @@ class TargetCounts:
         if update.steps != self._steps and ranks == 1:
             self._seen = []
         self._steps = update.steps
+        if window == ranks == 1 and not pieces:
+            return
         self._seen.append((means, float(update.weight)))
         first, weight = self._seen[0]
-        if len(first) != len(means) or (window == ranks == 1 and not pieces):
+        if len(first) != len(means):
             return
         for one, other in zip(first, means, strict=True):
-            uneven = one.ignores or other.ignores or (pieces and other.weighted)
+            uneven = one.ignores or other.ignores or (pieces and other.weight is not None)
             numbers = one.number * float(update.weight), other.number * weight
             if uneven and min(numbers) > 0 and not math.isclose(*numbers, rel_tol=1e-3):
                 what = "pieces of a batch" if pieces else "batches of a window" if window > 1 else "batches"
@@ -104,7 +115,7 @@ class TargetCounts:
         alike = f"they count {count}" if ranks == 1 else f"those of {ranks} ranks count {count}"
         over, number = (
             ("the weights of the classes of its targets", "weights[targets].sum()")
-            if other.weighted
+            if other.weight is not None
             else (f"the targets that are not {other.ignored}", f"(targets != {other.ignored}).sum()")
         )
         engine.findings.report(
