@@ -144,7 +144,7 @@ class Reading:
 def test_a_variable_of_the_environment_counts_with_its_value(
     function: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    digests = []
+    digests: list[str] = []
     for value in ("4", "8", None, "4"):
         monkeypatch.setenv(NAME, value) if value else monkeypatch.delenv(NAME)
         monkeypatch.setenv("SIGNALFIRE_TEST_OTHER", f"{len(digests)}")
