@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -28,6 +29,7 @@ from ._common.torch_schedulers import (
     base_of,
     check_drivable,
     check_kind,
+    different_arguments,
     given_argument,
     kind_of_scheduler,
     missing_total,
@@ -451,6 +453,21 @@ class LRScheduling(Handler):
         """The classes of the schedulers; None before they are built."""
         return None if self.scheduler is None else kind_of_scheduler(self.scheduler, self.warmup_scheduler)
 
+    def _report_arguments(self, state: Mapping[str, Any]) -> None:
+        """Report arguments inside of a factory that a saved state replaces; those of a partial are reported as settings."""
+        filled_in = self.total is not None  # with a number of steps, which may be that of another run
+        if self.engine is None or filled_in or isinstance(self.factory, partial):
+            return
+        if different := different_arguments(self.scheduler, state):
+            self.engine.findings.report(
+                "W32",
+                f"{self.name!r}: {'; '.join(different)}",
+                "build the schedule as it was; to go on with another one, give the handler another name, and write "
+                f"load_state_dict(state, allow=[{self.name!r}, ...])",
+                self.name,
+                key=self.name,
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         check_kind(self.name, state.get("kind"), self._kind)
         self._loaded = state["scheduler"] is not None
@@ -462,6 +479,7 @@ class LRScheduling(Handler):
                 restore_rates(self.scheduler.optimizer)
             self.scheduler = self.warmup_scheduler = None
         else:
+            self._report_arguments(state["scheduler"])
             self.scheduler.load_state_dict(state["scheduler"])
             if self.warmup_scheduler is not None and "warmup" in state:
                 self.warmup_scheduler.load_state_dict(state["warmup"])

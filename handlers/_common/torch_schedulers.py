@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +20,7 @@ __all__ = [
     "base_of",
     "check_drivable",
     "check_kind",
+    "different_arguments",
     "given_argument",
     "kind_of_scheduler",
     "missing_total",
@@ -73,6 +76,31 @@ def check_kind(name: str, then: str | None, here: str | None) -> None:
             "another one from where that run stood, give the handler another name, as in LRScheduling(..., name='next'), and "
             f"write load_state_dict(state, allow=[{name!r}, 'next'])"
         )
+
+
+_PROGRESS = {
+    *("last_epoch", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "T_i"),
+    *("mode", "mode_worse"),  # of a plateau schedule, which follows its metric
+    "base_lrs",  # options of the optimizer
+}
+
+
+def different_arguments(scheduler: Any, state: Mapping[str, Any]) -> list[str]:
+    """In which arguments a scheduler of torch, as it was built, differs from a saved state of its class, in words."""
+    found = []
+    for part, saved in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
+        found += different_arguments(part, saved)
+    if not type(scheduler).__module__.startswith("torch."):
+        return found
+    for key, here in scheduler.state_dict().items():
+        then = state.get(key, here)
+        if key[0] != "_" and key not in _PROGRESS and _is_plain(here) and _is_plain(then) and here != then:
+            found.append(f"{key}={here!r} of the {type(scheduler).__name__} is not used, since the state has {key}={then!r}")
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, int | float | str | Counter) or (isinstance(value, list) and all(map(_is_plain, value)))
 
 
 def set_mode(scheduler: ReduceLROnPlateau, mode: Literal["min", "max"]) -> None:

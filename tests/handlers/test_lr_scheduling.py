@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from signalfire import Engine, Events, Phase, Update
+from signalfire import Engine, Events, FindingWarning, Phase, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling, cosine_with_warmup
 from signalfire.handlers._common.joint_schedule import JointSchedule
 from signalfire.handlers._common.torch_schedulers import with_total
@@ -1048,3 +1048,22 @@ def test_under_another_name_a_new_schedule_continues_a_saved_run() -> None:
         scheduler.step()
     assert engine.updates[0].optimizer is not None
     assert engine.updates[0].optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def chained(size: int) -> Factory:
+    return lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, size)], milestones=[6])
+
+
+@pytest.mark.filterwarnings("ignore:C06")
+@pytest.mark.parametrize("factory", [lambda size: lambda optimizer: StepLR(optimizer, size), chained], ids=["one", "parts"])
+def test_arguments_inside_of_a_factory_that_the_state_replaces_are_reported(factory: Callable[[int], Factory]) -> None:
+    first, _ = engine_of(network(), LRScheduling(factory(3)))
+    first.run(batches(), max_epochs=1)
+    other, rates = engine_of(network(), LRScheduling(factory(30)))
+    other.load_state_dict(first.state_dict())
+    with pytest.warns(FindingWarning, match="W32: .*step_size=30 of the StepLR is not used, since the state has step_size=3"):
+        other.run(batches(), max_epochs=2)
+    same, expected = engine_of(network(), LRScheduling(factory(3)))
+    same.load_state_dict(first.state_dict())
+    same.run(batches(), max_epochs=2)
+    assert rates == expected
