@@ -10,10 +10,12 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FunctionType
+from enum import Enum
+from functools import lru_cache
+from types import CellType, FunctionType, MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ATOMS",
+    "CONTAINERS",
     "GENERATORS",
     "Holder",
     "Unsaved",
@@ -48,14 +51,16 @@ __all__ = [
 ]
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
+CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, Counter, set, deque)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
-_CONTAINERS = (list, tuple, dict, set, deque)
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_OTHERS = {*sys.stdlib_module_names, "torch", "numpy", "signalfire"}
 _OWN = "parameter "
 _DEPTH = 6  # of containers in containers
+_DEPTH_OF_OBJECTS = 4  # of objects in objects
 _MOST_ITEMS = 10_000
+_MOST_BYTES = 2**26  # of an array; a larger one is data, rather than what a forward changes
 
 
 def own_parameters(engine: Engine) -> dict[str, Tensor]:
@@ -154,7 +159,10 @@ class Holder(NamedTuple):
 
 
 def holders(engine: Engine) -> list[Holder]:
-    """The modules of classes of the user, also losses, and the objects of such classes that they hold."""
+    """The modules of classes of the user, also losses, and the objects of such classes that they hold.
+
+    Functions that an update calls are among them, with what they close over.
+    """
     found: list[Holder] = []
     seen: set[int] = set()
     for root, model in (engine.modules | _losses(engine)).items():
@@ -169,22 +177,64 @@ def holders(engine: Engine) -> list[Holder]:
 
 
 def _add_holder(found: list[Holder], seen: set[int], name: str, item: Any, depth: int) -> None:
-    if id(item) in seen or not is_of_user(type(item)):
+    followed = isinstance(item, FunctionType) or (is_of_user(type(item)) and not isinstance(item, type))
+    if not followed or id(item) in seen or len(seen) == _MOST_ITEMS:
         return
     seen.add(id(item))
-    hidden = _OF_MODULES if isinstance(item, nn.Module) else ()
-    attributes = {key: value for key, value in vars(item).items() if key not in hidden}
+    attributes = attributes_of(item)
     found.append(Holder(name, item, attributes))
-    for key, value in attributes.items() if depth < 2 else ():
-        if not isinstance(value, nn.Module | Tensor | type) and hasattr(type(value), "__dict__"):
-            _add_holder(found, seen, f"{name}.{key}", value, depth + 1)
+    if depth == _DEPTH_OF_OBJECTS or isinstance(item, FunctionType):
+        return
+    for key, value in attributes.items():
+        for place, part in _parts_of(value):
+            if not isinstance(part, nn.Module | Tensor | FunctionType):
+                _add_holder(found, seen, f"{name}.{key}{place}", part, depth + 1)
 
 
+def _parts_of(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """A value, or those in a container and the containers in it, each with its place."""
+    if type(value) not in CONTAINERS:
+        yield "", value
+    elif depth < _DEPTH and len(value) <= _MOST_ITEMS:
+        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+            if type(one) not in ATOMS:
+                yield from ((f"[{key!r}]{place}", part) for place, part in _parts_of(one, depth + 1))
+
+
+@lru_cache(maxsize=1024)
 def is_of_user(kind: type) -> bool:
     """Whether objects of a class have attributes that code outside of Python, torch, NumPy and this package defines."""
-    if kind.__dictoffset__ == 0 or issubclass(kind, FunctionType):
+    if issubclass(kind, FunctionType | Enum) or not (kind.__dictoffset__ or _slots(kind)):
         return False
     return any(base.__module__.partition(".")[0] not in _OF_OTHERS for base in kind.__mro__)
+
+
+def attributes_of(item: Any) -> dict[str, Any]:
+    """What an object holds by name, without what makes a module one; of a function, plain values that it closes over."""
+    if isinstance(item, FunctionType):
+        return {name: cell.cell_contents for name, cell in _cells(item).items()}
+    hidden = _OF_MODULES if isinstance(item, nn.Module) else ()
+    own = {name: getattr(item, name) for name in _slots(type(item)) if hasattr(item, name)}
+    return own | {key: value for key, value in getattr(item, "__dict__", {}).items() if key not in hidden}
+
+
+def _cells(function: FunctionType) -> dict[str, CellType]:
+    """The cells of a function that hold plain values and containers."""
+    pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    filled = {name: cell for name, cell in pairs if cell != CellType()}
+    return {name: cell for name, cell in filled.items() if type(cell.cell_contents) in (*ATOMS, *CONTAINERS)}
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """The attributes of a class that are kept in slots."""
+    return tuple(
+        name
+        for base in kind.__mro__
+        if base.__module__.partition(".")[0] not in _OF_OTHERS
+        for name, value in vars(base).items()
+        if isinstance(value, MemberDescriptorType)
+    )
 
 
 class Unsaved:
@@ -229,7 +279,7 @@ class Unsaved:
         for module in self._without:
             module._buffers.clear()
         for item, kept in self._attributes:
-            _put_attributes_back(vars(item), kept)
+            _put_attributes_back(item, kept)
 
     def report(self) -> None:
         """Report what the state lacks where it is not put back."""
@@ -260,14 +310,22 @@ def _kept_buffers(module: nn.Module, *, saved: bool) -> dict[str, _Kept]:
     return {key: _Kept(buffer, content=key in unsaved) for key, buffer in module._buffers.items()}
 
 
-def _put_attributes_back(attributes: dict[str, Any], kept: dict[str, _Kept]) -> None:
-    hidden = attributes.keys() & _OF_MODULES
-    for key in attributes.keys() - kept.keys() - hidden:
-        if isinstance(attributes[key], (*ATOMS, *_CONTAINERS, Tensor)):
-            del attributes[key]
+def _put_attributes_back(item: Any, kept: dict[str, _Kept]) -> None:
+    if isinstance(item, FunctionType):
+        for name, cell in _cells(item).items():
+            if name in kept:
+                cell.cell_contents = kept[name].restored()
+        return
+    for key, value in attributes_of(item).items():
+        if key not in kept and isinstance(value, (*ATOMS, *CONTAINERS, Tensor, np.ndarray)):
+            object.__delattr__(item, key)
     for key, one in kept.items():
-        if one.is_data:
-            attributes[key] = one.restored()
+        if not one.is_data:
+            continue
+        if key in _slots(type(item)):
+            object.__setattr__(item, key, one.restored())
+        else:
+            vars(item)[key] = one.restored()
 
 
 class _Kept:
@@ -288,8 +346,10 @@ class _Kept:
             self.value = self._content if graph else value
         elif isinstance(value, GENERATORS):
             self._content = state_of(value)
-        elif kind in _CONTAINERS and depth < _DEPTH and len(value) <= _MOST_ITEMS:
-            items = value.items() if kind is dict else enumerate(value)
+        elif kind is np.ndarray and value.nbytes <= _MOST_BYTES:
+            self._content = value.copy()
+        elif kind in CONTAINERS and depth < _DEPTH and len(value) <= _MOST_ITEMS:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
             self._content = set(value) if kind is set else {key: _Kept(one, depth=depth + 1) for key, one in items}
 
     def restored(self) -> Any:
@@ -301,13 +361,16 @@ class _Kept:
             return restored(value, content)
         if isinstance(value, GENERATORS):
             set_state(value, content)
+        elif isinstance(value, np.ndarray):
+            return _restored_array(value, content)
         elif isinstance(value, set):
             value.clear()
             value.update(content)
         elif isinstance(value, dict):
             items = {key: one.restored() for key, one in content.items()}
             value.clear()
-            value.update(items)
+            for key, one in items.items():  # a Counter's update would add
+                value[key] = one
         else:
             parts = [one.restored() for one in content.values()]
             if isinstance(value, tuple):
@@ -350,6 +413,14 @@ def going_back(engine: Engine, state: Mapping[str, Any]) -> Iterator[None]:
     except BaseException:
         before.put_back(engine)
         raise
+
+
+def _restored_array(array: Any, content: Any) -> Any:
+    """An array with its earlier content; a copy of that where the array itself cannot be changed in place."""
+    if array.shape != content.shape or array.dtype != content.dtype or not array.flags.writeable:
+        return content.copy()
+    np.copyto(array, content)
+    return array
 
 
 def restored(tensor: Tensor, content: Tensor) -> Tensor:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import dis
 import hashlib
 import math
-from collections import deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..changeable import ATOMS, GENERATORS, Holder, holders, unsaved_buffers
+from ..changeable import ATOMS, CONTAINERS, GENERATORS, Holder, holders, unsaved_buffers
 from ..data.held_generators import state_of
 from .composition import listed
 from .reports import Finding, finding
@@ -31,7 +31,6 @@ __all__ = ["Code", "Marks", "lacking", "mark_of", "marks_of"]
 Marks = Mapping[str, Hashable]
 """A mark of each value by its place, such as "model.calls"; equal for equal values."""
 
-_CONTAINERS = (list, tuple, dict, set, deque)
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 _READS = {"LOAD_ATTR", "LOAD_METHOD"}
 _RECORDS = {"add", "append", "appendleft", "extend", "insert", "update"}
@@ -103,8 +102,12 @@ def _saves_more(item: Any) -> bool:
 
 
 def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str]) -> Iterator[tuple[str, Hashable]]:
+    if isinstance(holder.item, FunctionType):  # its containers may be records
+        plain = {key: value for key, value in holder.attributes.items() if type(value) in ATOMS}
+        yield from ((f"{holder.name}.{key}", mark_of(value)) for key, value in plain.items())
+        return
     for key, value in holder.attributes.items():
-        changing = isinstance(value, (*_CONTAINERS, *GENERATORS))  # in place
+        changing = isinstance(value, (*CONTAINERS, *GENERATORS, np.ndarray))  # in place
         names = used if changing else held if isinstance(value, Tensor) else carried
         if key in names and (mark := mark_of(value)) is not None:
             yield f"{holder.name}.{key}", mark
@@ -119,7 +122,10 @@ def mark_of(value: Any, depth: int = 0) -> Hashable:
     if isinstance(value, GENERATORS):
         state = state_of(value)
         return _mark_of_tensor(state) if isinstance(state, Tensor) else repr(state)
-    if type(value) not in _CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
+    if isinstance(value, np.ndarray):
+        large = value.dtype.hasobject or value.nbytes > _MOST_BYTES
+        return None if large else (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest())
+    if type(value) not in CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
         return None
     items = sorted(value, key=repr) if isinstance(value, set) else value
     items = [part for pair in items.items() for part in pair] if isinstance(items, dict) else items

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,21 @@ class Meter:
         self.count = 0
 
 
+class Outer:
+    """Holds an object that holds a list of others."""
+
+    def __init__(self) -> None:
+        self.inner = Meter()
+        self.inner.others = {"one": [Meter()]}  # type: ignore[attr-defined]
+
+
+class Slotted:
+    __slots__ = ("count", "since")
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class Changing(nn.Module):
     """Its output depends on how often it was called, by what `KINDS` says."""
 
@@ -53,6 +68,13 @@ class Changing(nn.Module):
         self.pair = torch.ones(1), torch.ones(1)
         self.meter = Meter()
         self.rng = np.random.default_rng(0)
+        self.array = np.ones(2)
+        self.tally = Counter[str]()
+        self.named: dict[str, dict[str, float]] = defaultdict(lambda: {"scale": 1.0})
+        self.ordered = OrderedDict(first=1.0, second=2.0)
+        self.slotted = Slotted()
+        self.meters = [Meter(), Meter()]
+        self.outer = Outer()
 
     def forward(self, x: Tensor) -> Tensor:
         scaled: Tensor = self.linear(x) * self.change(self)
@@ -125,13 +147,42 @@ def object_held(model: Any) -> Any:
     return 0.9**model.meter.count
 
 
+def array(model: Any) -> Any:
+    model.array[0] *= 0.9
+    return model.array[0]
+
+
+def counters_of_python(model: Any) -> Any:
+    model.tally["calls"] += 1
+    model.named["here"]["scale"] *= 0.9
+    model.ordered.move_to_end(next(iter(model.ordered)))
+    return 0.9 ** model.tally["calls"] * model.named["here"]["scale"] * next(iter(model.ordered.values()))
+
+
+def slots(model: Any) -> Any:
+    model.slotted.count += 1
+    model.slotted.since = getattr(model.slotted, "since", 1.0) * 0.9
+    return 0.9**model.slotted.count * model.slotted.since
+
+
+def object_in_a_list(model: Any) -> Any:
+    model.meters[1].count += 1
+    return 0.9 ** model.meters[1].count
+
+
+def object_far_inside(model: Any) -> Any:
+    innermost = model.outer.inner.others["one"][0]
+    innermost.count += 1
+    return 0.9**innermost.count
+
+
 def own_generator(model: Any) -> Any:
     return model.rng.normal()
 
 
 KINDS = [
     in_place, through_data, another_buffer, none_first, growing, registered_late, expanded, counter, hidden_state,
-    with_a_graph, containers, object_held, own_generator,
+    with_a_graph, containers, object_held, array, counters_of_python, slots, object_in_a_list, object_far_inside, own_generator,
 ]  # fmt: skip
 
 
@@ -237,7 +288,19 @@ class Called:
         return mse_loss(output, target) * 0.9**self.calls
 
 
-@pytest.mark.parametrize("kind", [Centred, Called])
+def closed_over() -> Callable[[Tensor, Tensor], Tensor]:
+    calls, seen = 0, {"scale": 1.0}
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        seen["scale"] *= 0.9
+        return mse_loss(output, target) * 0.9**calls * seen["scale"]
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", [Centred, Called, closed_over])
 def test_a_loss_is_put_back_as_well_and_reported_in_a_file(kind: Any) -> None:
     ends = []
     for goes_back in (False, True):
