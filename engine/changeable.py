@@ -51,7 +51,8 @@ __all__ = [
 ]
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None))
-CONTAINERS = (list, tuple, dict, OrderedDict, defaultdict, Counter, set, deque)
+_DICTIONARIES = (dict, OrderedDict, defaultdict, Counter)
+CONTAINERS = (list, tuple, set, deque, *_DICTIONARIES)
 GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -219,10 +220,10 @@ def attributes_of(item: Any) -> dict[str, Any]:
 
 
 def _cells(function: FunctionType) -> dict[str, CellType]:
-    """The cells of a function that hold plain values and containers."""
+    """The cells of a function that hold plain values and dictionaries; its lists may be records, which stay."""
     pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     filled = {name: cell for name, cell in pairs if cell != CellType()}
-    return {name: cell for name, cell in filled.items() if type(cell.cell_contents) in (*ATOMS, *CONTAINERS)}
+    return {name: cell for name, cell in filled.items() if type(cell.cell_contents) in (*ATOMS, *_DICTIONARIES)}
 
 
 @lru_cache(maxsize=1024)

@@ -125,7 +125,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     # W8x: receivers, studies, and further losses
     "W80": ("warning", "a receiver changes the loss that is reported, and not the one that is trained with"),
     "W81": ("warning", "the runs of a study are equal although their seeds differ"),
-    "W82": ("warning", "the runs of a study begin with other handlers, weights or data than earlier runs of the same seed"),
+    "W82": (
+        "warning",
+        "the runs of a study begin with other handlers, weights or data than earlier runs of the same seed",
+    ),
     "W83": ("warning", "a loss is a sum over the batch, where the batches of a window are averaged"),
     "W84": ("warning", "steps were made, but no weight changed"),
     "W85": ("warning", "a function returns a batch or a loss, which nobody uses"),
@@ -217,9 +220,7 @@ CODES: dict[str, tuple[Severity, str]] = {
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
 
-PRINTED = frozenset(
-    ("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "G01", "G13", "G15", "G24")
-)
+PRINTED = frozenset(("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "G01", "G13", "G15", "G24"))
 """Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {

@@ -216,7 +216,9 @@ class Monitor:
                 f"monitor {other!r}, which {others[other]!r} measures",
                 *([name] if name else []),
                 key=(self.handler, self.metric),
-                severity="info" if not same or self.handler == "LRScheduling" else None,  # a rate may follow the training
+                severity="info"
+                if not same or self.handler == "LRScheduling"
+                else None,  # a rate may follow the training
             )
 
     def new_value(self, engine: Engine) -> float | None:

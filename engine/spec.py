@@ -240,9 +240,13 @@ def loss_module(update: Update) -> nn.Module | None:
 
 def _model_of_input(engine: Engine, batch: Any) -> Any:
     kind = batch.__class__
-    if kind is not tuple and kind is not list and (
-        isinstance(batch, Tensor | Mapping)  # batch[0] of a tensor would silently be its first sample
-        or not hasattr(kind, "__getitem__")
+    if (
+        kind is not tuple
+        and kind is not list
+        and (
+            isinstance(batch, Tensor | Mapping)  # batch[0] of a tensor would silently be its first sample
+            or not hasattr(kind, "__getitem__")
+        )
     ):
         raise TypeError(
             f"update {engine.state.update.name!r} takes batches of (input, target), but this one is "

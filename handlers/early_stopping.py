@@ -251,7 +251,12 @@ class EarlyStopping(Handler):
         every = getattr(producer, "every", Interval(1, "ep"))
         last = last_epoch(engine) if isinstance(every, Interval) and every.unit == "ep" else None
         others = self.threshold is not None or self.divergence is not None or self.best_weights_event is not None
-        if last is not None and int(last / every.value) <= self.patience and not others and not is_default(self, "patience"):
+        if (
+            last is not None
+            and int(last / every.value) <= self.patience
+            and not others
+            and not is_default(self, "patience")
+        ):
             yield finding(
                 "C19",
                 f"{self.name!r} waits for {self.patience} values without improvement, but at most {int(last / every.value)} come "

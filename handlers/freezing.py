@@ -154,7 +154,7 @@ class Freezing(Handler):
             if last is not None and epoch is not None and epoch > last:
                 yield finding(
                     "C17",
-                    f"{self.name!r} unfreezes {part!r} in epoch {epoch}, and this run ends with epoch {last}: it is never trained",
+                    f"{self.name!r} unfreezes {part!r} in epoch {epoch}, and this run ends with epoch {last}: it stays frozen",
                     "unfreeze it earlier, or omit the epoch to keep it frozen",
                     [self.name],
                     "info",

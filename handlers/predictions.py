@@ -215,7 +215,11 @@ class Predictions(Handler):
 def _concatenated(batches: list[Any]) -> Any:
     """The values of all batches as one: tensors concatenated, dicts joined by key and tuples by place; else the list itself."""
     first = batches[0] if batches else None
-    if isinstance(first, dict) and first and all(isinstance(one, dict) and one.keys() == first.keys() for one in batches):
+    if (
+        isinstance(first, dict)
+        and first
+        and all(isinstance(one, dict) and one.keys() == first.keys() for one in batches)
+    ):
         return {key: _concatenated([one[key] for one in batches]) for key in first}
     if isinstance(first, tuple) and first and all(isinstance(one, tuple) and len(one) == len(first) for one in batches):
         return tuple(_concatenated([one[place] for one in batches]) for place in range(len(first)))

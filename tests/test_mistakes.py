@@ -41,7 +41,9 @@ def run_and_read(one: Mistake, right: bool, folder: Path) -> tuple[Any, BaseExce
             result, error = one.program(*arguments), None
         except Exception as problem:
             result, error = None, problem
-    messages: list[BaseException] = [warning.message for warning in caught if isinstance(warning.message, BaseException)]
+    messages: list[BaseException] = [
+        warning.message for warning in caught if isinstance(warning.message, BaseException)
+    ]
     return result, error, messages, printed.getvalue()
 
 

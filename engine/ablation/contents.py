@@ -90,7 +90,10 @@ def _noted(content: Content, key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _items(container: Any) -> list[tuple[str, Any]]:
     if isinstance(container, dict):
-        return [(repr(key) if isinstance(key, ATOMS) else str(place), one) for place, (key, one) in enumerate(container.items())]
+        return [
+            (repr(key) if isinstance(key, ATOMS) else str(place), one)
+            for place, (key, one) in enumerate(container.items())
+        ]
     if isinstance(container, set | frozenset):
         return [(one, one) for one in sorted(repr(one) for one in container if isinstance(one, ATOMS))]
     return [(str(place), one) for place, one in enumerate(container)]

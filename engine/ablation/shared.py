@@ -19,6 +19,7 @@ from .contents import Content, contents, digest_of
 
 __all__ = ["Left", "SharedError", "check_new", "check_not_left"]
 
+
 class SharedError(ValueError):
     """Raised for a study whose ``build`` returns something that an earlier run of it has used."""
 
@@ -114,8 +115,8 @@ def _check_held(found: Mapping[str, Content], what: str) -> None:
         for key, left in (_left_values.of(content.thing) or {}).items():
             if content.values.get(key) == left:
                 raise SharedError(
-                    f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} an earlier run "
-                    "has changed and left so: the runs of the study would depend on each other; make a new one in each call, "
+                    f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} an earlier "
+                    "run has changed and left so: the runs of the study would depend on each other; make a new one in each call, "
                     "inside of the function, or put it back there"
                 )
 
@@ -190,7 +191,10 @@ def _changed(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, s
     return {
         key: after.get(key)
         for key, value in before.items()
-        if value != after.get(key) and value not in _UNSET and not key.startswith("(") and not _has_grown(key, value, after)
+        if value != after.get(key)
+        and value not in _UNSET
+        and not key.startswith("(")
+        and not _has_grown(key, value, after)
     }
 
 
@@ -204,7 +208,7 @@ def _has_grown(key: str, before: str, after: Mapping[str, str]) -> bool:
 
 
 def _stateful(engine: Engine) -> Mapping[str, tuple[Any, str]]:
-    """The tensors of models and losses and other trained ones, and the optimizers that were given built, by name with a digest."""
+    """The tensors of models and losses, other trained ones, and optimizers that were given built, by name with a digest."""
     roots = dict(engine.modules)
     losses = {f"the loss of {update.name}": loss_module(update.spec) for update in engine.updates}
     roots |= {name: loss for name, loss in losses.items() if loss is not None}

@@ -202,9 +202,7 @@ class Store:
         # lock two different files.
         lock = path.with_name(f".{path.name}.lock")
         name = str(lock.resolve())
-        busy = (
-            f"the store {str(self.path)!r} is being written by another study%s; wait until it finishes, or use another store"
-        )
+        busy = f"the store {str(self.path)!r} is being written by another study%s; wait until it finishes, or use another store"
         if name in _written:
             raise StoreError(busy % " of this process")
         _written.add(name)

@@ -26,8 +26,8 @@ from .lines import check_stored, differences, no_direction, no_metric, to_line
 from .looks import Looks
 from .plan import Plan, PlannedRun
 from .planned import planned_runs, stored_looks, stored_results, task_of
-from .pruning import Halving, Pruned, Pruning
 from .provenance import composition
+from .pruning import Halving, Pruned, Pruning
 from .repeated import Built
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread

@@ -178,8 +178,8 @@ class Feed:
     def batches_read(self, iterations: int) -> int:
         """How many batches of the epoch were read by the time that these iterations of it were made.
 
-        Those that are left out are read, too: of an iteration before them this stays the same, though the epoch is shorter. In the
-        last iteration it is all of them.
+        Those that are left out are read, too: of an iteration before them this stays the same, though the epoch is shorter. In
+        the last iteration it is all of them.
         """
         left_out, number, before = self._left_out()
         if iterations == self.state.epoch_length:
@@ -264,7 +264,11 @@ class Feed:
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
             f"length is an estimate, give run() epoch_length={taken}, or another number than its length"
-            + (f"; with epoch_length={source.length}, each epoch is one pass of that length" if source.given_length else "")
+            + (
+                f"; with epoch_length={source.length}, each epoch is one pass of that length"
+                if source.given_length
+                else ""
+            )
         )
 
     def begin_again(self) -> Iterator[Any]:

@@ -96,8 +96,8 @@ _identities: dict[int, str] = {}
 def is_alive(process: str) -> bool | None:
     """Whether the process with this `identity` is running; None for another machine or boot, and for what is no identity.
 
-    A zombie has ended: it writes no more. An identity of 0.2.0 lacks the boot: such a process is known to run if it is found here,
-    and else may run on another host of the same name.
+    A zombie has ended: it writes no more. An identity of 0.2.0 lacks the boot: such a process is known to run if it is found
+    here, and else may run on another host of the same name.
     """
     digest, _, rest = process.partition("~")
     pid, _, started = rest.partition("~")

@@ -75,8 +75,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
 
     Raises:
         RuntimeError: if the process was not launched by torchrun, there are too few GPUs, or the store cannot be reached.
-        RuntimeError: also if a rank of this machine ends before all have joined, naming it; if rank 0 belongs to another job; or if
-            another process has the same rank.
+        RuntimeError: also if a rank of this machine ends before all have joined, naming it; if rank 0 belongs to another job; or
+            if another process has the same rank.
         TimeoutError: naming the ranks that did not join.
     """
     if dist.is_initialized():
@@ -104,8 +104,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that of another job; "
-                "give each job on a machine a MASTER_PORT of its own"
+                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that of another "
+                "job; give each job on a machine a MASTER_PORT of its own"
             ) from error
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, which {host} hosts; check that {host} is running"
@@ -166,12 +166,12 @@ def agree(base: Store, rank: int, size: int, *, timeout: float) -> PrefixStore:
     Each rank posts a word: a random one, with its process. Rank 0 publishes an offer: a new random prefix and the words it found;
     when a word changes, it publishes another. A rank acknowledges an offer that contains its own word, under the offer's prefix.
     Once all words are acknowledged, rank 0 confirms this under the prefix, and all ranks use it. The word of a dead process is
-    never acknowledged, and the offer of a dead rank 0 never contains the word of a running process. A rank that belongs to another
-    job than rank 0 says no word, and rank 0 takes none of it.
+    never acknowledged, and the offer of a dead rank 0 never contains the word of a running process. A rank that belongs to
+    another job than rank 0 says no word, and rank 0 takes none of it.
 
     Raises:
-        RuntimeError: if a process of this machine ends meanwhile, naming its rank; if rank 0 belongs to another job; or if another
-            process has the same rank.
+        RuntimeError: if a process of this machine ends meanwhile, naming its rank; if rank 0 belongs to another job; or if
+            another process has the same rank.
         TimeoutError: naming the ranks that did not come.
     """
     return _agree(base, rank, size, timeout=timeout)[0]
@@ -274,8 +274,8 @@ class _Membership:
             own = f"pid {self.job['pid']} on {self.job['host']}"
             self.store.set(f"refused/{self.rank}", own)
             raise RuntimeError(
-                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine a MASTER_PORT "
-                "of its own; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
+                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine a "
+                "MASTER_PORT of its own; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
             )
 
     def members(self, words: list[str | None]) -> list[str | None]:
@@ -398,7 +398,9 @@ def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int
     acknowledged = _read(store, [f"{prefix}/ack/{rank}" for rank in range(size)])
     missing = [str(rank) for rank in range(size) if acknowledged[rank] is None and rank > 0]
     others = zip(missing, _read(store, [f"refused/{rank}" for rank in missing]), strict=True)
-    refused = [f"rank {rank} of another job ({where}) came to this address and was refused" for rank, where in others if where]
+    refused = [
+        f"rank {rank} of another job ({where}) came to this address and was refused" for rank, where in others if where
+    ]
     return TimeoutError(
         f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "
         f"{'; '.join([*refused, 'check that all were started and call join()'])}"

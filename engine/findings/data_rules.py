@@ -131,7 +131,9 @@ def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
             continue  # few different samples, which are equal by chance
         shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
         if shared > 0.1 * len(other):
-            yield _training_data(one.handler.name, f"has {shared} samples that are equal to samples of the training data")
+            yield _training_data(
+                one.handler.name, f"has {shared} samples that are equal to samples of the training data"
+            )
 
 
 def _fingerprints(rows: Tensor) -> Tensor:

@@ -77,7 +77,9 @@ class FirstStep(Step):
     def compute_gradients(self, update: UpdateState, iteration: int, listened: bool) -> None:
         """As `Step` does it."""
         try:
-            Step.compute_gradients(self, update, iteration, listened)  # a `Step` itself by now, if this is a later piece
+            Step.compute_gradients(
+                self, update, iteration, listened
+            )  # a `Step` itself by now, if this is a later piece
         finally:
             if update.window.given is not None:
                 update.window.given.end_backward()

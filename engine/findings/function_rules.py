@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
@@ -107,7 +108,7 @@ def _steps_an_optimizer(it: Composition, function: Any) -> bool:
             (one.opname == "LOAD_ATTR" and one.argval == "optimizer")
             or (one.opname != "LOAD_ATTR" and any(known.get(one.argval) is optimizer for optimizer in own))
         )
-        for one, after in zip(loads, loads[1:], strict=False)
+        for one, after in itertools.pairwise(loads)
     )
 
 

@@ -190,8 +190,8 @@ def say_left_out(engine: Engine) -> None:
         return
     if all(one.requires_grad for root in engine.modules.values() for one in root.parameters()):
         engine.findings.say(
-            f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and has "
-            "loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
+            f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and "
+            "has loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
             "continues where the state was saved"
         )
 

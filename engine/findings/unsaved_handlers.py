@@ -74,8 +74,8 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
                 "W47",
                 f"{name!r} changes {listed(f'self.{key}' for key in own)}, and its state_dict() does not return it: a run that "
                 "resumes from what is saved begins without these changes, and may differ",
-                f"return it from {kind.__name__}.state_dict(), and take it back in load_state_dict(); allow W47 where the results "
-                "do not depend on it",
+                f"return it from {kind.__name__}.state_dict(), and take it back in load_state_dict(); allow W47 where the "
+                "results do not depend on it",
                 [name],
             )
 
@@ -86,14 +86,18 @@ def _is_made(before: Any, now: Any) -> bool:
         return True
     if not isinstance(before, tuple) or before[0] != now[0] or before[0] not in ("dict", "set"):
         return False
-    items = [set(zip(one[::2], one[1::2], strict=True)) if before[0] == "dict" else {*one} for one in (before[1], now[1])]
+    items = [
+        set(zip(one[::2], one[1::2], strict=True)) if before[0] == "dict" else {*one} for one in (before[1], now[1])
+    ]
     return items[0] <= items[1]
 
 
 @lru_cache(maxsize=256)
 def _names_of(kind: type[Handler]) -> _Names:
     """What the user's classes carry along; nothing for a class that saves a state of its own."""
-    own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("signalfire", "builtins", "typing")]
+    own = [
+        base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("signalfire", "builtins", "typing")
+    ]
     if any("state_dict" in vars(base) for base in own):
         return _Names()
     methods = {
@@ -102,7 +106,9 @@ def _names_of(kind: type[Handler]) -> _Names:
         for name, method in vars(base).items()
         if isinstance(method, FunctionType) and name != "__init__"
     }
-    codes = [Code(one.__code__, of=_first_of(one)) for one in methods.values() if not _CLOCKS & {*one.__code__.co_names}]
+    codes = [
+        Code(one.__code__, of=_first_of(one)) for one in methods.values() if not _CLOCKS & {*one.__code__.co_names}
+    ]
     return _Names(
         frozenset().union(*(one.first_read & one.stored for one in codes)),
         frozenset().union(*(one.read for one in codes)),

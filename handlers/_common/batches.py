@@ -81,8 +81,8 @@ def check_data(call: str, data: object, end: str = ")") -> None:
         raise TypeError(f"{call}{data!r}{end}: expected an iterable, such as a DataLoader or a list of batches")
     if isinstance(data, Iterator):
         raise TypeError(
-            f"{call}{data!r}{end}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a list "
-            "or a DataLoader"
+            f"{call}{data!r}{end}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a "
+            "list or a DataLoader"
         )
     if isinstance(data, Sized) and not _has_items(data):
         raise ValueError(f"{call}{data!r}{end}: it is empty; give at least one batch")

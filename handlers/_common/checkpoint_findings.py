@@ -97,8 +97,8 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
     engine.findings.say(
         f"{str(folder)!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
         f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, epoch "
-        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are, and this run begins at epoch 1 "
-        "and writes its own beside them. Checkpoint(..., resume=True) continues the earlier run; another folder keeps the runs "
+        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are, and this run begins at epoch "
+        "1 and writes its own beside them. Checkpoint(..., resume=True) continues the earlier run; another folder keeps the runs "
         "apart"
     )
 
@@ -140,7 +140,9 @@ def _near(folder: Path, files: checkpoints.Files) -> Iterator[Path]:
     for around in [] if folder.name == "" else folder.absolute().parents:
         if around.is_dir():
             own = _unnumbered(rest.parts[0])
-            there = [one.name for one in around.iterdir() if _unnumbered(one.name) != own]  # others of a series are no slips
+            there = [
+                one.name for one in around.iterdir() if _unnumbered(one.name) != own
+            ]  # others of a series are no slips
             close = get_close_matches(rest.parts[0], there, n=5)
             called = [around / one / Path(*rest.parts[1:]) for one in close]
             break

@@ -95,7 +95,9 @@ def different_arguments(scheduler: Any, state: Mapping[str, Any]) -> list[str]:
     for key, here in scheduler.state_dict().items():
         then = state.get(key, here)
         if key[0] != "_" and key not in _PROGRESS and _is_plain(here) and _is_plain(then) and here != then:
-            found.append(f"{key}={here!r} of the {type(scheduler).__name__} is not used, since the state has {key}={then!r}")
+            found.append(
+                f"{key}={here!r} of the {type(scheduler).__name__} is not used, since the state has {key}={then!r}"
+            )
     return found
 
 
@@ -181,7 +183,9 @@ def check_drivable(name: str, scheduler: Any, every: Interval, *, monitored: boo
     by_epoch = every.unit == "ep"
     if takes_count(scheduler) and getattr(scheduler, "t_in_epochs", True) != by_epoch:
         counted, way_out = (
-            ("steps", "t_in_epochs=True, or every='1step'") if by_epoch else ("epochs", "t_in_epochs=False, or every='1ep'")
+            ("steps", "t_in_epochs=True, or every='1step'")
+            if by_epoch
+            else ("epochs", "t_in_epochs=False, or every='1ep'")
         )
         raise ValueError(
             f"{name!r}: the {kind} counts {counted}, which does not match every={str(every)!r}; write {way_out}"
@@ -194,7 +198,7 @@ def name_of(factory: Any) -> str:
 
 
 def with_total(factory: Any) -> str:
-    """How a factory is given its number of steps, for messages: "partial(get_linear_schedule_with_warmup, num_training_steps=...)".
+    """How a factory is given its number of steps, for messages: "partial(get_linear_schedule, num_training_steps=...)".
 
     Of several by the names of their optimizers, each that lacks it is named.
     """

@@ -90,7 +90,7 @@ def test_the_owner_may_be_an_object() -> None:
     ],
 )  # fmt: skip
 def test_a_function_that_takes_a_path_refuses_a_url(call: Callable[[Any], Any], address: Any) -> None:
-    with pytest.raises(ValueError, match="='s3:.*a URL is not a path.*Checkpoints in an object store"):
+    with pytest.raises(ValueError, match=r"='s3:.*a URL is not a path.*Checkpoints in an object store"):
         call(address)
 
 

@@ -307,7 +307,10 @@ def test_a_state_has_the_models_own_names_and_versions_and_loads_with_those_of_w
         state["modules"]["model"] = wrapped.state_dict()
         weights["model"] = wrapped.state_dict()
     before = [p.detach().clone() for p in plain.parameters()]
-    loads: list[Callable[[Engine], None]] = [lambda one: one.load_weights(weights), lambda one: one.load_state_dict(state)]
+    loads: list[Callable[[Engine], None]] = [
+        lambda one: one.load_weights(weights),
+        lambda one: one.load_state_dict(state),
+    ]
     for load in loads:
         for again in (wrap, lambda model: model):
             fresh = nn.Sequential(Versioned(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))

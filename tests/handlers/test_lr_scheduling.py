@@ -33,7 +33,6 @@ from signalfire import Engine, Events, FindingWarning, Phase, Update
 from signalfire.handlers import GradientAccumulation, LRScheduling, cosine_with_warmup
 from signalfire.handlers._common.joint_schedule import JointSchedule
 from signalfire.handlers._common.torch_schedulers import with_total
-
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import assert_same, average_gradients, linear, windows
@@ -333,7 +332,9 @@ def test_a_scheduler_of_ones_own_follows_a_metric_whose_direction_nobody_gives(a
 def test_a_plateau_without_a_direction_names_what_takes_it() -> None:
     engine, _ = engine_of(network(), LRScheduling(ReduceLROnPlateau, monitor="score"))
     engine.connect(Events.EPOCH_COMPLETED, score)
-    with pytest.raises(ValueError, match="LRScheduling monitors 'score'.*give ReduceLROnPlateau mode='min' or mode='max'"):
+    with pytest.raises(
+        ValueError, match=r"LRScheduling monitors 'score'.*give ReduceLROnPlateau mode='min' or mode='max'"
+    ):
         engine.run(batches(2), max_epochs=1)
 
 
@@ -433,7 +434,10 @@ def linear_decay(optimizer: Optimizer, num_warmup_steps: int, num_training_steps
     [
         (partial(linear_decay, num_warmup_steps=0), "partial(linear_decay, num_training_steps=...)"),
         (partial(partial(linear_decay), num_warmup_steps=0), "partial(linear_decay, num_training_steps=...)"),
-        (lambda optimizer, t_initial: Counted(optimizer, t_initial, t_in_epochs=False), "partial(<lambda>, t_initial=...)"),
+        (
+            lambda optimizer, t_initial: Counted(optimizer, t_initial, t_in_epochs=False),
+            "partial(<lambda>, t_initial=...)",
+        ),
         (CosineAnnealingLR, "partial(CosineAnnealingLR, T_max=...)"),
         (partial(OneCycleLR, max_lr=0.3), "partial(OneCycleLR, total_steps=...)"),
         (cosine_with_warmup(warmup=2), "partial(factory, total_steps=...)"),
@@ -1055,13 +1059,17 @@ def chained(size: int) -> Factory:
 
 
 @pytest.mark.filterwarnings("ignore:C06")
-@pytest.mark.parametrize("factory", [lambda size: lambda optimizer: StepLR(optimizer, size), chained], ids=["one", "parts"])
+@pytest.mark.parametrize(
+    "factory", [lambda size: lambda optimizer: StepLR(optimizer, size), chained], ids=["one", "parts"]
+)
 def test_arguments_inside_of_a_factory_that_the_state_replaces_are_reported(factory: Callable[[int], Factory]) -> None:
     first, _ = engine_of(network(), LRScheduling(factory(3)))
     first.run(batches(), max_epochs=1)
     other, rates = engine_of(network(), LRScheduling(factory(30)))
     other.load_state_dict(first.state_dict())
-    with pytest.warns(FindingWarning, match="W32: .*step_size=30 of the StepLR is not used, since the state has step_size=3"):
+    with pytest.warns(
+        FindingWarning, match="W32: .*step_size=30 of the StepLR is not used, since the state has step_size=3"
+    ):
         other.run(batches(), max_epochs=2)
     same, expected = engine_of(network(), LRScheduling(factory(3)))
     same.load_state_dict(first.state_dict())

@@ -152,7 +152,10 @@ def test_weights_that_a_receiver_sets_stay_right(window: int, kind: Callable[[An
 @pytest.mark.parametrize("kind", [int, float, torch.tensor])
 def test_a_piece_without_targets_counts_nothing(kind: Callable[[Any], Any], halve: bool) -> None:
     """Its loss, a mean over no targets, is NaN."""
-    inputs, targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, -100, -100, 2, 1])
+    inputs, targets = (
+        torch.randn(6, 4, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0, 1, -100, -100, 2, 1]),
+    )
     model = make_model()
     plain = SGD(model.parameters())
     losses = []

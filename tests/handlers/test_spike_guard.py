@@ -697,9 +697,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "killed", [3, 41, 47, *[pytest.param(at, marks=pytest.mark.campaign) for at in (36, 39, 43, 60)]]
 )
-def test_killed_before_in_or_after_a_rewind_it_ends_alike(
-    tmp_path: Path, whole: tuple[str, str], killed: int
-) -> None:
+def test_killed_before_in_or_after_a_rewind_it_ends_alike(tmp_path: Path, whole: tuple[str, str], killed: int) -> None:
     died = _run(tmp_path, "killed", killed=killed)
     assert died.returncode == -9, died.stderr
     resumed = _run(tmp_path, "killed")

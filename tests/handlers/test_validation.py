@@ -456,7 +456,10 @@ def test_the_data_is_not_turned_into_text_unless_it_is_wrong() -> None:
     evaluator = Engine(Update.supervised(torch.nn.functional.mse_loss), model=torch.nn.Linear(5, 1))
     for data in (Shown([1]), {"first": Shown([1])}):
         Validation(evaluator, data)
-    for wrong, message in (([], r"Validation\(data=\[\]\): it is empty"), ({"a": []}, r"Validation\(data={'a': \[\]}\): it")):
+    for wrong, message in (
+        ([], r"Validation\(data=\[\]\): it is empty"),
+        ({"a": []}, r"Validation\(data={'a': \[\]}\): it"),
+    ):
         with pytest.raises(ValueError, match=message):
             Validation(evaluator, wrong)
 

@@ -541,7 +541,9 @@ def an_update_that_was_never_due_in_data_without_a_length(right: bool) -> None:
 def a_patience_that_cannot_end_this_run(right: bool) -> None:
     engine = build(net(), EarlyStopping("score", mode="max", patience=2 if right else 20))
     engine.connect(
-        Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=engine.state.epoch), phase=Phase.PREPARE
+        Events.EPOCH_COMPLETED,
+        lambda engine: engine.state.metrics.update(score=engine.state.epoch),
+        phase=Phase.PREPARE,
     )
     engine.run(batches(), max_epochs=4)
 

@@ -26,7 +26,8 @@ class Mistake:
         code: the code of the finding; None unless it is noticed by one.
         error: the type of the error, or of another warning, by which it is noticed.
         match: what the text of the error, or of the line, contains.
-        outcome: "noticed"; "said", if a line on stderr names it; "right", if what it returns equals what the clean twin returns; "silent".
+        outcome: "noticed"; "said", if a line on stderr names it; "right", if what it returns equals what the clean twin returns;
+            "silent".
         why: for silent ones, why no engine could know.
     """
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Update
 from signalfire.ablation import LeaveOneOut, Study

@@ -78,7 +78,10 @@ USED: dict[str, tuple[Any, Callable[[Any], object]]] = {
     "annotated": (Plain, lambda kind: kind.__annotations__),
     "a combination of flags": (Kind.FIRST, lambda first: Kind(3) | first),
     "a generic class": (Box[int](), lambda box: (copy.copy(box), Box[float])),
-    "an abstract class": (Derived(), lambda derived: (isinstance(3, Base), issubclass(Plain, Base), copy.copy(derived))),
+    "an abstract class": (
+        Derived(),
+        lambda derived: (isinstance(3, Base), issubclass(Plain, Base), copy.copy(derived)),
+    ),
     "a data class": (Config(), lambda config: (dataclasses.replace(config), repr(config))),
     "a module": (torch.nn.Linear(1, 1), lambda module: module(torch.ones(1, 1))),
 }
@@ -181,7 +184,9 @@ def all_of_them() -> Any:
 
 @pytest.mark.parametrize("function", [computed, all_of_them])
 def test_a_variable_whose_name_is_not_in_the_code_asks_for_config(function: Callable[..., Any]) -> None:
-    with pytest.raises(NotDigestibleError, match=r"os\.environ, whose content cannot be .* reads variables of it whose names"):
+    with pytest.raises(
+        NotDigestibleError, match=r"os\.environ, whose content cannot be .* reads variables of it whose names"
+    ):
         fingerprint(function, "run")
     assert fingerprint(function, "run", strict=False)
 

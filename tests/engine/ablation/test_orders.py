@@ -95,7 +95,9 @@ def test_sampled_orders_that_are_all_equal_give_no_interval(part: float) -> None
         pairs = list(zip(design.orders[::2], design.orders[1::2], strict=True))
         within = reported(design, names, worth, seeds=2).sampling_intervals(design)
         for name in names:
-            middle = [added(name, one) + added(name, other) for one, other in pairs]  # of the three that need each other
+            middle = [
+                added(name, one) + added(name, other) for one, other in pairs
+            ]  # of the three that need each other
             low, high = within[name]
             assert low < high if len({*middle}) > 1 else math.isnan(low) and math.isnan(high)
         assert math.isnan(within["h6"][0])

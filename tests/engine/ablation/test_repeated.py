@@ -142,7 +142,9 @@ def logged(engine: Engine, number: int) -> None:
     "build",
     [
         built(),
-        built(lambda engine, number: engine.attach(Scaled(at=time.time(), began=time.perf_counter(), ns=time.time_ns()))),
+        built(
+            lambda engine, number: engine.attach(Scaled(at=time.time(), began=time.perf_counter(), ns=time.time_ns()))
+        ),
         built(lambda engine, number: engine.attach(Scaled(LOG))),
         built(logged),
         built(lambda engine, number: engine.attach(Scaled(folder=f"/tmp/run{number}"))),

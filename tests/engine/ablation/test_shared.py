@@ -270,7 +270,10 @@ class Looking(Handler):
 
 CHANGED: dict[str, tuple[Callable[[int], Any], str]] = {
     "a trained tensor": (parts(scale=always(torch.ones(1, requires_grad=True))), r"returned the parameter 0 of update"),
-    "a loss": (parts(loss=always(Annealed())), r"\(Annealed\), whose '(calls|weights\[0\])' an earlier run has changed"),
+    "a loss": (
+        parts(loss=always(Annealed())),
+        r"\(Annealed\), whose '(calls|weights\[0\])' an earlier run has changed",
+    ),
     "a counter of the data": (parts(data=always(Counting(counts=True))), r"\(Counting\), whose 'read' an earlier run"),
     "noise of the data": (parts(data=always(Drawing())), r"\(Drawing\), whose 'random' an earlier run"),
     "a loader of a handler": (looking(shuffled()), "whose generator an earlier run has left"),

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from signalfire import Engine, Events, FindingWarning, Handler, Update, allow, on
+from signalfire import Engine, Events, FindingWarning, Handler, Update, on
 from signalfire.handlers import (
     EMA,
     Checkpoint,
@@ -323,7 +323,11 @@ def test_a_resume_inside_an_epoch_says_that_workers_do_not_continue_their_draws(
     assert not engine.findings.of_run().of("W24")
     resumed = trained()
     resumed.load_state_dict(states[0])
-    with pytest.warns(FindingWarning, match="W24: the KeepsPosition continues after batch .*2 workers") if reported else quiet():
+    with (
+        pytest.warns(FindingWarning, match="W24: the KeepsPosition continues after batch .*2 workers")
+        if reported
+        else quiet()
+    ):
         resumed.run(KeepsPosition(dataset, workers), max_epochs=2)
     assert len(resumed.findings.of_run().of("W24")) == reported
 
