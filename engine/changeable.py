@@ -14,7 +14,6 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from functools import lru_cache
 from types import CellType, FunctionType, MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -202,7 +201,6 @@ def _parts_of(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
                 yield from ((f"[{key!r}]{place}", part) for place, part in _parts_of(one, depth + 1))
 
 
-@lru_cache(maxsize=1024)
 def is_of_user(kind: type) -> bool:
     """Whether objects of a class have attributes that code outside of Python, torch, NumPy and this package defines."""
     if issubclass(kind, FunctionType | Enum) or not (kind.__dictoffset__ or _slots(kind)):
@@ -226,7 +224,6 @@ def _cells(function: FunctionType) -> dict[str, CellType]:
     return {name: cell for name, cell in filled.items() if type(cell.cell_contents) in (*ATOMS, *_DICTIONARIES)}
 
 
-@lru_cache(maxsize=1024)
 def _slots(kind: type) -> tuple[str, ...]:
     """The attributes of a class that are kept in slots."""
     return tuple(

@@ -1054,13 +1054,13 @@ def test_under_another_name_a_new_schedule_continues_a_saved_run() -> None:
     assert engine.updates[0].optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-def chained(size: int) -> Factory:
+def in_turns(size: int) -> Factory:
     return lambda optimizer: SequentialLR(optimizer, [LinearLR(optimizer), StepLR(optimizer, size)], milestones=[6])
 
 
 @pytest.mark.filterwarnings("ignore:C06")
 @pytest.mark.parametrize(
-    "factory", [lambda size: lambda optimizer: StepLR(optimizer, size), chained], ids=["one", "parts"]
+    "factory", [lambda size: lambda optimizer: StepLR(optimizer, size), in_turns], ids=["one", "parts"]
 )
 def test_arguments_inside_of_a_factory_that_the_state_replaces_are_reported(factory: Callable[[int], Factory]) -> None:
     first, _ = engine_of(network(), LRScheduling(factory(3)))
