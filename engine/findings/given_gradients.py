@@ -89,7 +89,7 @@ class GivenGradients:
         repeated = {p for p, times in self._times.items() if times > 1}
         self._emptied = bool(self._times) and (all(p.grad is None for p in self._times) or self._are_zero())
         if self._emptied or self._zeroed or (gone and repeated <= gone):
-            self._cleared = [(p, p._version, p.grad, _version(p.grad)) for p in self._times]
+            self._cleared = [(p, p._version, p.grad, _changes_of(p.grad)) for p in self._times]
 
     def confirm(self) -> None:
         """Report after the step what was cleared, unless it came back before the step."""
@@ -117,7 +117,7 @@ class GivenGradients:
             return True
         later = (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED)
         averaged = 1  # the division by the number of batches, in place
-        changed = any(p.grad is not grad or _version(p.grad) > version + averaged for p, _, grad, version in cleared)
+        changed = any(p.grad is not grad or _changes_of(p.grad) > version + averaged for p, _, grad, version in cleared)
         return changed and any(_has_users(engine, event) for event in later)
 
 
@@ -126,7 +126,7 @@ def _has_users(engine: Engine, event: Events) -> bool:
     return any(is_users(one) for one in engine.signal(event).connections)
 
 
-def _version(gradient: Tensor | None) -> int:
+def _changes_of(gradient: Tensor | None) -> int:
     return -1 if gradient is None else gradient._version
 
 

@@ -49,7 +49,7 @@ def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
     if inner is None:
         yield from _of_one(scheduler, run)
         return
-    starts = _starts_of_parts(scheduler)
+    starts = _starts_of_parts(scheduler, len(inner))
     ends = [*starts[1:], run.total] if len(set(starts)) > 1 else [run.total] * len(starts)
     for part, start, end in zip(inner, starts, ends, strict=True):
         if start >= run.total and start:
@@ -59,12 +59,12 @@ def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
             yield from schedule_findings(part, replace(run, total=min(end, run.total) - start))
 
 
-def _starts_of_parts(scheduler: Any) -> list[int]:
+def _starts_of_parts(scheduler: Any, parts: int) -> list[int]:
     """The step from which on each of the schedulers is stepped that a scheduler chains."""
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         return [0, *scheduler._milestones]
     warmed_up = getattr(scheduler, "steps", 0)  # of `schedules.warmup`, which steps the other one afterwards
-    return [warmed_up if isinstance(warmed_up, int) else 0] * len(scheduler._schedulers)
+    return [warmed_up if isinstance(warmed_up, int) else 0] * parts
 
 
 def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:

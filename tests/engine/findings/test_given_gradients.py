@@ -84,7 +84,8 @@ def test_an_update_that_no_gradient_reaches_has_lost_none() -> None:
     model = mlp(5, 8, 1)
 
     def function(engine: Engine, batch: Any) -> Tensor:
-        return model(batch[0]).mean().detach().requires_grad_()
+        output: Tensor = model(batch[0])
+        return output.mean().detach().requires_grad_()
 
     engine = Engine(Update.from_function(function, SGD), model=model)
     engine.attach(GradientAccumulation(2))
@@ -136,7 +137,7 @@ def test_a_window_without_gradients_is_reported_whoever_reads_them(handler: Call
 
 def test_no_hook_is_left() -> None:
     engine = build(mlp(5, 8, 1), GradientAccumulation(3))
-    hooks = []
+    hooks: list[Any] = []
     engine.connect(
         Events.ITERATION_COMPLETED, lambda engine: hooks.extend(p._backward_hooks for p in engine.model.parameters())
     )
