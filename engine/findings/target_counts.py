@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..update import UpdateState
 
-__all__ = ["Mean", "TargetCalls", "TargetCounts", "mean_over"]
+__all__ = ["Mean", "TargetCalls", "TargetCounts", "are_averaged", "mean_over"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,12 @@ def mean_over(args: Any, named: Any, result: Any) -> Mean | None:
     counted = target.detach()[target != ignored]
     number = float(len(counted)) if weight is None else float(weight.detach()[counted].sum())
     return Mean(number, ignored, len(counted) < target.numel(), weight is not None)
+
+
+def are_averaged(engine: Engine, update: UpdateState) -> bool:
+    """Whether several losses of an update make one step, so that it matters how many targets each has."""
+    several = update.window.length > 1 or engine.group.data.world_size > 1
+    return several or engine.overrides.gradients is not None
 
 
 class TargetCalls(TorchFunctionMode):
@@ -85,7 +91,7 @@ class TargetCounts:
         self._steps = update.steps
         self._seen.append((means, float(update.weight)))
         first, weight = self._seen[0]
-        if len(first) != len(means) or (window == ranks == 1 and not pieces):
+        if len(first) != len(means):
             return
         for one, other in zip(first, means, strict=True):
             uneven = one.ignores or other.ignores or (pieces and other.weighted)
