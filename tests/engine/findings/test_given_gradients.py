@@ -95,7 +95,9 @@ def test_an_update_that_no_gradient_reaches_has_lost_none() -> None:
 
 
 def test_gradients_of_zero_that_are_multiplied_in_place() -> None:
-    engine = build(linear(5, 1), GradientAccumulation(2), loss=lambda output, target: (output - output.detach()).pow(2).mean())
+    engine = build(
+        linear(5, 1), GradientAccumulation(2), loss=lambda output, target: (output - output.detach()).pow(2).mean()
+    )
     engine.connect(Events.BACKWARD_COMPLETED, lambda engine: [p.grad.mul_(2) for p in engine.model.parameters()])
     with allow("W84"):
         engine.run(batches(), max_epochs=1)
