@@ -158,7 +158,8 @@ class EarlyStopping(Handler):
         value = self.monitor.new_value(engine)
         if value is None or not self._is_active(engine):
             return
-        self._largest = max(self._largest, abs(value))
+        if self.monitor.min_delta:
+            self._largest = max(self._largest, abs(value))
         non_finite = self.check_finite and not math.isfinite(value)
         if not non_finite and self.monitor.better(value, self.best):
             self.best, self.waited = value, 0
@@ -267,7 +268,7 @@ class EarlyStopping(Handler):
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"best": self.best, "waited": self.waited, "monitor": self.monitor.state_dict()}
-        if math.isfinite(self._largest):  # else it is not known
+        if self.monitor.min_delta and math.isfinite(self._largest):
             state["largest"] = self._largest
         if self.best_weights_event is not None:
             state["weights"] = self._weights
@@ -275,7 +276,8 @@ class EarlyStopping(Handler):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best, self.waited = state["best"], state["waited"]
-        self._largest = state.get("largest", math.inf)  # older states do not say: nothing is claimed then
+        # Older states do not say which was the largest: nothing is claimed then.
+        self._largest = state.get("largest", math.inf if self.monitor.min_delta else 0.0)
         self._weights = state.get("weights") if self.best_weights_event is not None else None
         self._unsaved = None
         self.monitor.load_state_dict(state["monitor"])

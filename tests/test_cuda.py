@@ -220,7 +220,8 @@ def _ours(file: str) -> bool:
     return path != Path(__file__) and ROOT in path.resolve().parents and "site-packages" not in file
 
 
-ONCE = tuple(f"findings/{name}.py" for name in ("calls", "epoch_checks", "evaluation_findings", "model_rules"))
+_LOOKS = "calls", "epoch_checks", "evaluation_findings", "given_gradients", "model_rules", "target_counts"
+ONCE = tuple(f"findings/{name}.py" for name in _LOOKS)
 """What reads values at the start of a run or at the ends of epochs, to find mistakes."""
 
 

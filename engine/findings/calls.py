@@ -34,17 +34,19 @@ class FirstCalls(EagerMode):
     Args:
         engine: the engine.
         samples: the number of samples of the batch; None if it is not known.
+        counts_targets: whether to note what its cross entropies are means over.
 
     Attributes:
         problems: what looked wrong.
         means: what its cross entropies are means over.
     """
 
-    def __init__(self, engine: Engine, samples: int | None) -> None:
+    def __init__(self, engine: Engine, samples: int | None, *, counts_targets: bool = False) -> None:
         super().__init__()
         self.problems: list[Problem] = []
         self.means: list[Mean] = []
         self._engine = engine
+        self._counts_targets = counts_targets
         self._samples = samples
         self._recurrent: list[tuple[Tensor, bool, str]] = []  # outputs, whether samples come first, and what they are
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
@@ -164,7 +166,7 @@ class FirstCalls(EagerMode):
         yield from ()
 
     def _note_mean(self, args: Any, named: Any, result: Any) -> None:
-        if (mean := mean_over(args, named, result)) is not None:
+        if self._counts_targets and (mean := mean_over(args, named, result)) is not None:
             self.means.append(mean)
 
     def _sum(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from .evaluation_findings import note_scale, report_other_scale
 from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
-from .target_counts import Mean, TargetCalls, TargetCounts
+from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -58,11 +58,14 @@ class FirstStep(Step):
         findings = self.engine.findings
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, self.engine, self.state.batch)
-            with looking_for_mixed_up_layouts(self.engine, samples), FirstCalls(self.engine, samples) as calls:
+            with (
+                looking_for_mixed_up_layouts(self.engine, samples),
+                FirstCalls(self.engine, samples, counts_targets=are_averaged(self.engine, update)) as calls,
+            ):
                 loss = super().compute_loss(update, batch, iteration, listened)
             findings.look(_report_calls, self.engine, update, calls)
             findings.look(look.note_means, update, calls.means)
-        elif update.name in look.counts:
+        elif update.name in look.counts and iteration <= look.last:
             with TargetCalls(self.engine) as counted:
                 loss = super().compute_loss(update, batch, iteration, listened)
             findings.look(look.note_means, update, counted.means)

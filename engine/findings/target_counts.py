@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
     from ..update import UpdateState
 
-__all__ = ["Mean", "TargetCalls", "TargetCounts", "mean_over"]
+__all__ = ["Mean", "TargetCalls", "TargetCounts", "are_averaged", "mean_over"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,12 @@ def mean_over(args: Any, named: Any, result: Any) -> Mean | None:
     if not is_readable(target):
         return None
     return Mean(target, int(named.get("ignore_index", -100)), named.get("weight"))
+
+
+def are_averaged(engine: Engine, update: UpdateState) -> bool:
+    """Whether several losses of an update make one step, so that it matters how many targets each has."""
+    several = update.window.length > 1 or engine.group.data.world_size > 1
+    return several or engine.overrides.gradients is not None
 
 
 class TargetCalls(EagerMode):
@@ -93,7 +99,7 @@ class TargetCounts:
         if update.steps != self._steps and ranks == 1:
             self._seen = []
         self._steps = update.steps
-        if window == ranks == 1 and not pieces:
+        if not are_averaged(engine, update):
             return
         self._seen.append((means, float(update.weight)))
         first, weight = self._seen[0]

@@ -480,9 +480,7 @@ def test_it_keeps_its_promises(options: dict[str, Any]) -> None:
 
 def test_a_min_delta_is_compared_with_all_values_also_in_a_resumed_run() -> None:
     scores = [4.0, 1.0, 0.008, 0.007, 0.006]
-    assert (
-        stops_at(scores, patience=2, min_delta=0.01) == 5
-    )  # 0.008 is the best by more than that, and nothing after it
+    assert stops_at(scores, patience=2, min_delta=0.01) == 5  # nothing is better than 0.008 by that much
     handler, resumed = (EarlyStopping("score", mode="min", patience=2, min_delta=0.01) for _ in range(2))
     first = engine_of(scores, handler)
     first.run(BATCHES, max_epochs=3)
