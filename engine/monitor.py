@@ -76,44 +76,22 @@ def check_announced(engine: Engine, metric: str, *, by: str, verb: str = "monito
     """Whether a handler announced this metric or it has a value; to be called at STARTED, after all announcements.
 
     Raises:
-        KeyError: if it was not, and nobody else can write it, or it is a slip of an announced name.
+        KeyError: if it was not, and nobody else can write it.
     """
     metrics = engine.state.metrics
     known = sorted({*metrics, *metrics.owners})
     if metric in known or any(metric.startswith(f"{one}/") for one in known):
         return True
-    if _is_slip(metric, known) or not _users_may_write(engine):
+    if not _users_may_write(engine):
         raise KeyError(_no_such(engine, metric, f"{by} {verb}", "no such metric is announced"))
     return False
-
-
-def _is_slip(name: str, known: list[str]) -> bool:
-    """Whether a name is a known one with one or two letters wrong, rather than another name: no digit or prefix differs."""
-    return any(len(one) > 3 and _differs_by_a_slip(name, one) for one in known)
-
-
-def _differs_by_a_slip(name: str, one: str) -> bool:
-    if name.casefold() == one.casefold():
-        return True
-    begin = _common(name, one)
-    end = _common(name[begin:][::-1], one[begin:][::-1])
-    wrong, meant = name[begin : len(name) - end], one[begin : len(one) - end]
-    if begin == 0 or max(len(wrong), len(meant)) > 2 or not (wrong + meant).isalpha():
-        return False
-    if end == 0:
-        return wrong == "" and len(meant) == 1
-    return one[begin - 1].isalnum() or one[len(one) - end].isalnum()  # else it is a word of its own, as in d_loss
-
-
-def _common(one: str, other: str) -> int:
-    """Length of the common beginning."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def _users_may_write(engine: Engine) -> bool:
     """Whether code of the user's runs in the engine that may write metrics: receivers, handlers, forwards and losses."""
     functions = [f for u in engine.updates for f in (u.spec.forward, u.spec.loss, u.spec.function) if f is not None]
-    if any(not str(getattr(function, "__module__", "")).startswith("signalfire.") for function in functions):
+    modules = [str(getattr(function, "__module__", "")) for function in functions]
+    if any(not module.startswith(("signalfire.", "torch.")) for module in modules):
         return True
     if any(one.owner is None for signal in engine.signals.all() for one in signal.connections):
         return True

@@ -92,3 +92,14 @@ def test_a_metric_is_required_only_of_those_who_announced_nothing() -> None:
         monitor.require(engine)
     engine.state.metrics.announce("user", ["loss"])
     monitor.require(engine)
+
+
+def test_a_name_that_is_like_an_announced_one_may_be_written_by_a_function() -> None:
+    engine, monitor = make_engine(), Monitor("Mine", "score", "max")
+    engine.state.metrics.announce("another", ["scores"])
+    with pytest.raises(
+        KeyError, match=r"Mine monitors 'score', but no such metric is announced.*did you mean 'scores'"
+    ):
+        monitor.start(engine)
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
+    monitor.start(engine)
