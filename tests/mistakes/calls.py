@@ -88,7 +88,8 @@ def means_of_tokens_that_are_averaged_over_a_window(right: bool) -> None:
         return int((engine.state.batch[1] != 0).sum())
 
     handler = GradientAccumulation(2, weight=count if right else None)
-    train(language_model(), tokens(), of_tokens(ignore_index=0), handler)
+    data = [(inputs[place:], targets[place:]) for place, (inputs, targets) in enumerate(tokens())]
+    train(language_model(), data, of_tokens(ignore_index=0), handler)
 
 
 @mistake("W97")
