@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +18,7 @@ from .data.loading import epochs_of, generators_of, set_epochs
 from .events import Events
 from .findings import allow
 from .handler import Handler
+from .interrupts import Interrupts
 from .saving import copied, gather, put_back
 from .setup import check_initialised
 from .state import State
@@ -91,7 +89,7 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
             "as a DataLoader or a list"
         )
     check_initialised(engine, where)
-    interrupts = _Interrupts()
+    interrupts = Interrupts()
     interrupts.hold()
     try:
         before = _Before(engine, data)
@@ -119,33 +117,6 @@ def check_engine(engine: object, where: str) -> None:
         raise TypeError(
             f"{where}: the first argument is a {type(engine).__name__}; expected an Engine, and then the data"
         )
-
-
-class _Interrupts:
-    """Lets Ctrl-C wait while an engine is changed over or put back, which must not stop in the middle."""
-
-    def __init__(self) -> None:
-        self._own: Callable[[int, FrameType | None], Any] | None = None  # what SIGINT calls otherwise
-        self._came = False
-
-    def hold(self) -> None:
-        """Let it wait, in the main thread, which is the one that it interrupts."""
-        own = signal.getsignal(signal.SIGINT)
-        if callable(own) and threading.current_thread() is threading.main_thread():
-            self._own = own
-            signal.signal(signal.SIGINT, self._note)
-
-    def release(self) -> None:
-        """Let it interrupt again, and at once if it has come."""
-        if self._own is not None:
-            own, self._own = self._own, None
-            signal.signal(signal.SIGINT, own)
-            if self._came:
-                self._came = False
-                signal.raise_signal(signal.SIGINT)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._came = True
 
 
 def _not_of_the_step(engine: Engine) -> list[str]:

@@ -14,6 +14,7 @@ from signalfire.acts import Override
 from signalfire.checks import check_bool, check_int, check_name, check_number
 from signalfire.distributed import local_part, reshard, spread_like
 from signalfire.findings import finding
+from signalfire.interrupts import without_interrupts
 from signalfire.modules import bare_name
 from signalfire.planning import steps_to_come
 
@@ -170,10 +171,11 @@ class Lookahead(Handler):
                 local_part(parameter.data).copy_(local_part(spread_like(value, parameter)))
             yield
         finally:
-            reshard(roots)
-            for (parameter, _), value in zip(pairs, kept, strict=True):
-                local_part(parameter.data).copy_(value)
-            self._swapped = False
+            with without_interrupts():
+                reshard(roots)
+                for (parameter, _), value in zip(pairs, kept, strict=True):
+                    local_part(parameter.data).copy_(value)
+                self._swapped = False
 
     @on(Events.WEIGHTS_LOADED, rank=TAKE_LOADED, reads=["modules", "optimizer", "step", "weights"], writes=[])
     def begin_anew(self, engine: Engine) -> None:

@@ -15,6 +15,7 @@ from signalfire.changeable import is_own_parameter, own_parameters
 from signalfire.checks import check_bool, check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.findings.evaluation_findings import watch_averages
+from signalfire.interrupts import without_interrupts
 from signalfire.modules import bare_name, named_like
 
 __all__ = ["AveragedWeights", "Averages"]
@@ -328,12 +329,13 @@ class Averages:
                     holder[key] = self.values[name].clone()
             yield
         finally:
-            reshard(self._roots)
-            for (_, holder, key), tensor in zip(places, held, strict=True):
-                if holder.get(key) is not tensor:
-                    holder[key] = tensor
-            torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
-            self.swapped = False
+            with without_interrupts():
+                reshard(self._roots)
+                for (_, holder, key), tensor in zip(places, held, strict=True):
+                    if holder.get(key) is not tensor:
+                        holder[key] = tensor
+                torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
+                self.swapped = False
 
     def differ_from(self, engine: Engine) -> bool:
         """Whether there are averages to swap in, and a parameter of the engine that is not equal to its average."""

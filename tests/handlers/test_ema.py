@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
+import signal
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from signalfire import Engine, Events, FindingWarning, Phase, Update, seed_everything
 from signalfire.handlers import (
@@ -24,6 +28,7 @@ from signalfire.handlers import (
     EarlyStopping,
     FastDevRun,
     GradientAccumulation,
+    Lookahead,
     LRScheduling,
     MixedPrecision,
     Validation,
@@ -36,6 +41,7 @@ from tests.kit import (
     build,
     digest,
     evaluator_of,
+    interruptible,
     mlp,
     spread,
     validation_loss,
@@ -633,3 +639,30 @@ def test_a_resumed_run_counts_the_averages_that_were_made() -> None:
     resumed.run(batches(), max_epochs=13)  # 78 averages in all
     tried = build(network(), EMA(0.99), FastDevRun())
     tried.run(batches(), max_epochs=13)
+
+
+class InterruptedCopies(TorchDispatchMode):
+    """Sends Ctrl-C as a weight is about to be overwritten."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._foreach_copy_.default, torch.ops.aten.copy_.default):
+            os.kill(os.getpid(), signal.SIGINT)
+        return func(*args, **(kwargs or {}))
+
+
+def evaluate_and_interrupt(engine: Engine, handler: Any, weights: str) -> None:
+    with interruptible(), ExitStack() as stack, handler.in_place():
+        assert digest(engine.model.state_dict()) != weights
+        stack.enter_context(InterruptedCopies())  # until the weights are back
+
+
+@pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: SWA(2, bn_batches=0), lambda: Lookahead(k=7)])
+def test_ctrl_c_as_the_weights_come_back_waits_until_they_are(make: Callable[[], Any]) -> None:
+    handler = make()
+    engine = run(trainer_of(network(), handler))
+    before = digest(engine.model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_and_interrupt(engine, handler, before)
+    assert digest(engine.model.state_dict()) == before
+    with handler.in_place():
+        assert digest(engine.model.state_dict()) != before
