@@ -487,6 +487,7 @@ RECORDS = {f"handlers.{name}" for name in ("csv_logger", "history", "json_lines_
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, as it compiles
+@pytest.mark.filterwarnings("ignore:W06")
 @pytest.mark.parametrize(
     ("one", "other"),
     quick(PAIRS, *QUICK_PAIRS),

@@ -56,7 +56,7 @@ def build(seed: int) -> Any:
 def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
     """Writes down each run that is made, and takes its time.
 
-    The last one of so many that SIGNALFIRE_MADE names ends with its parent.
+    The last one of so many that the file most.txt names ends with its parent.
     """
     engine = composed(seed)
 
@@ -68,7 +68,8 @@ def noted(seed: int, *, folder: str, pause: float = 0.0) -> Any:
             with open(Path(folder) / "made.txt", "a") as file:
                 file.write(f"{seed} {' '.join(off)}\n")
             time.sleep(pause)
-            last = int(os.environ.get("SIGNALFIRE_MADE", 10**6))
+            most = Path(folder) / "most.txt"
+            last = int(most.read_text()) if most.exists() else 10**6
             while (Path(folder) / "made.txt").read_text().count("\n") >= last and os.getppid() == parent:
                 time.sleep(0.01)
 

@@ -161,8 +161,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
     for _ in range(kills):
         before = len(made(killed))
         # However late it is killed on a busy machine, it does not come to its end.
-        most = {"SIGNALFIRE_MADE": str(before + 3 + workers // 2)}
-        study = program(*arguments, cwd=killed, outputs=outputs, environment=most)
+        (killed / "most.txt").write_text(str(before + 3 + workers // 2))
+        study = program(*arguments, cwd=killed, outputs=outputs)
         study.start()
         assert study.pid is not None
         try:
@@ -174,6 +174,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
         assert study.exitcode == -signal.SIGKILL, outputs[1].read_text()
         wait_until(partial(group_ended, study.pid))  # its workers end by themselves
     assert kills <= len(made(killed)) < 12 + kills
+    (killed / "most.txt").unlink()
     ended = finished(*arguments, cwd=killed)
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr == ""  # no terminal, no bar
@@ -185,8 +186,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_store(
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_interrupt_ends_it_and_finished_runs_stay(workers: int, tmp_path: Path) -> None:
     arguments = [ROOT / "tests/engine/ablation/builds.py", ".", workers, 0.0]
-    env = {**os.environ, "SIGNALFIRE_MADE": str(2 + workers)}
-    with python(*arguments, cwd=tmp_path, env=env, stderr=subprocess.PIPE, start_new_session=True) as study:
+    (tmp_path / "most.txt").write_text(str(2 + workers))
+    with python(*arguments, cwd=tmp_path, stderr=subprocess.PIPE, start_new_session=True) as study:
         wait_until(partial(made_or_ended, 2 + workers, tmp_path, lambda: study.poll() is not None))
         os.killpg(study.pid, signal.SIGINT)  # as a terminal does: all processes get it
         _, said = study.communicate(timeout=LIMIT)
