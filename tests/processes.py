@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -122,27 +122,20 @@ def run_program(*arguments: Any, cwd: Path) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(arguments, process.exitcode, *(path.read_text() for path in outputs))
 
 
-def program(
-    *arguments: Any, cwd: Path, outputs: Sequence[Path], environment: Mapping[str, str] = {}
-) -> multiprocessing.process.BaseProcess:
-    """The process of `run_program`, to be started: in a session of its own, and with what it writes in these two files.
-
-    Args:
-        environment: what it has besides the environment of this process.
-    """
+def program(*arguments: Any, cwd: Path, outputs: Sequence[Path]) -> multiprocessing.process.BaseProcess:
+    """The process of `run_program`, to be started: in a session of its own, and with what it writes in these two files."""
     sys.stdout.flush()
     sys.stderr.flush()
     given = [str(argument) for argument in arguments]
-    return multiprocessing.get_context("fork").Process(target=_become, args=(given, cwd, outputs, environment))
+    return multiprocessing.get_context("fork").Process(target=_become, args=(given, cwd, outputs))
 
 
-def _become(program: list[str], cwd: Path, outputs: Sequence[Path], environment: Mapping[str, str]) -> None:
+def _become(program: list[str], cwd: Path, outputs: Sequence[Path]) -> None:
     """In the child: never returns."""
     status = 1
     try:
         gc.freeze()
         os.setsid()
-        os.environ.update(environment)
         multiprocessing.process._children.clear()  # type: ignore[attr-defined]  # of the process that was forked
         signal.signal(signal.SIGINT, signal.default_int_handler)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
