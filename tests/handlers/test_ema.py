@@ -653,7 +653,7 @@ class InterruptedCopies(TorchDispatchMode):
 def evaluate_and_interrupt(engine: Engine, handler: Any, weights: str) -> None:
     with interruptible(), ExitStack() as stack, handler.in_place():
         assert digest(engine.model.state_dict()) != weights
-        stack.enter_context(InterruptedCopies())  # until the weights are back  # type: ignore[no-untyped-call]
+        stack.enter_context(InterruptedCopies())  # type: ignore[no-untyped-call]  # until the weights are back
 
 
 @pytest.mark.parametrize("make", [lambda: EMA(0.9), lambda: SWA(2, bn_batches=0), lambda: Lookahead(k=7)])
