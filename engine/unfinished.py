@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+
 from .blame import warn
 from .boundary import discard_windows
 from .connection import Connection, Phase, Plan, Receiver, do_nothing
@@ -135,6 +138,9 @@ class Unfinished(Part):
         if engine.training:
             if in_updates:  # what was asked for in the iteration is asked for again in it
                 self._lost += [(None, lost) for lost in self._lost_in_updates(made)]
+                if parts := _changed_by_forward(engine):
+                    again = f"iteration {engine.state.iteration} is made again, and what its first forward"
+                    self._lost.append((None, f"{again} has drawn or changed stays so: {', '.join(parts)}"))
             elif not alone:
                 windows = [(update.name, update.window.filled) for update in engine.updates]
                 self._lost += [(None, _lost_window(name, filled)) for name, filled in windows if filled]
@@ -267,6 +273,17 @@ class Unfinished(Part):
     def _is_current(self) -> bool:
         """Whether the run stands where an error has ended it."""
         return self._ended_at == self._position() and not self.engine.snapshots.has_loaded_state
+
+
+def _changed_by_forward(engine: Engine) -> list[str]:
+    """What a forward in training mode draws or changes that the next run does not put back."""
+    modules = [one for root in engine.modules.values() for one in root.modules() if one.training]
+    draws = any(isinstance(one, _DropoutNd) and one.p > 0 for one in modules)
+    changes = any(isinstance(one, _NormBase) and one.track_running_stats for one in modules)
+    return [
+        *(["random numbers of dropout"] if draws else []),
+        *(["running statistics of normalization"] if changes else []),
+    ]
 
 
 def _due_call(connection: Connection, call: Receiver, engine: Engine) -> Receiver | None:

@@ -328,6 +328,19 @@ def test_a_batch_that_may_count_twice_is_reported() -> None:
         trainer.run(BATCHES, max_epochs=1)
 
 
+def test_what_a_forward_that_is_made_again_has_changed_is_reported() -> None:
+    trainer = kit.build(kit.mlp(3, 4, 1, nn.BatchNorm1d(4), nn.Dropout(0.2)), optimizer=SGD)
+    interrupt_at(trainer, Events.FORWARD_COMPLETED(once=2))
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(BATCHES, max_epochs=1)
+    said = (
+        "iteration 2 is made again, and what its first forward.*: random numbers of dropout, running statistics of norm"
+    )
+    with pytest.warns(UserWarning, match=said):
+        trainer.run(BATCHES, max_epochs=1)
+    assert trainer.model[1].num_batches_tracked == len(BATCHES) + 1
+
+
 @pytest.mark.parametrize("how", ["load", "reset"])
 def test_another_run_completes_nothing(how: str) -> None:
     trainer, evaluator = make_trainer()
