@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..acts import Override
@@ -237,10 +237,8 @@ class _Look:
         held = held_by_optimizers(engine) | set(names_of(engine))
         given = tensors_in(engine.state.batch)
         leaves = [one for one in leaves_of(loss) if one not in held and not any(one is other for other in given)]
-        lasting = [
-            one for one in leaves if isinstance(one, nn.Parameter) or (found and any(one is ref() for ref in found))
-        ]
-        self._leaves[update.name] = [] if lasting or found is not None else [weakref.ref(one) for one in leaves]
+        lasting = [one for one in leaves if any(one is ref() for ref in found or ())]
+        self._leaves[update.name] = [] if found is not None else [weakref.ref(one) for one in leaves]
         if lasting:
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(

@@ -198,3 +198,22 @@ def test_looking_draws_no_number_and_changes_no_bit() -> None:
     (one, stream), (other, same) = ends
     assert_same(one, other)
     assert torch.equal(stream, same)
+
+
+class Transposing(nn.Module):
+    """As some layers with low-rank updates: a frozen weight is used as a temporary parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.randn(5, 1), requires_grad=False)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = nn.functional.linear(inputs, nn.Parameter(self.frozen.T)) * self.scale
+        return output
+
+
+def test_a_parameter_that_a_forward_makes_for_one_batch_raises_no_alarm() -> None:
+    engine = build(Transposing())
+    engine.run(batches(), max_epochs=1)
+    assert "W92" not in codes(engine)
