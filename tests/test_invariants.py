@@ -542,6 +542,7 @@ class Leaky(Handler):
 
 
 @pytest.mark.moderate
+@pytest.mark.filterwarnings("ignore:W47")
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
