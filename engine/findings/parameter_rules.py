@@ -47,8 +47,11 @@ def untrained_parameters(it: Composition) -> Iterator[Finding]:
 
 
 def _first_layers(it: Composition) -> Iterator[Tensor]:
-    """The parameters before the first one that is trained: those of a trunk of which the head alone is fine-tuned."""
-    return itertools.takewhile(lambda one: one not in it.optimized, it.parameters)
+    """The parameters of each model before the first one that is trained: a trunk of which the head alone is fine-tuned."""
+    for root in it.engine.modules.values():
+        first = [*itertools.takewhile(lambda one: one not in it.optimized, root.parameters())]
+        if len(first) < len([*root.parameters()]):
+            yield from first
 
 
 def _targets(it: Composition) -> set[Tensor]:

@@ -560,6 +560,7 @@ def _both_validated() -> tuple[Weights, Weights]:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:C14")
 def test_an_evaluation_on_the_data_of_the_training_changes_nothing() -> None:
     for one, other in run_together(_both_validated, 2):
         assert not differing(one, other)
