@@ -196,9 +196,10 @@ def _parts_of(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
     if type(value) not in CONTAINERS:
         yield "", value
     elif depth < _DEPTH and len(value) <= _MOST_ITEMS:
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
+        for number, (key, one) in enumerate(value.items() if isinstance(value, dict) else enumerate(value)):
             if type(one) not in ATOMS:
-                yield from ((f"[{key!r}]{place}", part) for place, part in _parts_of(one, depth + 1))
+                where = f"[{key!r}]" if type(key) in ATOMS else f"[{number}]"
+                yield from ((where + place, part) for place, part in _parts_of(one, depth + 1))
 
 
 def is_of_user(kind: type) -> bool:

@@ -462,7 +462,7 @@ class LRScheduling(Handler):
             self.engine.findings.report(
                 "W32",
                 f"{self.name!r}: {'; '.join(different)}",
-                "build the schedule as it was; to go on with another one, give the handler another name, and write "
+                "build the schedule as it was; to continue with another one, give the handler another name, and write "
                 f"load_state_dict(state, allow=[{self.name!r}, ...])",
                 self.name,
                 key=self.name,

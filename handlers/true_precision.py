@@ -43,7 +43,7 @@ class TruePrecision(Handler):
     Args:
         precision: "bf16", "fp16" or "fp64"; also a dtype, such as torch.float64, or its name, and Lightning's "bf16-true",
             "16-true" and "64-true". An evaluator that the trainer runs (`Validation`, `Engine.evaluate`) inherits it; one that is
-            run by itself needs its own TruePrecision for its batches.
+            run directly needs its own TruePrecision for its batches.
 
     Example:
         >>> import torch

@@ -172,7 +172,7 @@ class Left:
 def _changeable(found: Mapping[str, Content]) -> dict[str, Content]:
     """The objects whose attributes runs may depend on: data sets, and those of the user's classes.
 
-    Handlers and engines are not shared at all. A sampler that is told the epoch is put back by that.
+    Handlers and engines are not shared at all. `set_epoch` puts a sampler back.
     """
     return {
         name: content

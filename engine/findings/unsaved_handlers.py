@@ -2,7 +2,7 @@
 
 An attribute counts if a method reads it and stores it, as in ``self.count += 1``. What is only stored, such as the last loss, is
 made again by the resumed run; what another method sets back, such as a sum over an epoch, is missing inside an epoch only. What
-is only added to a list is a record that the training does not depend on, and clocks go on by themselves.
+is only added to a list is a record that the training does not depend on, and a clock has another value anyway.
 """
 
 from __future__ import annotations

@@ -40,7 +40,14 @@ class Outer:
 
     def __init__(self) -> None:
         self.inner = Meter()
-        self.inner.others = {"one": [Meter()]}  # type: ignore[attr-defined]
+        self.inner.others = {"one": [Meter()], Unshown(): Meter()}  # type: ignore[attr-defined]
+
+
+class Unshown:
+    """A key that cannot be shown."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("nobody asks for it")
 
 
 class Slotted:

@@ -337,12 +337,12 @@ def test_those_that_do_not_come_are_named_everywhere(come: list[int], said: str)
 
 # Other jobs, and ranks that are there twice
 
-JOINING = """
-import sys
+JOINING = f"""
 import torch
 import torch.distributed as dist
-from signalfire.distributed import process_group
-process_group(timeout=60)
+from signalfire.distributed import process_group, rendezvous
+rendezvous.LEAVING = {LIMIT}  # until the others know why rank 0 ends, however slow the machine is
+process_group(timeout={LIMIT})
 total = torch.ones(1)
 dist.all_reduce(total)
 print("together:", int(total))
