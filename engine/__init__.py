@@ -6,22 +6,26 @@ if __name__ != "signalfire":
         "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
     )
 
-from .connection import Connection, Phase
+from .authoring.interval import Interval
+from .authoring.randomness import seed_everything
+from .commands.moved import install as _find_moved
+from .core.connection import Connection, Phase
+from .core.events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
+from .core.handler import Handler, on
+from .core.registry import Attachment
+from .core.signals import Signal
+from .core.state import MetricStore, State
+from .core.update import UpdateState
 from .data import CombinedData, DataError, ReloadedData, RereadingWarning
 from .engine import Engine
-from .events import AnyEvent, EventEnum, Events, EventUnion, FilteredEvent
 from .findings import Finding, FindingError, Findings, FindingWarning, allow
-from .handler import Handler, on
-from .interval import Interval
-from .optimizers import groups
-from .randomness import seed_everything
-from .registry import Attachment
-from .signals import Signal
-from .state import MetricStore, State
-from .update import Update, UpdateState
-from .wiring import Wiring
+from .runs.wiring import Wiring
+from .updates.optimizers import groups
+from .updates.spec import Update
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
+
+_find_moved()
 
 __all__ = [
     "AnyEvent",

@@ -1,51 +1,42 @@
-"""The engine: what users call. Its parts do the work; `Loop.iterate` in `loop.py` is the loop."""
+"""The engine: what users call. It puts the rooms beside the kernel together; `Loop.iterate` in `core/loop.py` is the loop."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
-from .acts import Overrides
-from .boundary import Boundary
-from .bus import Bus, Decorator
-from .connection import Phase, Receiver
+from .authoring.interval import Interval, event_of, seconds_of
+from .authoring.log import Log
+from .authoring.randomness import check_seed
+from .core.events import AnyEvent
+from .core.kernel import Kernel
 from .data.feed import Feed
+from .distributed.boundary import DistributedBoundary
+from .distributed.group import Group
 from .distributed.processes import Processes
-from .evaluation import evaluate
-from .events import AnyEvent, EventEnum
 from .findings import Findings, Reports
 from .findings.check import check
-from .group import Group
-from .handler import Handler
-from .interval import Interval
-from .log import Log
-from .loop import Loop
-from .modules import Modules, model_of
-from .past import Past, Place
-from .randomness import check_seed
-from .regions import Regions
-from .registry import Attachment, Registry
-from .replay import Replay
-from .signals import Signal
-from .snapshots import Snapshots
-from .state import State
-from .step import IterationSignals
-from .streams import Streams, StreamsSetting
-from .unfinished import Unfinished
-from .update import Update, UpdateState
-from .wiring import Wiring
+from .findings.watch import FindingsWatch
+from .models.environment import Environment
+from .models.explain import ErrorHints
+from .models.modules import Modules, model_of
+from .models.streams import SeparateStreams, Streams, StreamsSetting
+from .resuming.past import Past, Place
+from .resuming.service import Resuming
+from .resuming.snapshots import Snapshots
+from .resuming.unfinished import Unfinished
+from .runs.evaluation import evaluate
+from .runs.replay import Replay
+from .runs.wiring import Wiring
+from .updates.spec import Update
 
 __all__ = ["Engine"]
 
-F = TypeVar("F", bound=Receiver)
-H = TypeVar("H", bound=Handler)
 
-
-class Engine:
+class Engine(Kernel):
     """Runs updates over data and emits an event at every step; every feature is a handler of those events.
 
     An engine whose updates have no optimizer evaluates: it runs in eval mode without gradients, and each run starts anew.
@@ -71,7 +62,7 @@ class Engine:
         log: logs users' own values: ``engine.log("kl", value)``; see `Log`.
         dry_run: whether handlers that write files (`Handler.writes`) are disabled in every run.
 
-    Authors of handlers find more on the parts; `signalfire.handler` lists it.
+    Authors of handlers find more on the parts; `signalfire.authoring` lists it.
 
     Example:
         >>> from functools import partial
@@ -83,6 +74,10 @@ class Engine:
     """
 
     streams = StreamsSetting()
+    boundary: DistributedBoundary
+    feed: Feed
+    group: Group
+    modules: Modules
 
     def __init__(
         self,
@@ -94,76 +89,30 @@ class Engine:
         streams: Streams = "shared",
         allow: Sequence[str] = (),
     ) -> None:
-        specs = _checked_specs(update)
-        self.training = _trains(specs, training)
-        self.loop: Loop | None = None
         self.findings = Reports(self, allow)
         self.streams = streams
-        self.modules = Modules(model, specs)
-        self.model: Any = model_of(model, self.modules)
-        self.seed: int = torch.initial_seed() if seed is None else check_seed("Engine", seed)
+        specs, seed = _checked_specs(update), None if seed is None else check_seed("Engine", seed)
+        super().__init__(specs, model, seed=seed, training=training)
+        self.model = model_of(model, self.modules)
         self.seed_given = seed is not None
-        self.dry_run = False
-        self.updates = tuple(UpdateState(spec, training=self.training) for spec in specs)
-        for one in self.updates:
-            one.order_parameters(p for root in self.modules.values() for p in root.parameters())
-        self.state = State(self.updates[0])
-        self.signals = Bus()
-        self.iteration_signals = IterationSignals(self.signals, specs, training=self.training)
-        self.regions = Regions()
-        self.overrides = Overrides(self)
-        self.handlers = Registry(self)
-        self.boundary = Boundary(self)
+
+    def _modules_of(self, model: Any, specs: Sequence[Update]) -> dict[str, nn.Module]:
+        return Modules(model, specs)
+
+    def event_of(self, every: Any) -> AnyEvent:
+        """The event of a handler's attribute that holds an event or an interval."""
+        return event_of(every)
+
+    def _seconds(self, max_time: str | Interval | None) -> float | None:
+        return None if max_time is None else seconds_of(max_time)
+
+    def _furnish(self) -> None:
+        self.boundary = DistributedBoundary(self)
         self.group = Group(self)
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
         self.log, self.past, self.unfinished = Log(self), Past(self), Unfinished(self)
-
-    def run(
-        self,
-        data: Iterable[Any] | None = None,
-        *,
-        max_epochs: int | None = None,
-        max_iters: int | None = None,
-        max_steps: int | None = None,
-        max_time: str | Interval | None = None,
-        min_epochs: int = 0,
-        min_iters: int = 0,
-        epoch_length: int | None = None,
-        check: bool = True,
-    ) -> State:
-        """Run up to the first of the given bounds; called again with larger ones, it continues.
-
-        Args:
-            data: an iterable of batches: a DataLoader, a list, a generator. None for a run without data. A batch of None is
-                skipped. `signalfire.data` says how a resumed run finds its place in it.
-            max_epochs, max_iters: up to this epoch or iteration, counted over all runs. Evaluation runs one epoch by default.
-            max_steps: up to this many optimizer steps of the first update.
-            max_time: up to this much wall-clock time in this call, its start included, such as "15min". No bound saves anything.
-            min_epochs, min_iters: `terminate` takes effect only once this many are complete.
-            epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
-                the data continues across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.
-            check: whether the first run reports what `check` finds without a batch.
-
-        Returns:
-            The state. An error always leaves: with the handler, event, epoch and iteration in its notes, after
-            EXCEPTION_RAISED (or INTERRUPTED) and ENDED.
-
-        Raises:
-            ValueError: for bounds that make no sense, or data that is empty or shorter than its length.
-        """
-        if self.running:
-            raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
-        with self.without(*(self.handlers.writers() if self.dry_run else ())):
-            given, data = data, self.overrides.data_of(self, data)
-            self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, max_time, min_epochs,
-                                  min_iters, epoch_length)  # fmt: skip
-            self.loop = Loop(self, data, epoch_length, check=check, given=given)
-            try:
-                self.loop.run()
-            finally:
-                self.loop = None
-        return self.state
+        self.handlers.install(Environment(), ErrorHints(), SeparateStreams(), Resuming(), FindingsWatch())
 
     def evaluate(
         self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", inherit: bool = True, **bounds: Any
@@ -181,24 +130,6 @@ class Engine:
         """
         return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
 
-    def terminate(self, reason: str, *, by: str = "user") -> None:
-        """Stop the run, inside an iteration without the step that is not made yet; COMPLETED is still emitted.
-
-        Args:
-            reason: stored in ``state.stop_reason``.
-            by: who asks; the same name may cancel it with `Boundary.withdraw` before it takes effect. See `Boundary.stop`.
-        """
-        self.boundary.stop(reason, by=by)
-
-    def terminate_epoch(self, reason: str, *, by: str = "user") -> None:
-        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual."""
-        self.boundary.end_epoch(reason, by=by)
-
-    @property
-    def running(self) -> bool:
-        """Whether a run is under way."""
-        return self.loop is not None and self.loop.running
-
     @property
     def processes(self) -> Processes:
         """The ranks that train together; a single process unless a handler has joined a process group."""
@@ -209,74 +140,6 @@ class Engine:
         """Where the model's first parameter is; the CPU without a model."""
         first = next((parameter for root in self.modules.values() for parameter in root.parameters()), None)
         return torch.device("cpu") if first is None else first.device
-
-    def find_update(self, name: str | None = None) -> UpdateState:
-        """The update with this name; the first without one."""
-        names = [update.name for update in self.updates]
-        if name is not None and name not in names:
-            raise KeyError(f"no update is named {name!r}; there are: {', '.join(names)}")
-        return self.updates[0 if name is None else names.index(name)]
-
-    # ---- events ---------------------------------------------------------------------------------------------------
-
-    def signal(self, event: EventEnum) -> Signal:
-        """The blinker signal of an event without a filter, whose catalogue is registered."""
-        return self.signals.of(event)
-
-    def register_events(self, *catalogues: type[EventEnum]) -> None:
-        """Make events of your own known, so that receivers can be connected to them and `fire` can emit them."""
-        for catalogue in catalogues:
-            self.signals.register(catalogue)
-
-    def fire(self, event: EventEnum) -> None:
-        """Emit an event of your own: its receivers run now, in the order of phases."""
-        self.signals.fire(self, event)
-
-    def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
-        """Call ``receiver(engine)`` at an event; the returned handle disconnects it, also as a context manager."""
-        return Attachment(self.signals.connect(self, event, receiver, phase, rank))
-
-    def on(self, event: AnyEvent, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Callable[[F], F]:
-        """Decorate a function to be called as ``function(engine)`` at an event, as `Wiring` shows."""
-        return Decorator(self, event, phase, rank)
-
-    # ---- handlers -------------------------------------------------------------------------------------------------
-
-    def attach(self, *handlers: Handler) -> Attachment:
-        """Attach all of these handlers, or none if one fails; the order never matters for those that come with Signalfire.
-
-        The returned handle detaches them, by ``handle.detach()`` or as a context manager.
-        """
-        return self.handlers.attach(handlers)
-
-    def detach(self, handler: Handler | str | Receiver) -> None:
-        """Detach a handler, by itself or by name, or a function from all of its events; an error if it is not attached."""
-        if isinstance(handler, Handler | str):
-            self.handlers.detach(handler)
-        else:
-            self.signals.disconnect(handler)
-
-    def has(self, handler: Handler | str | Receiver, event: EventEnum | None = None) -> bool:
-        """Whether a handler, by itself or by name, or a function is attached (at this event, if one is given)."""
-        if isinstance(handler, Handler | str):
-            return self.handlers.has(handler, event)
-        return self.signals.has(handler, event)
-
-    def find(self, kind: type[H]) -> H:
-        """The one attached handler of a class, typed as such: ``engine.find(History).table()``.
-
-        Raises:
-            KeyError: if there is none or more than one, listing what is attached.
-        """
-        return self.handlers.of_class(kind)
-
-    def without(self, *names: str) -> AbstractContextManager[None]:
-        """Disable these handlers inside the ``with`` block, as if they had never been attached."""
-        return self.handlers.without(names)
-
-    def toggle(self, handler: Handler) -> None:
-        """Make what is connected agree with ``handler.enabled``; setting ``enabled`` calls this."""
-        self.handlers.toggle(handler)
 
     def wiring(self) -> Wiring:
         """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
@@ -378,10 +241,3 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
     if len(set(names)) < len(names):
         raise ValueError(f"Engine: two updates have the same name in {names}; give Update(..., name=)")
     return specs
-
-
-def _trains(specs: Sequence[Update], training: bool | None) -> bool:
-    trains = any(spec.optimizer is not None for spec in specs) if training is None else training
-    if trains and (missing := [spec.name for spec in specs if spec.optimizer is None]):
-        raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs one")
-    return trains

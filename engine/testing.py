@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .connection import Phase
+from .authoring.interval import event_of
+from .authoring.plugins import find_handler
+from .authoring.randomness import random_state, seed_everything
+from .core.connection import Phase
+from .core.events import Events, resolve
+from .core.handler import Handler
 from .distributed.sharded import local_part
 from .engine import Engine
-from .events import Events, resolve
 from .findings import allow
-from .handler import Handler, never_called
-from .interval import event_of
-from .keys import UNSAVED
-from .plugins import find_handler
-from .randomness import random_state, seed_everything
+from .findings.connected import never_called
+from .resuming.keys import UNSAVED
 
 __all__ = ["check_handler", "fingerprint", "trace"]
 

@@ -6,88 +6,94 @@ if __name__ != "signalfire.handlers":
         "write `from signalfire.handlers import ...` (after `pip install -e .`)"
     )
 
-from .activation_checkpointing import ActivationCheckpointing
-from .activation_statistics import ActivationStatistics
-from .adaptive_gradient_clipping import AdaptiveGradientClipping
-from .auto_clip import AutoClip
-from .benchmark import Benchmark
-from .channels_last import ChannelsLast
-from .checkpoint import Checkpoint
-from .compile import Compile
-from .csv_logger import CSVLogger
-from .cutmix import CutMix
-from .cutout import Cutout
-from .deterministic import Deterministic
-from .device_statistics import DeviceStatistics
-from .device_transfer import DeviceTransfer
-from .distillation import Distillation
-from .distributed_data_parallel import DistributedDataParallel
-from .early_stopping import EarlyStopping
-from .ema import EMA
-from .export import Export
-from .fast_dev_run import FastDevRun
-from .freezing import Freezing, discriminative_rates
-from .fully_sharded_data_parallel import FullyShardedDataParallel
-from .garbage_collection import GarbageCollection
-from .gradient_accumulation import GradientAccumulation
-from .gradient_centralization import GradientCentralization
-from .gradient_clipping import GradientClipping
-from .gradient_noise import GradientNoise
-from .gradient_norms import GradientNorms
-from .guards import Guards
-from .histograms import Histograms
-from .history import History
-from .json_lines_logger import JSONLinesLogger
-from .l1 import L1
-from .l2 import L2
-from .label_smoothing import LabelSmoothing
-from .limit_batches import LimitBatches
-from .lookahead import Lookahead
-from .lr_scheduling import LRScheduling
-from .memory_snapshot import MemorySnapshot
-from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
-from .micro_batching import MicroBatching
-from .mixed_precision import MixedPrecision
-from .mixup import MixUp
-from .mlflow_logger import MLflowLogger
-from .neftune import NEFTune
-from .non_finite_guard import NonFiniteGuard
-from .optimizer_statistics import OptimizerStatistics
-from .optuna_pruning import OptunaPruning
-from .overfit_batches import OverfitBatches
-from .parameter_scheduling import ParameterScheduling
-from .parameter_statistics import ParameterStatistics
-from .penalty import Penalty
-from .precision32 import Precision32
-from .predictions import Predictions
-from .preemption import Preemption
-from .profiler import Profiler, Timing
-from .progress_bar import ProgressBar
-from .progressive_resizing import ProgressiveResizing
-from .pruning import Pruning
-from .random_erasing import RandomErasing
-from .remote_logger import RemoteLogger
-from .reporting import Reporting
-from .rewindable import Rewindable
-from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
-from .seeding import Seeding
-from .sequence_length_warmup import SequenceLengthWarmup
-from .sharpness_aware_minimization import SharpnessAwareMinimization
-from .spike_guard import SpikeGuard
-from .stochastic_depth import StochasticDepth
-from .straggler_detection import StragglerDetection
-from .summary import ModelSummary, ModuleSummary, Summary, summary
-from .swa import SWA
-from .tensor_parallel import TensorParallel
-from .tensorboard import TensorBoardLogger
-from .throughput import Throughput
-from .trackio_logger import TrackioLogger
-from .true_precision import TruePrecision
-from .truncated_bptt import TruncatedBPTT
-from .update_frequency import UpdateFrequency
-from .validation import Validation
-from .wandb_logger import WandbLogger
-from .warm_start import WarmStart
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from signalfire.authoring import did_you_mean
+
+if TYPE_CHECKING:
+    from .activation_checkpointing import ActivationCheckpointing
+    from .activation_statistics import ActivationStatistics
+    from .adaptive_gradient_clipping import AdaptiveGradientClipping
+    from .auto_clip import AutoClip
+    from .benchmark import Benchmark
+    from .channels_last import ChannelsLast
+    from .checkpoint import Checkpoint
+    from .compile import Compile
+    from .csv_logger import CSVLogger
+    from .cutmix import CutMix
+    from .cutout import Cutout
+    from .deterministic import Deterministic
+    from .device_statistics import DeviceStatistics
+    from .device_transfer import DeviceTransfer
+    from .distillation import Distillation
+    from .distributed_data_parallel import DistributedDataParallel
+    from .early_stopping import EarlyStopping
+    from .ema import EMA
+    from .export import Export
+    from .fast_dev_run import FastDevRun
+    from .freezing import Freezing, discriminative_rates
+    from .fully_sharded_data_parallel import FullyShardedDataParallel
+    from .garbage_collection import GarbageCollection
+    from .gradient_accumulation import GradientAccumulation
+    from .gradient_centralization import GradientCentralization
+    from .gradient_clipping import GradientClipping
+    from .gradient_noise import GradientNoise
+    from .gradient_norms import GradientNorms
+    from .guards import Guards
+    from .histograms import Histograms
+    from .history import History
+    from .json_lines_logger import JSONLinesLogger
+    from .l1 import L1
+    from .l2 import L2
+    from .label_smoothing import LabelSmoothing
+    from .limit_batches import LimitBatches
+    from .lookahead import Lookahead
+    from .lr_scheduling import LRScheduling
+    from .memory_snapshot import MemorySnapshot
+    from .metrics import Accuracy, Average, Metric, Metrics, MovingAverage
+    from .micro_batching import MicroBatching
+    from .mixed_precision import MixedPrecision
+    from .mixup import MixUp
+    from .mlflow_logger import MLflowLogger
+    from .model_summary import ModelSummary, ModuleSummary, Summary, summary
+    from .neftune import NEFTune
+    from .non_finite_guard import NonFiniteGuard
+    from .optimizer_statistics import OptimizerStatistics
+    from .optuna_pruning import OptunaPruning
+    from .overfit_batches import OverfitBatches
+    from .parameter_scheduling import ParameterScheduling
+    from .parameter_statistics import ParameterStatistics
+    from .penalty import Penalty
+    from .precision32 import Precision32
+    from .predictions import Predictions
+    from .preemption import Preemption
+    from .profiler import Profiler, Timing
+    from .progress_bar import ProgressBar
+    from .progressive_resizing import ProgressiveResizing
+    from .pruning import Pruning
+    from .random_erasing import RandomErasing
+    from .remote_logger import RemoteLogger
+    from .reporting import Reporting
+    from .rewindable import Rewindable
+    from .schedules import cosine_with_warmup, one_cycle, piecewise, polynomial, warmup, warmup_stable_decay
+    from .seeding import Seeding
+    from .sequence_length_warmup import SequenceLengthWarmup
+    from .sharpness_aware_minimization import SharpnessAwareMinimization
+    from .spike_guard import SpikeGuard
+    from .stochastic_depth import StochasticDepth
+    from .straggler_detection import StragglerDetection
+    from .swa import SWA
+    from .tensor_parallel import TensorParallel
+    from .tensorboard import TensorBoardLogger
+    from .throughput import Throughput
+    from .trackio_logger import TrackioLogger
+    from .true_precision import TruePrecision
+    from .truncated_bptt import TruncatedBPTT
+    from .update_frequency import UpdateFrequency
+    from .validation import Validation
+    from .wandb_logger import WandbLogger
+    from .warm_start import WarmStart
 
 __all__ = [
     "EMA",
@@ -187,3 +193,122 @@ __all__ = [
     "warmup",
     "warmup_stable_decay",
 ]
+
+# Where each name is defined: its module is imported when the name is first used, since all of them take long to import.
+_MODULES = {
+    "EMA": "ema",
+    "L1": "l1",
+    "L2": "l2",
+    "SWA": "swa",
+    "Accuracy": "metrics",
+    "ActivationCheckpointing": "activation_checkpointing",
+    "ActivationStatistics": "activation_statistics",
+    "AdaptiveGradientClipping": "adaptive_gradient_clipping",
+    "AutoClip": "auto_clip",
+    "Average": "metrics",
+    "Benchmark": "benchmark",
+    "CSVLogger": "csv_logger",
+    "ChannelsLast": "channels_last",
+    "Checkpoint": "checkpoint",
+    "Compile": "compile",
+    "CutMix": "cutmix",
+    "Cutout": "cutout",
+    "Deterministic": "deterministic",
+    "DeviceStatistics": "device_statistics",
+    "DeviceTransfer": "device_transfer",
+    "Distillation": "distillation",
+    "DistributedDataParallel": "distributed_data_parallel",
+    "EarlyStopping": "early_stopping",
+    "Export": "export",
+    "FastDevRun": "fast_dev_run",
+    "Freezing": "freezing",
+    "FullyShardedDataParallel": "fully_sharded_data_parallel",
+    "GarbageCollection": "garbage_collection",
+    "GradientAccumulation": "gradient_accumulation",
+    "GradientCentralization": "gradient_centralization",
+    "GradientClipping": "gradient_clipping",
+    "GradientNoise": "gradient_noise",
+    "GradientNorms": "gradient_norms",
+    "Guards": "guards",
+    "Histograms": "histograms",
+    "History": "history",
+    "JSONLinesLogger": "json_lines_logger",
+    "LRScheduling": "lr_scheduling",
+    "LabelSmoothing": "label_smoothing",
+    "LimitBatches": "limit_batches",
+    "Lookahead": "lookahead",
+    "MLflowLogger": "mlflow_logger",
+    "MemorySnapshot": "memory_snapshot",
+    "Metric": "metrics",
+    "Metrics": "metrics",
+    "MicroBatching": "micro_batching",
+    "MixUp": "mixup",
+    "MixedPrecision": "mixed_precision",
+    "ModelSummary": "model_summary",
+    "ModuleSummary": "model_summary",
+    "MovingAverage": "metrics",
+    "NEFTune": "neftune",
+    "NonFiniteGuard": "non_finite_guard",
+    "OptimizerStatistics": "optimizer_statistics",
+    "OptunaPruning": "optuna_pruning",
+    "OverfitBatches": "overfit_batches",
+    "ParameterScheduling": "parameter_scheduling",
+    "ParameterStatistics": "parameter_statistics",
+    "Penalty": "penalty",
+    "Precision32": "precision32",
+    "Predictions": "predictions",
+    "Preemption": "preemption",
+    "Profiler": "profiler",
+    "ProgressBar": "progress_bar",
+    "ProgressiveResizing": "progressive_resizing",
+    "Pruning": "pruning",
+    "RandomErasing": "random_erasing",
+    "RemoteLogger": "remote_logger",
+    "Reporting": "reporting",
+    "Rewindable": "rewindable",
+    "Seeding": "seeding",
+    "SequenceLengthWarmup": "sequence_length_warmup",
+    "SharpnessAwareMinimization": "sharpness_aware_minimization",
+    "SpikeGuard": "spike_guard",
+    "StochasticDepth": "stochastic_depth",
+    "StragglerDetection": "straggler_detection",
+    "Summary": "model_summary",
+    "TensorBoardLogger": "tensorboard",
+    "TensorParallel": "tensor_parallel",
+    "Throughput": "throughput",
+    "Timing": "profiler",
+    "TrackioLogger": "trackio_logger",
+    "TruePrecision": "true_precision",
+    "TruncatedBPTT": "truncated_bptt",
+    "UpdateFrequency": "update_frequency",
+    "Validation": "validation",
+    "WandbLogger": "wandb_logger",
+    "WarmStart": "warm_start",
+    "cosine_with_warmup": "schedules",
+    "discriminative_rates": "freezing",
+    "one_cycle": "schedules",
+    "piecewise": "schedules",
+    "polynomial": "schedules",
+    "summary": "model_summary",
+    "warmup": "schedules",
+    "warmup_stable_decay": "schedules",
+}
+_SUBMODULES = {"_common", *_MODULES.values()}
+
+if not TYPE_CHECKING:  # type checkers would accept any name of a module that has a __getattr__
+
+    def __getattr__(name: str) -> object:
+        """Import a public name, or a submodule, when it is first used."""
+        if name in _SUBMODULES:
+            return import_module(f".{name}", __name__)
+        if name not in _MODULES:
+            # Given the name, Python adds no suggestion of its own to this one.
+            raise AttributeError(
+                f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}", name=name
+            )
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value  # found without this function from now on
+        return value
+
+    def __dir__() -> list[str]:
+        return [*__all__, *_SUBMODULES, *(name for name in globals() if name.startswith("__"))]

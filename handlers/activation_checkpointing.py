@@ -14,9 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_int
+from signalfire.authoring import Capture, Claim, check_int
 
 from ._common.module_patterns import check_modules, find_modules, named_modules, outermost
 from ._common.ranks import RECOMPUTE
@@ -97,7 +95,7 @@ class ActivationCheckpointing(Handler):
             )
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.ACTIVATIONS, by=self)
+        engine.overrides.claim(Claim("which activations are kept"), by=self)
 
     def settings(self) -> dict[str, Any]:
         """None: the weights do not depend on it."""

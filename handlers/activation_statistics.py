@@ -11,10 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
-from signalfire.capture import Capture
-from signalfire.checks import check_int
-from signalfire.devices import widened
-from signalfire.interval import check_every, event_of
+from signalfire.authoring import Capture, check_every, check_int, event_of, widened
 
 from ._common.hooks import check_not_compiled, named_modules
 from ._common.parameters import check_patterns, matches

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_name, check_number
+from signalfire.authoring import Capture, Claim, check_name, check_number
 from signalfire.distributed import local_part
-from signalfire.norms import unit_norms
+from signalfire.distributed.norms import unit_norms
 
 from ._common.parameters import all_names, longest_match, matches, norms, unmatched
 from ._common.ranks import CLIP_ADAPTIVELY
@@ -99,7 +97,7 @@ class AdaptiveGradientClipping(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.ADAPTIVE_CLIPPING, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(Claim("adaptive gradient clipping"), by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def find_excluded(self, engine: Engine) -> None:

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_int, check_name, check_number
+from signalfire.authoring import Capture, check_int, check_name, check_number
 from signalfire.distributed import local_part
 
+from ._common.claims import CLIPPING
 from ._common.parameters import alike, any_sharded, gradients_of, norm_of_all
 from ._common.updates import selected_updates
 
@@ -83,7 +82,7 @@ class AutoClip(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.CLIPPING, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(CLIPPING, by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def forget_open(self, engine: Engine) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
 
+from ._common.claims import ALGORITHMS
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
 __all__ = ["Benchmark"]
@@ -44,7 +44,7 @@ class Benchmark(Handler):
         self._before: bool | None = None  # only during a run
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.ALGORITHMS, by=self)
+        engine.overrides.claim(ALGORITHMS, by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.batches import map_leaves
+from signalfire.authoring import Claim, map_leaves
 from signalfire.distributed import is_sharded
-from signalfire.modules import bare_name
+from signalfire.models.modules import bare_name
 
+from ._common.parameters import moments_of
 from ._common.ranks import LAYOUT
 
 __all__ = ["ChannelsLast"]
@@ -67,7 +67,7 @@ class ChannelsLast(Handler):
         self._strides: dict[tuple[str, str], tuple[Tensor, Strides]] = {}  # original ones by names of module and tensor
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.MEMORY_FORMAT, by=self)
+        engine.overrides.claim(Claim("the memory format"), by=self)
 
     @on(
         Events.STARTED,
@@ -141,13 +141,8 @@ class ChannelsLast(Handler):
         for tensor, strides in original.items():
             if tensor.grad is not None and tensor.grad.layout is torch.strided:
                 yield tensor.grad, strides
-        for update in engine.updates:
-            states = {} if update.optimizer is None else update.optimizer.state
-            for parameter, state in states.items():
-                if (held := original.get(parameter)) is not None:
-                    for value in state.values():
-                        if isinstance(value, Tensor) and value.shape == parameter.shape:
-                            yield value, held
+        for parameter, moment in moments_of(engine, original):
+            yield moment, original[parameter]
         for handler in engine.handlers.values():
             for name, copy in handler.parameter_copies().items():
                 root, _, key = name.partition(".")

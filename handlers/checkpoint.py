@@ -10,20 +10,29 @@ from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
-from signalfire.checks import check_bool, check_choice, check_int
-from signalfire.devices import DeviceFeature
+from signalfire.authoring import (
+    DeviceFeature,
+    Monitor,
+    check_bool,
+    check_choice,
+    check_every,
+    check_int,
+    comes_up,
+    plain_mapping,
+    saving_events,
+    unfiltered,
+)
 from signalfire.distributed import lost_another
-from signalfire.frozen import FrozenBase, without
-from signalfire.interval import check_every, saving_events, unfiltered
-from signalfire.monitor import Monitor
-from signalfire.plain import plain_mapping
-from signalfire.planning import comes_up
+from signalfire.resuming.frozen import FrozenBase, without
 
 from ._common import checkpoint_findings
 from ._common.folders import check_folder, check_shared, open_folder, read_together
+from ._common.options import events_if
 from ._common.ranks import CHECK_METRIC, COLLECT, DECIDE_CHECKPOINTS, HOLD, RESUME
 
 __all__ = ["Checkpoint"]
+
+_DONE = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
 
 
 class Checkpoint(Handler):
@@ -118,16 +127,7 @@ class Checkpoint(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if monitor is not None and every is not None:
-            raise ValueError(
-                f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
-                "metric; remove every="
-            )
-        if mode is not None:
-            check_choice(self, "mode", mode, ("min", "max"))
-            if monitor is None:
-                kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
-                raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
+        self._check_selection(monitor, mode, every)
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
@@ -151,24 +151,34 @@ class Checkpoint(Handler):
         self._failures = checkpoints.ResumeFailures(self.folder, self.name)
         self._held: dict[str, Any] | None = None  # the state to save if an error ends the run
         self._base: FrozenBase | None = None  # of the first run of this handler
-        self._began = 0  # the iteration after which the run began
-        self._may_save = True
-        completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
-        self.select_event = None if monitor is None else completed
-        self.monitor_event = None if monitor is None else Events.STARTED
-        self.check_event = None if monitor is None and not self.filename.metrics else Events.EPOCH_COMPLETED
-        due = unfiltered(self.every or "1ep")
+        self._began, self._may_save = 0, True  # the iteration after which the run began, and whether a save may be due
+        self._choose_events()
+        error = Events.EXCEPTION_RAISED
+        self.hold_event, self.exception_event = events_if(on_exception, _DONE, error | Events.INTERRUPTED)
+        self.resume_event, self.failure_event = events_if(resume, Events.MODEL_SETUP, error)
+
+    def _check_selection(self, monitor: str | None, mode: str | None, every: object) -> None:
+        if monitor is not None and every is not None:
+            raise ValueError(
+                f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
+                "metric; remove every="
+            )
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
+            if monitor is None:
+                kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
+                raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
+
+    def _choose_events(self) -> None:
+        selects, due = self.monitor is not None, unfiltered(self.every or "1ep")
+        self.select_event, self.monitor_event = events_if(selects, _DONE, Events.STARTED)
+        self.check_event = Events.EPOCH_COMPLETED if selects or self.filename.metrics else None
         self.save_event = self.select_event or saving_events(due)
-        self.between_event = None if self.select_event or self.save_event == due else due
-        self.collect_event = completed if asynchronous else None
-        self.wait_event = Events.COMPLETED if asynchronous else None
-        self.end_event = Events.ENDED if asynchronous else None
-        self.hold_event = completed if on_exception else None
-        self.resume_event = Events.MODEL_SETUP if resume else None
-        self.failure_event = Events.EXCEPTION_RAISED if resume else None
-        self.base_event = Events.STARTED | Events.CHECKPOINT_LOADED if trained_only else None
-        self.preemption_event = None if weights_only else Events.PREEMPTED
-        self.exception_event = Events.EXCEPTION_RAISED | Events.INTERRUPTED if on_exception else None
+        self.between_event = None if selects or self.save_event == due else due
+        waits = events_if(self.asynchronous, _DONE, Events.COMPLETED, Events.ENDED)
+        self.collect_event, self.wait_event, self.end_event = waits
+        self.base_event = Events.STARTED | Events.CHECKPOINT_LOADED if self.trained_only else None
+        self.preemption_event = None if self.weights_only else Events.PREEMPTED
 
     @property
     def keep(self) -> int:
@@ -206,8 +216,7 @@ class Checkpoint(Handler):
             FileNotFoundError: if there is no checkpoint.
             ValueError: if it is damaged, truncated or swapped, naming the file; for a folder, if every version is.
         """
-        where = f"Checkpoint.load({str(path)!r})"
-        return checkpoints.load(path, name=name, where=where, files=Checkpoint.files)
+        return checkpoints.load(path, name=name, where=f"Checkpoint.load({str(path)!r})", files=Checkpoint.files)
 
     @staticmethod
     def hyperparameters(path: str | os.PathLike[str], /, **overrides: Any) -> dict[str, Any]:
@@ -239,15 +248,13 @@ class Checkpoint(Handler):
         name, state = found
         engine.load_state_dict(state)
         self._failures.resumed(name)
-        epoch, iteration = state["engine"]["epoch"], state["engine"]["iteration"]
-        line = f"{self.name}: resuming from {str(self.folder / name)!r}, epoch {epoch}, iteration {iteration}"
-        engine.processes.print(line, file=sys.stderr)
+        at = "epoch {epoch}, iteration {iteration}".format_map(state["engine"])
+        engine.processes.print(f"{self.name}: resuming from {str(self.folder / name)!r}, {at}", file=sys.stderr)
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:
         """Record an error of this rank that ended the resumed run before its next save."""
-        error = engine.state.exception
-        if error is not None and not lost_another(error):
+        if (error := engine.state.exception) is not None and not lost_another(error):
             self._failures.add(engine.snapshots.run_id)
 
     @on(Events.STARTED, phase=Phase.PREPARE, writes=["files"],
@@ -335,8 +342,7 @@ class Checkpoint(Handler):
         if (value := self.monitor.new_value(engine)) is None:
             return
         self.monitor.report_nan(engine, value, self.name, "so this state is not kept")
-        place = self.retention.place(value, engine.state.iteration, self.monitor.better)
-        if place is None:
+        if (place := self.retention.place(value, engine.state.iteration, self.monitor.better)) is None:
             self.retention.drop(engine.state.iteration)
         else:
             self.retention.select_best(self._entry(engine, value), place)

@@ -11,11 +11,9 @@ from torch import nn
 from torch.fx import GraphModule
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.blame import warn
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_choice, check_int
+from signalfire.authoring import Capture, check_bool, check_choice, check_int, warn
 
+from ._common.claims import COMPILATION
 from ._common.module_patterns import Pattern, check_modules, find_modules, named_modules
 from ._common.ranks import COMPILE
 
@@ -123,7 +121,7 @@ class Compile(Handler):
         self._limit_hits = 0
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.COMPILATION, by=self)
+        engine.overrides.claim(COMPILATION, by=self)
 
     def detached(self, engine: Engine) -> None:
         self._known.clear()

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, Signal, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool
-from signalfire.step import Step
+from signalfire.authoring import check_bool
+from signalfire.core.step import Step
 
+from ._common.claims import ALGORITHMS
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
 __all__ = ["Deterministic"]
@@ -80,7 +80,7 @@ class Deterministic(Handler):
         self._show: Any = None  # what shows warnings outside of the run
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.ALGORITHMS, by=self)
+        engine.overrides.claim(ALGORITHMS, by=self)
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.devices import DeviceFeature
-from signalfire.interval import check_every, event_of
+from signalfire.authoring import DeviceFeature, check_every, event_of
 
 from ._common.ranks import MEASURE_RATES
 

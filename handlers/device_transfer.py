@@ -9,10 +9,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.batches import map_leaves, tensors_in
-from signalfire.checks import check_bool
-from signalfire.devices import DeviceFeature, first_wide, refusal, unavailable
+from signalfire.authoring import (
+    Claim,
+    DeviceFeature,
+    check_bool,
+    first_wide,
+    map_leaves,
+    refusal,
+    tensors_in,
+    unavailable,
+)
 
 __all__ = ["DeviceTransfer"]
 
@@ -91,7 +97,7 @@ class DeviceTransfer(Handler):
         self._left: set[type] = set()  # classes of objects that were left where they were in this run
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.DEVICE, by=self)
+        engine.overrides.claim(Claim("the device", inherited=True), by=self)
 
     def settings(self) -> dict[str, Any]:
         """None: a run may resume on another device."""

@@ -11,13 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_number
+from signalfire.authoring import Capture, Claim, check_number, random_state, unchanged_random_state
 from signalfire.distributed import whole_tensor
-from signalfire.from_model import call_by_keyword, model_by_keyword
-from signalfire.randomness import random_state, unchanged_random_state
-from signalfire.restore import Modes
+from signalfire.runs.restore import Modes
+from signalfire.updates.from_model import call_by_keyword, model_by_keyword
 
 from ._common.loss_terms import LossTerm
 from ._common.ranks import DISTILL
@@ -111,7 +108,7 @@ class Distillation(LossTerm):
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.DISTILLATION, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(Claim("distillation"), by=self, target=f"of update {update.name!r}")
 
     def settings(self) -> Mapping[str, Any]:
         return {**super().settings(), "teacher": self.fingerprint}

@@ -12,9 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from signalfire import Engine, Events, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool, check_choice, check_int
-from signalfire.notice import Carrier
+from signalfire.authoring import Override, check_bool, check_choice, check_int
+from signalfire.distributed.notice import Carrier
 
 from ._common.distribution import Distribution, ShardPolicy, broadcast
 
@@ -146,15 +145,7 @@ class DistributedDataParallel(Distribution):
         self._check_device(engine)
         if self.sync_batch_norm:
             self._synchronise_norms(engine)
-        shapes = [(f"{root}.{key}", tuple(value.shape), str(value.dtype))
-                  for root, module in engine.modules.items() for key, value in module.state_dict().items()
-                  if isinstance(value, Tensor)]  # fmt: skip
-        for rank, other in enumerate(self.processes.gather(shapes)):
-            if different := sorted({one[0] for one in set(shapes) ^ set(other)}):
-                raise ValueError(
-                    f"{self.name!r}: the model of rank {rank} differs from that of this rank in {', '.join(different[:5])}; "
-                    "build the same model on all ranks"
-                )
+        self._check_same_model(engine)
         self._buffers = (
             [b for module in engine.modules.values() for b in module.buffers()] if self.broadcast_buffers else []
         )
@@ -183,40 +174,51 @@ class DistributedDataParallel(Distribution):
         """Wrap the trained modules in torch's DDP; rebuild the wrappers if the trained parameters have changed."""
         if not self._active:
             return
-        trained = {root: [p for p in module.parameters() if p.requires_grad] for root, module in engine.modules.items()}
-        owners = {root: self._owner(engine, root, parameters) for root, parameters in trained.items()}
-        trained = {root: parameters for root, parameters in trained.items() if owners[root] is not None}
-        if len(engine.updates) > 1:  # the backward of an update computes gradients of its own parameters only
-            own = {update.name: set(update.parameters) for update in engine.updates}
-            trained = {root: [p for p in held if p in own[owners[root] or ""]] for root, held in trained.items()}
-        if self._original_model is not None and _same(trained, self._trained):
-            return
+        trained, owners = self._find_trained(engine)
         if self._original_model is None:
             self._original_model = engine.model
             self._find_free(engine)
+        elif _same(trained, self._trained):
+            return
         self._trained = trained
-        carrying = {owners[root]: root for root in reversed(trained)}.values()  # the first module of each update
-        self._wrapped = {
-            root: self._wrap(root, engine.modules[root], parameters, carries=root in carrying)
-            for root, parameters in trained.items()
-        }
-        self._of_update = {update.name: [self._wrapped[root] for root in trained if owners[root] == update.name]
-                           for update in engine.updates}  # fmt: skip
-        self._carrying = {
-            name: one for name, wrapped in self._of_update.items() for one in wrapped if one.message is not None
-        }
-        roots: dict[str, nn.Module] = {**engine.modules, **{root: one.ddp for root, one in self._wrapped.items()}}
+        wrapped: dict[str, _Wrapped] = {}
+        of_update: dict[str, list[_Wrapped]] = {update.name: [] for update in engine.updates}
+        for root, parameters in trained.items():
+            siblings = of_update[owners[root]]  # notices travel with the first module of each update
+            wrapped[root] = self._wrap(root, engine.modules[root], parameters, carries=not siblings)
+            siblings.append(wrapped[root])
+        self._wrapped, self._of_update = wrapped, of_update
+        first = {name: several[0] for name, several in of_update.items() if several}
+        self._carrying = {name: one for name, one in first.items() if one.message is not None}
         if self._original_model is not None:
-            single = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._original_model]
-            engine.model = single[0] if single else nn.ModuleDict({root: roots[root] for root in engine.modules.models})
+            engine.model = self._wrapped_model(engine)
 
-    def _owner(self, engine: Engine, root: str, parameters: list[nn.Parameter]) -> str | None:
+    def _wrapped_model(self, engine: Engine) -> nn.Module:
+        roots: dict[str, nn.Module] = {**engine.modules, **{root: one.ddp for root, one in self._wrapped.items()}}
+        single = [wrapper for root, wrapper in roots.items() if engine.modules[root] is self._original_model]
+        return single[0] if single else nn.ModuleDict({root: roots[root] for root in engine.modules.models})
+
+    def _find_trained(self, engine: Engine) -> tuple[dict[str, list[nn.Parameter]], dict[str, str]]:
+        """The parameters that a backward reduces, and the update that trains them, both by module."""
+        trained: dict[str, list[nn.Parameter]] = {}
+        owners: dict[str, str] = {}
+        for root, module in engine.modules.items():
+            parameters = [p for p in module.parameters() if p.requires_grad]
+            if (owner := self._owner(engine, root, parameters)) is not None:
+                own = set(owner.parameters)
+                # With several updates, the backward of one computes gradients of its own parameters only.
+                trained[root] = parameters if len(engine.updates) == 1 else [p for p in parameters if p in own]
+                owners[root] = owner.name
+        return trained, owners
+
+    def _owner(self, engine: Engine, root: str, parameters: list[nn.Parameter]) -> UpdateState | None:
         """The update that trains a module."""
         held = set(parameters)
-        owners = [update.name for update in engine.updates if any(p in held for p in update.parameters)]
+        owners = [update for update in engine.updates if any(p in held for p in update.parameters)]
         if len(owners) > 1:
+            names = ", ".join(repr(update.name) for update in owners)
             raise ValueError(
-                f"{self.name!r}: module {root!r} is trained by the updates {', '.join(map(repr, owners))}, whose gradients "
+                f"{self.name!r}: module {root!r} is trained by the updates {names}, whose gradients "
                 "cannot be reduced separately; give the Engine one module per update, as model={'...': ..., '...': ...}"
             )
         return owners[0] if owners else None

@@ -8,14 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool, check_int, check_number
+from signalfire.authoring import Claim, Monitor, check_bool, check_every, check_int, check_number, last_epoch
+from signalfire.core.settings import is_default
 from signalfire.findings import finding
-from signalfire.interval import check_every
-from signalfire.keys import UNSAVED
-from signalfire.monitor import Monitor
-from signalfire.planning import last_epoch
-from signalfire.settings import is_default
+from signalfire.resuming.keys import UNSAVED
 
 from ._common.ranks import CHECK_METRIC, KEEP_BEST
 
@@ -116,7 +112,7 @@ class EarlyStopping(Handler):
 
     def attached(self, engine: Engine) -> None:
         if self.restore_event is not None:
-            engine.overrides.claim(Override.FINAL_WEIGHTS, by=self)
+            engine.overrides.claim(Claim("the weights at the end of the run", rehearsed=False), by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_new_best(self, engine: Engine) -> None:

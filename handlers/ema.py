@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import Literal
 
 from signalfire import Engine, Events, Finding, Interval, Phase, on
-from signalfire.checks import check_bool, check_choice, check_int, check_number
+from signalfire.authoring import check_bool, check_choice, check_every, check_int, check_number, steps_to_come
 from signalfire.findings import finding
-from signalfire.interval import check_every
-from signalfire.planning import steps_to_come
 
 from ._common.averages import AveragedWeights
 from ._common.ranks import AVERAGE

@@ -10,12 +10,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.blame import warn
+from signalfire.authoring import Monitor, check_choice, check_every, check_local, warn
 from signalfire.checkpoints import Files
-from signalfire.checks import check_choice, check_local
 from signalfire.distributed import is_sharded
-from signalfire.interval import check_every
-from signalfire.monitor import Monitor
 from signalfire.weights import (
     check_average,
     export_program,
@@ -25,6 +22,7 @@ from signalfire.weights import (
     needs_safetensors,
 )
 
+from ._common.options import events_if
 from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, EXPORT
 
 __all__ = ["Export"]
@@ -97,13 +95,7 @@ class Export(Handler):
         check_choice(self, "at", at, ("end", "best"))
         self.average = check_average("Export", average)
         self.every = None if every is None else check_every(self, every)
-        if mode is not None:
-            check_choice(self, "mode", mode, ("min", "max"))
-        for argument, value in (("monitor", monitor), ("mode", mode)):
-            if value is not None and at != "best":
-                raise ValueError(f'Export({argument}={value!r}): it selects the best; add at="best", or omit it')
-        if every is not None and at == "best":
-            raise ValueError(f'Export(every={every!r}, at="best"): the best is written at each new one; omit every=')
+        self._check_selection(at, every, monitor, mode)
         self.monitor = None if monitor is None else Monitor("Export", monitor, mode)
         self.mode = mode
         self._finds_metric = monitor is None
@@ -112,11 +104,9 @@ class Export(Handler):
         self.written = 0
         self.error: Exception | None = None
         self._selected = False
-        completed = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
+        best_events = Events.STARTED, Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED, Events.EPOCH_COMPLETED
+        self.start_event, self.select_event, self.check_event = events_if(at == "best", *best_events)
         self.end_event = Events.COMPLETED if at == "end" else None
-        self.start_event = Events.STARTED if at == "best" else None
-        self.select_event = completed if at == "best" else None
-        self.check_event = Events.EPOCH_COMPLETED if at == "best" else None
         if not isinstance(path, str | os.PathLike) or not path:
             raise TypeError(f"Export(path={path!r}): expected a path, such as 'model.safetensors'")
         check_local(self, "path", path)
@@ -138,6 +128,15 @@ class Export(Handler):
         elif self.path.suffix == ".onnx":
             needs_onnx("Export")
 
+    def _check_selection(self, at: str, every: object, monitor: str | None, mode: str | None) -> None:
+        if mode is not None:
+            check_choice(self, "mode", mode, ("min", "max"))
+        for argument, value in (("monitor", monitor), ("mode", mode)):
+            if value is not None and at != "best":
+                raise ValueError(f'Export({argument}={value!r}): it selects the best; add at="best", or omit it')
+        if every is not None and at == "best":
+            raise ValueError(f'Export(every={every!r}, at="best"): the best is written at each new one; omit every=')
+
     def settings(self) -> dict[str, Any]:
         """None: the weights do not depend on what is exported."""
         return {}
@@ -154,20 +153,24 @@ class Export(Handler):
     def find_metric(self, engine: Engine) -> None:
         """Find the metric and its direction."""
         if self._finds_metric:
-            found = [
-                getattr(one, "monitor", None) for one in engine.handlers.values() if one.enabled and one is not self
-            ]
-            names = {one.metric: one for one in found if isinstance(one, Monitor)}
-            if len(names) != 1:
-                raise ValueError(
-                    f"{self.name!r}: the metric of the best is not known, since other handlers monitor "
-                    f'{" and ".join(map(repr, names)) or "none"}; give it: Export(..., at="best", monitor="accuracy")'
-                )
-            (other,) = names.values()
+            other = self._other_monitor(engine)
             if self.monitor is None or self.monitor.metric != other.metric:
                 self.monitor = Monitor("Export", other.metric, self.mode or other.given)
         assert self.monitor is not None
         self.monitor.start(engine, self.name)
+
+    def _other_monitor(self, engine: Engine) -> Monitor:
+        """That of the only metric that other handlers monitor."""
+        others = [one for one in engine.handlers.values() if one.enabled and one is not self]
+        monitors = [getattr(one, "monitor", None) for one in others]
+        names = {one.metric: one for one in monitors if isinstance(one, Monitor)}
+        if len(names) != 1:
+            raise ValueError(
+                f"{self.name!r}: the metric of the best is not known, since other handlers monitor "
+                f'{" and ".join(map(repr, names)) or "none"}; give it: Export(..., at="best", monitor="accuracy")'
+            )
+        (other,) = names.values()
+        return other
 
     @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["metrics"], writes=[])
     def select(self, engine: Engine) -> None:
@@ -249,13 +252,6 @@ class Export(Handler):
 
 
 def _is_input(example: Any) -> bool:
-    parts = (
-        example.values()
-        if isinstance(example, Mapping)
-        else example
-        if isinstance(example, tuple | list)
-        else [example]
-    )
-    return any(
-        isinstance(part, Tensor) or (isinstance(part, Mapping | tuple | list) and _is_input(part)) for part in parts
-    )
+    if isinstance(example, Mapping | tuple | list):
+        return any(map(_is_input, example.values() if isinstance(example, Mapping) else example))
+    return isinstance(example, Tensor)

@@ -6,8 +6,7 @@ import sys
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_int
+from signalfire.authoring import Override, check_int
 from signalfire.data import FirstBatches
 
 from ._common.ranks import REHEARSE

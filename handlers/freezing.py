@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, Finding, Handler, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_number
+from signalfire.authoring import Capture, Claim, check_bool, check_number, last_epoch
 from signalfire.findings import finding
-from signalfire.modules import Modules
-from signalfire.planning import last_epoch
+from signalfire.models.modules import Modules
 
 from ._common.parameters import all_names, longest_match, matches, unmatched
 
@@ -79,35 +76,21 @@ class Freezing(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        if isinstance(parts, Mapping):
-            if until is not None:
-                raise ValueError(f"Freezing(until={until!r}): the mapping already gives an epoch per part; omit until=")
-            self.parts = dict(parts)
-        elif isinstance(parts, str | Iterable):
-            self.parts = dict.fromkeys([parts] if isinstance(parts, str) else parts, until)
-        else:
-            raise TypeError(
-                f"Freezing(parts={parts!r}): expected a path, an iterable of paths, or a mapping from paths to epochs"
-            )
+        self.parts = _epochs_of(parts, until)
         if not self.parts:
             raise ValueError(f"Freezing(parts={parts!r}): expected at least one part of the model")
         for pattern, epoch in self.parts.items():
             if not isinstance(pattern, str) or not pattern:
                 raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is not a path of a module or parameter")
-            argument = f"parts={parts!r}" if isinstance(parts, Mapping) else f"until={until!r}"
-            if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int)):
-                raise TypeError(f"Freezing({argument}): the epoch at which {pattern!r} is unfrozen must be an int")
-            if epoch is not None and epoch < 2:
-                raise ValueError(
-                    f"Freezing({argument}): {pattern!r} would never be frozen; give an epoch of at least 2"
-                )
+            if epoch is not None:
+                _check_epoch(f"parts={parts!r}" if isinstance(parts, Mapping) else f"until={until!r}", pattern, epoch)
         self.statistics = check_bool(self, "statistics", statistics)
         # What is frozen in some epoch: the object, the epoch at which it is unfrozen, and its original setting.
         self._parameters: list[tuple[nn.Parameter, float, bool]] = []
         self._norms: list[tuple[nn.Module, float, bool]] = []
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.FREEZING, by=self)
+        engine.overrides.claim(Claim("which parameters are frozen"), by=self)
 
     @on(Events.STARTED, reads=["modules"], writes=["trainable", "modes", "gradients"])
     def find_parts(self, engine: Engine) -> None:
@@ -115,9 +98,7 @@ class Freezing(Handler):
         parameters, norms = all_names(engine.modules), _norms_of(engine)
         known_names = [name for names in parameters.values() for name in names]
         names = [*known_names, *(name for inner in norms.values() for names in inner.values() for name in names)]
-        for pattern in self.parts:
-            if not any(matches(name, pattern) for name in names):
-                raise ValueError(f"{self.name!r}: {unmatched(pattern, known_names)}")
+        _check_matches(repr(self.name), self.parts, names, known_names)
         for parameter, own_names in parameters.items():
             if (epoch := self._until(own_names)) > 0:
                 self._parameters.append((parameter, epoch, parameter.requires_grad))
@@ -202,18 +183,43 @@ def discriminative_rates(
         default = check_number("discriminative_rates", "default", default, least=0)
     parameters = all_names(Modules(model, ()))
     known_names = [name for names in parameters.values() for name in names]
-    for pattern in rates:
-        if not any(matches(name, pattern) for name in known_names):
-            raise ValueError(f"discriminative_rates(): {unmatched(pattern, known_names)}")
-    groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in [*rates, None]}
+    _check_matches("discriminative_rates()", rates, known_names, known_names)
+    rate_of: dict[str | None, float | None] = dict([*rates.items(), (None, default)])
+    groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in rate_of}
     for parameter, names in parameters.items():
         groups[longest_match(names, rates)].append(parameter)
     return [
-        {"params": members} if rate is None else {"params": members, "lr": rate}
-        for pattern, members in groups.items()
-        for rate in [default if pattern is None else rates[pattern]]
-        if members
+        {"params": groups[pattern]} if rate is None else {"params": groups[pattern], "lr": rate}
+        for pattern, rate in rate_of.items()
+        if groups[pattern]
     ]
+
+
+def _epochs_of(parts: Any, until: int | None) -> dict[str, int | None]:
+    """The epoch at which each part is unfrozen."""
+    if isinstance(parts, Mapping):
+        if until is not None:
+            raise ValueError(f"Freezing(until={until!r}): the mapping already gives an epoch per part; omit until=")
+        return dict(parts)
+    if not isinstance(parts, str | Iterable):
+        raise TypeError(
+            f"Freezing(parts={parts!r}): expected a path, an iterable of paths, or a mapping from paths to epochs"
+        )
+    return dict.fromkeys([parts] if isinstance(parts, str) else parts, until)
+
+
+def _check_epoch(argument: str, pattern: str, epoch: object) -> None:
+    if isinstance(epoch, bool) or not isinstance(epoch, int):
+        raise TypeError(f"Freezing({argument}): the epoch at which {pattern!r} is unfrozen must be an int")
+    if epoch < 2:
+        raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; give an epoch of at least 2")
+
+
+def _check_matches(where: str, patterns: Iterable[str], names: Collection[str], known_names: list[str]) -> None:
+    """Raise ValueError for a pattern that matches none of the names; it shows some of the known ones."""
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise ValueError(f"{where}: {unmatched(pattern, known_names)}")
 
 
 def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:

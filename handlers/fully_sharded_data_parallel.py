@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from signalfire import Engine, Events, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.batches import tensors_in
-from signalfire.checks import check_bool, check_choice, check_int
+from signalfire.authoring import Override, check_bool, check_choice, check_int, tensors_in, unchanged_random_state
 from signalfire.distributed import discard_unreduced, gathered_until_backward, is_sharded, reshard, units_in, unsharded
-from signalfire.randomness import unchanged_random_state
-from signalfire.restore import Buffers
+from signalfire.runs.restore import Buffers
 
 from ._common.distribution import Distribution, ShardPolicy, broadcast
 from ._common.ranks import GATHER_WEIGHTS
@@ -131,34 +127,32 @@ class FullyShardedDataParallel(Distribution):
         return None if value is None else _DTYPES[check_choice(self, argument, value, tuple(_DTYPES))]
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates:
-            if isinstance(update.spec.optimizer, Optimizer):
-                kind = type(update.spec.optimizer).__name__
-                raise ValueError(
-                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is sharded, with parameters "
-                    f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
-                )
+        self._check_factories(engine, "sharded")
         super().attached(engine)
-        distributed, size = self.processes.distributed, self.processes.world_size
-        if distributed and (size % self.replicas or size == self.replicas):
-            raise ValueError(
-                f"{self.name!r}: replicas={self.replicas} with {size} ranks: expected equal groups of at least two ranks"
-                + ("; to replicate on each rank, use DistributedDataParallel" if size == self.replicas else "")
-            )
-        if len(engine.updates) > 1 and distributed:
-            raise ValueError(
-                f"{self.name!r}: an engine with several updates ({', '.join(u.name for u in engine.updates)}) cannot be "
-                "sharded; use DistributedDataParallel"
-            )
+        distributed = self.processes.distributed
         self.update_started_event = Events.UPDATE_STARTED if distributed else None
         self.forward_event = Events.FORWARD_STARTED if distributed else None
         self.backward_event = Events.BACKWARD_COMPLETED if distributed else None
         self.update_completed_event = Events.UPDATE_COMPLETED if distributed else None
         self.gather_event = Events.EVALUATION_STARTED if distributed and self.gather_to_evaluate else None
         if distributed:
+            self._check_shardable(engine)
             engine.overrides.replace(Override.REDUCTION, self.reduce, by=self)
             # Each part of a batch has its own forward, and all ranks would need the same number of forwards.
             engine.overrides.claim(Override.GRADIENTS, by=self)
+
+    def _check_shardable(self, engine: Engine) -> None:
+        size = self.processes.world_size
+        if size % self.replicas or size == self.replicas:
+            raise ValueError(
+                f"{self.name!r}: replicas={self.replicas} with {size} ranks: expected equal groups of at least two ranks"
+                + ("; to replicate on each rank, use DistributedDataParallel" if size == self.replicas else "")
+            )
+        if len(engine.updates) > 1:
+            raise ValueError(
+                f"{self.name!r}: an engine with several updates ({', '.join(u.name for u in engine.updates)}) cannot be "
+                "sharded; use DistributedDataParallel"
+            )
 
     # ---- set-up ---------------------------------------------------------------------------------------------------
 
@@ -173,21 +167,14 @@ class FullyShardedDataParallel(Distribution):
         self._roots = []
         if not engine.processes.distributed:
             return
-        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import FSDPModule
 
         self._check_device(engine)
         self._check_beside_split_layers(engine)
         self._check_units(engine)
         for name, root in engine.modules.items():
-            if not isinstance(root, FSDPModule) and any(True for _ in root.parameters()):
-                replicas, alike = self.replicas, engine.group.alike
-                size = engine.processes.world_size // (replicas * alike)
-                sizes = {"replicate": replicas, "shard": size, "layers": alike}
-                used = {key: ranks for key, ranks in sizes.items() if ranks > 1 or key == "shard"}
-                mesh = init_device_mesh(engine.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-                # Of split layers the other dimension is that of the parameters already.
-                self._shard(root, engine.modules.prefix(name), mesh["shard"] if alike > 1 else mesh)
+            if not isinstance(root, FSDPModule) and _has_parameters(root):
+                self._shard(root, engine.modules.prefix(name), self._mesh(engine))
             if isinstance(root, FSDPModule):
                 self._roots.append(root)
                 self._hooks.append(root.register_forward_hook(self._record_output))
@@ -197,6 +184,17 @@ class FullyShardedDataParallel(Distribution):
             self._reset()  # an error may have interrupted an iteration
         self._buffers = [buffer for root in self._roots for buffer in root.buffers()]  # type: ignore[attr-defined]
         self._set_sync(True)
+
+    def _mesh(self, engine: Engine) -> Any:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        alike = engine.group.alike
+        size = engine.processes.world_size // (self.replicas * alike)
+        sizes = {"replicate": self.replicas, "shard": size, "layers": alike}
+        used = {key: ranks for key, ranks in sizes.items() if ranks > 1 or key == "shard"}
+        mesh = init_device_mesh(engine.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
+        # Of split layers the other dimension is that of the parameters already.
+        return mesh["shard"] if alike > 1 else mesh
 
     def _check_beside_split_layers(self, engine: Engine) -> None:
         if engine.group.alike == 1:
@@ -238,32 +236,35 @@ class FullyShardedDataParallel(Distribution):
     def _units_of(self, root: nn.Module, name: str) -> list[nn.Module]:
         """The units inside a module, inner ones first."""
         paths = {module: path for path, module in root.named_modules(prefix=name) if module is not root}
-        units = self.units
-        if units is None:
-            chosen = list(_children(root))
-        elif callable(units) and not isinstance(units, tuple):
-            chosen = [module for module, path in paths.items() if units(path, module)]
-        else:
-            chosen = [module for wanted in units for module, path in paths.items() if _matches(wanted, path, module)]
-        chosen = [module for module in paths if module in set(chosen) and any(True for _ in module.parameters())]
+        chosen = set(_children(root) if self.units is None else self._matching(paths))
+        units = [module for module in reversed(paths) if module in chosen and _has_parameters(module)]
+        self._check_weights(units, {root: name, **paths})
+        return units
+
+    def _matching(self, paths: Mapping[nn.Module, str]) -> list[nn.Module]:
+        if isinstance(self.units, tuple):
+            return [module for unit in self.units for module, path in paths.items() if _matches(unit, path, module)]
+        return [module for module, path in paths.items() if self.units(path, module)]
+
+    def _check_weights(self, units: list[nn.Module], paths: Mapping[nn.Module, str]) -> None:
+        """Raise ValueError for a unit that is never called, and for weights that are in several units."""
         owners: dict[nn.Parameter, nn.Module] = {}
-        for unit in reversed(chosen):  # a parameter belongs to the innermost unit that contains it
+        for unit in units:  # a parameter belongs to the innermost unit that contains it
             for parameter in unit.parameters():
                 owners.setdefault(parameter, unit)
-        for module, path in {root: name, **paths}.items():
-            if isinstance(module, nn.ModuleList | nn.ModuleDict) and module in chosen:
+        for module, path in paths.items():
+            if isinstance(module, nn.ModuleList | nn.ModuleDict) and module in units:
                 raise ValueError(
                     f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; give its items as units"
                 )
-            inside = next((u for u in reversed(chosen) if module in set(u.modules())), root)
+            inside = next((unit for unit in units if module in set(unit.modules())), None)
             for key, parameter in module.named_parameters(recurse=False):
-                if owners.get(parameter, root) is not inside:
-                    other = paths.get(owners[parameter], "the rest of the model")
+                if owners.get(parameter) is not inside:
+                    other = paths[owners[parameter]]
                     raise ValueError(
                         f"{self.name!r}: {f'{path}.{key}'.lstrip('.')!r} is shared with the unit {other!r}; shared weights "
                         "must be in one unit: choose other units=, or units=() for a single one"
                     )
-        return list(reversed(chosen))
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer"], writes=[])
     def check_parameters(self, engine: Engine) -> None:
@@ -426,17 +427,13 @@ class FullyShardedDataParallel(Distribution):
         if not sharded:
             return
         engine.processes.barrier()  # a missing rank raises an error before anything is changed
-        plain: dict[nn.Parameter, nn.Parameter] = {}
-        for root in sharded:
-            for parameter in root.parameters():
-                if is_sharded(parameter):
-                    full = parameter.detach().full_tensor()  # type: ignore[attr-defined]
-                    plain[parameter] = nn.Parameter(full, requires_grad=parameter.requires_grad)
+        own = [p for root in sharded for p in root.parameters() if is_sharded(p)]
+        plain = {p: nn.Parameter(p.detach().full_tensor(), p.requires_grad) for p in own}  # type: ignore[attr-defined]
         for root in sharded:
             for module in root.modules():
-                for key, own in module._parameters.items():
-                    if own is not None and own in plain:
-                        module._parameters[key] = plain[own]
+                module._parameters.update(
+                    {key: plain.get(p, p) for key, p in module._parameters.items() if p is not None}
+                )
                 _make_plain(module)
         self._used = self._unreduced = False
         for update in engine.updates:
@@ -463,13 +460,14 @@ def _matches(unit: str | type[nn.Module], path: str, module: nn.Module) -> bool:
     return re.fullmatch(re.escape(unit).replace(r"\*", "[^.]+"), path) is not None
 
 
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
 def _children(root: nn.Module) -> Iterator[nn.Module]:
     """The children of a module, with the items of a ModuleList or ModuleDict in its place."""
     for child in root.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _children(child)
-        else:
-            yield child
+        yield from _children(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
 
 
 def _make_plain(module: nn.Module) -> None:
@@ -487,12 +485,11 @@ def _make_plain(module: nn.Module) -> None:
         if key.endswith("_hooks") and isinstance(hooks, dict):
             for number in [number for number, hook in hooks.items() if _is_of_fsdp(hook)]:
                 del hooks[number]
-                for options in (
-                    "_forward_hooks_with_kwargs",
-                    "_forward_hooks_always_called",
-                    "_forward_pre_hooks_with_kwargs",
-                ):
+                for options in _OPTIONS_OF_HOOKS:
                     module.__dict__.get(options, {}).pop(number, None)
+
+
+_OPTIONS_OF_HOOKS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
 
 def _is_of_fsdp(hook: Any) -> bool:

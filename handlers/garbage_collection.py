@@ -7,9 +7,7 @@ import os
 from time import perf_counter
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool
-from signalfire.interval import check_every, event_of
+from signalfire.authoring import Claim, check_bool, check_every, event_of
 
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
@@ -78,7 +76,7 @@ class GarbageCollection(Handler):
         self._was_enabled = self._has_frozen = False
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.GARBAGE_COLLECTION, by=self)
+        engine.overrides.claim(Claim("when garbage is collected"), by=self)
 
     @on(Events.STARTED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from signalfire import Engine, Events, Handler, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_int, check_name
+from signalfire.authoring import Capture, Override, check_int, check_name
 
 __all__ = ["GradientAccumulation"]
 

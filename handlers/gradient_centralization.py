@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_name
+from signalfire.authoring import Capture, Claim, check_name
 from signalfire.distributed import local_part
-from signalfire.norms import unit_means
+from signalfire.distributed.norms import unit_means
 
 from ._common.parameters import all_names, check_patterns, longest_match, matches, unmatched
 from ._common.ranks import CENTRALIZE
@@ -72,7 +70,7 @@ class GradientCentralization(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.CENTRALIZATION, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(Claim("gradient centralization"), by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def find_excluded(self, engine: Engine) -> None:

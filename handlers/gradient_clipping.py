@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_name, check_number
+from signalfire.authoring import Capture, check_name, check_number
 from signalfire.distributed import local_part
 
+from ._common.claims import CLIPPING
 from ._common.parameters import alike, any_sharded, gradients_of, norm_of_all
 from ._common.updates import selected_updates
 
@@ -88,7 +87,7 @@ class GradientClipping(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.CLIPPING, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(CLIPPING, by=self, target=f"of update {update.name!r}")
 
     @on(Events.GRADIENTS_READY, reads=["gradients", "trainable", "optimizer"], writes=["gradients"])
     def clip(self, engine: Engine) -> None:

@@ -7,9 +7,7 @@ import math
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_name, check_number
+from signalfire.authoring import Capture, Claim, check_name, check_number
 from signalfire.distributed import local_part, spread_like
 
 from ._common.parameters import gradients_of
@@ -72,7 +70,7 @@ class GradientNoise(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.NOISE, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(Claim("gradient noise"), by=self, target=f"of update {update.name!r}")
 
     def variance(self, step: int) -> float:
         """The variance of the noise after this number of optimizer steps."""

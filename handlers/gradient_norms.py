@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,7 @@ import torch
 from torch import Tensor
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_name, check_number
-from signalfire.interval import check_every, unfiltered
+from signalfire.authoring import Capture, check_bool, check_every, check_name, check_number, unfiltered
 
 from ._common.parameters import gradients_of, named_parameters, norms
 from ._common.ranks import MEASURE_GRADIENTS
@@ -124,15 +123,19 @@ class GradientNorms(Handler):
             return
         device = measured[0].device
         metrics[total] = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in measured]), self.norm_type)
-        if not (self.per_parameter or self.per_layer):
-            return
-        layers: dict[str, list[Tensor]] = {}
-        owners = [p for p in parameters if p.grad is not None]
+        if self.per_parameter or self.per_layer:
+            self._measure_parts(engine, update, total, measured)
+
+    def _measure_parts(self, engine: Engine, update: UpdateState, total: str, measured: list[Tensor]) -> None:
+        """Write the norms of parameters and of layers, from those of the parameters with gradients."""
+        metrics, names = engine.state.metrics, self._names
+        layers: dict[str, list[Tensor]] = defaultdict(list)
+        owners = [p for p in update.parameters if p.grad is not None]
         for parameter, norm in zip(owners, measured, strict=True):
             if self.per_parameter:
-                metrics[f"{total}/{self._name_of(parameter, update)}"] = norm
+                metrics[f"{total}/{names.get(id(parameter)) or self._name_of(parameter, update)}"] = norm
             if self.per_layer:
-                layers.setdefault(self._layer_of(parameter, update), []).append(norm)
+                layers[self._layer_of(parameter, update)].append(norm)
         for layer, parts in layers.items():
             joined = torch.stack([part.to(parts[0].device) for part in parts])
             metrics[f"{total}/{layer}"] = torch.linalg.vector_norm(joined, self.norm_type)

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import AnyEvent, Engine, Events, Finding, FindingError, Handler, Interval, Phase, UpdateState, on
-from signalfire.capture import Capture
-from signalfire.codes import Severity
-from signalfire.devices import widened
+from signalfire.authoring import Capture, check_every, widened
 from signalfire.findings import check_codes
+from signalfire.findings.codes import Severity
 from signalfire.findings.dropout import is_compiled
-from signalfire.findings.epoch_checks import counts_versions, held_by_optimizers, names_of, rates_of, shown, trainable
-from signalfire.interval import check_every
+from signalfire.findings.epoch_checks import counts_versions, names_of, rates_of, shown, trainable
 
 from ._common.look import LOOKS_AT, Look, looking
 from ._common.watching import (
@@ -30,10 +28,12 @@ from ._common.watching import (
     labels_of,
     left_in_eval,
     moving_frozen_norms,
+    one_class,
     out_of_range,
     same_for_all,
     statistics_of,
     total,
+    unheld_since,
     untrained_spectral_norms,
 )
 
@@ -51,7 +51,7 @@ class Guards(Handler):
     its looks it is not called. It changes nothing: a run with it ends bit for bit like one without. A look waits for the
     device.
 
-    ``Engine(allow=["G13"])`` silences a code; `signalfire.codes.CODES` says what each one means.
+    ``Engine(allow=["G13"])`` silences a code; `signalfire.findings.codes.CODES` says what each one means.
 
     Args:
         every: How often to look, in iterations.
@@ -188,31 +188,12 @@ class Guards(Handler):
 
     def _check_batch(self, engine: Engine) -> None:
         state = engine.state
-        inputs, labels = inputs_of(state.batch), labels_of(state.batch)
+        inputs, labels, what = inputs_of(state.batch), labels_of(state.batch), batch_of(state.batch)
         own_data = engine.overrides.data is None and state.epoch_length != 1
-        if (what := batch_of(state.batch)) is not None and own_data:
-            self._batches = [*[one for one in self._batches if one[0] == state.epoch][-2:], (state.epoch, what)]
-            if len(self._batches) == 3 and all(one == what for _, one in self._batches):
-                self._report(
-                    engine,
-                    "G11",
-                    f"the batch of iteration {state.iteration} is the same as at the last two looks in this epoch",
-                    "check __getitem__ and the sampler of the data; OverfitBatches() repeats batches on purpose",
-                )
-        if labels is not None and labels.numel() >= 4 and own_data:
-            low, high = int(labels.min()), int(labels.max())
-            self._labels = [*self._labels[-2:], (low, high)]
-            if len(self._labels) == 3 and all(low == high for low, high in self._labels):
-                several = len(set(self._labels)) > 1
-                self._report(
-                    engine,
-                    "G15",
-                    "each batch has the labels of one class only"
-                    + (": the data is sorted by class" if several else f", {low}, so far"),
-                    "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
-                    key=several,
-                    severity="warning" if several else "info",
-                )
+        if own_data and what is not None:
+            self._check_repeated(engine, what)
+        if own_data and labels is not None and labels.numel() >= 4:
+            self._check_classes(engine, labels)
         if inputs is not None and inputs.numel():
             spread = float(widened(inputs.detach()).abs().mean())
             if spread > 20:
@@ -223,6 +204,32 @@ class Guards(Handler):
                     "normalise them, for images for example to a mean of 0 and a standard deviation of 1",
                 )
 
+    def _check_repeated(self, engine: Engine, what: Any) -> None:
+        epoch = engine.state.epoch
+        self._batches = [*[one for one in self._batches if one[0] == epoch][-2:], (epoch, what)]
+        if len(self._batches) == 3 and all(one == what for _, one in self._batches):
+            self._report(
+                engine,
+                "G11",
+                f"the batch of iteration {engine.state.iteration} is the same as at the last two looks in this epoch",
+                "check __getitem__ and the sampler of the data; OverfitBatches() repeats batches on purpose",
+            )
+
+    def _check_classes(self, engine: Engine, labels: Tensor) -> None:
+        low, high = int(labels.min()), int(labels.max())
+        self._labels = [*self._labels[-2:], (low, high)]
+        if one_class(self._labels, self._facts.values()):
+            several = len(set(self._labels)) > 1
+            self._report(
+                engine,
+                "G15",
+                "each batch has the labels of one class only"
+                + (": the data is sorted by class" if several else f", {low}, so far"),
+                "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
+                key=several,
+                severity="warning" if several else "info",
+            )
+
     def _check_model(self, engine: Engine) -> None:
         if (part := left_in_eval(engine, self._modes)) is not None:
             self._report(
@@ -231,23 +238,13 @@ class Guards(Handler):
                 f"{part} is in eval mode in iteration {engine.state.iteration}, so that dropout and batch statistics are off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
-        names, held = names_of(engine), held_by_optimizers(engine)
-        unheld = [p for p in names if p.requires_grad and p not in held]
-        stale = any(p not in names and p._version == version for p, version in self._foreign if engine.updates[0].steps)
-        if new := unheld if stale else [p for p in unheld if p not in self._known]:
+        if new := unheld_since(engine, self._known, self._foreign):
             self._report(
                 engine,
                 "G05",
-                f"{shown(new, names)} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was made or "
-                "replaced after the optimizer was built",
+                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was "
+                "made or replaced after the optimizer was built",
                 "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3)",
-            )
-        if moving := moving_frozen_norms(engine):
-            self._report(
-                engine,
-                "G21",
-                f"the weights of {moving[0]!r} are frozen, but its running statistics are updated by the training batches",
-                "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
             )
         if (last := frozen_last_layer(engine)) is not None:
             self._report(
@@ -277,7 +274,8 @@ class Guards(Handler):
             return
         output, inputs, labels = update.output, inputs_of(batch), labels_of(batch)
         look.seen[update.name] = update.raw_loss.detach(), batch_of(batch), inputs
-        if (wrong := out_of_range(output, labels)) is not None:
+        facts.see(update.raw_loss, output, labels)
+        if (wrong := out_of_range(output, labels, update.raw_loss)) is not None:
             self._report(
                 engine,
                 "G12",
@@ -285,14 +283,7 @@ class Guards(Handler):
                 "count the labels from 0, and give the last layer as many outputs as there are classes",
                 key=update.name,
             )
-        if (
-            labels is not None
-            and isinstance(output, Tensor)
-            and output.dim() == 2
-            and labels.dim() == 1 < output.shape[1]
-        ):
-            facts.epoch_losses.append((float(look.seen[update.name][0]), output.shape[1]))
-        if facts.again("G16", same_for_all(output, inputs)) >= 2:
+        if facts.again("G16", update.steps > 0 and same_for_all(output, inputs)) >= 2:
             self._report(
                 engine,
                 "G16",
@@ -328,17 +319,19 @@ class Guards(Handler):
                 "look for dead ReLUs, a clamped loss, one that is multiplied by 0, or cross_entropy of one logit",
                 key=update.name,
             )
-        if math.isfinite(norm):
-            first = max(facts.norms, default=0.0)
-            if len(facts.norms) == _FIRST and norm > 1e6 * first > 0:
-                self._report(
-                    engine,
-                    "G19",
-                    f"the gradient norm of update {update.name!r} is {norm:.3g}; at first it was {first:.3g}",
-                    "lower the learning rate, warm it up, or attach GradientClipping()",
-                    key=update.name,
-                )
-            facts.norms = facts.norms if len(facts.norms) == _FIRST else [*facts.norms, norm]
+        self._check_norm(engine, update, facts, norm)
+
+    def _check_norm(self, engine: Engine, update: UpdateState, facts: Facts, norm: float) -> None:
+        if math.isfinite(norm) and len(facts.norms) < _FIRST:
+            facts.norms = [*facts.norms, norm]
+        elif math.inf > norm > 1e6 * max(facts.norms, default=0.0) > 0:
+            self._report(
+                engine,
+                "G19",
+                f"the gradient norm of update {update.name!r} is {norm:.3g}; at first it was {max(facts.norms):.3g}",
+                "lower the learning rate, warm it up, or attach GradientClipping()",
+                key=update.name,
+            )
 
     def _see_before_step(self, engine: Engine) -> None:
         look, update = self._look, engine.state.update
@@ -399,12 +392,11 @@ class Guards(Handler):
         bad_inputs = inputs is not None and bool(inputs.isnan().any())
         if bad_inputs or not math.isfinite(value):
             where = f"in iteration {engine.state.iteration}"
+            of_loss = f"the loss of update {update.name!r} {where} is {value}"
             self._report(
                 engine,
                 "G14",
-                f"the inputs {where} contain NaN"
-                if bad_inputs
-                else f"the loss of update {update.name!r} {where} is {value}",
+                f"the inputs {where} contain NaN" if bad_inputs else of_loss,
                 "look for NaN in the data, a logarithm or division by zero, or too high a learning rate; NonFiniteGuard() skips "
                 "such steps",
                 key=(update.name, math.isfinite(value)),
@@ -422,8 +414,7 @@ class Guards(Handler):
             )
 
     def _see_end(self, engine: Engine) -> None:
-        look = self._look
-        if look is None:
+        if (look := self._look) is None:
             return
         looking(engine, self.name, self.error)(self._check_end, engine, look)
         if not look.pending or engine.state.iteration - look.iteration > _LONGEST:
@@ -440,13 +431,19 @@ class Guards(Handler):
                 "do not call optimizer.step(): the engine calls it once for each window",
                 key=update.name,
             )
-        names = names_of(engine)
+        if moving := moving_frozen_norms(engine):  # now, since the forward may have set the modes
+            self._report(
+                engine,
+                "G21",
+                f"the weights of {moving[0]!r} are frozen, but its running statistics are updated by the training batches",
+                "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
+            )
         if left := look.left_over(self._stepped):
             self._report(
                 engine,
                 "G10",
-                f"the gradients of {shown(left, names)} are added to those of the iteration before, although they were used "
-                "for a step",
+                f"the gradients of {shown(left, names_of(engine))} are added to those of the iteration before, although they "
+                "were used for a step",
                 "call zero_grad() of the optimizer that you step yourself; or give it an Update of its own",
                 key="elsewhere",
             )

@@ -8,10 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Interval, Phase, on
-from signalfire.capture import Capture
-from signalfire.checks import check_bool
+from signalfire.authoring import Capture, check_bool, check_every
 from signalfire.distributed import is_sharded, local_part
-from signalfire.interval import check_every
 
 from ._common.parameters import check_patterns, longest_match, named_parameters, unmatched
 from ._common.ranks import LOG_HISTOGRAMS

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.checks import check_bool, check_int, check_stream
-from signalfire.markup import table
-from signalfire.state import as_number
+from signalfire.authoring import check_bool, check_int, check_stream, table
+from signalfire.core.state import as_number
 
 from ._common.new_values import NewValues
 

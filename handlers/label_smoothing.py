@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_name, check_number
+from signalfire.authoring import Capture, Claim, check_name, check_number
 from signalfire.findings import Finding, finding
 from signalfire.findings.loss_graph import functions_of
 
@@ -73,7 +71,7 @@ class LabelSmoothing(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.LABEL_SMOOTHING, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(Claim("label smoothing"), by=self, target=f"of update {update.name!r}")
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         for update in selected_updates(engine, self.update):

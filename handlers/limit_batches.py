@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
+from signalfire.authoring import Override
 from signalfire.data import FirstBatches
 
 __all__ = ["LimitBatches"]

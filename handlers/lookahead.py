@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Finding, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool, check_int, check_name, check_number
+from signalfire.authoring import Claim, check_bool, check_int, check_name, check_number, steps_to_come
 from signalfire.distributed import local_part, reshard, spread_like
 from signalfire.findings import finding
-from signalfire.interrupts import without_interrupts
-from signalfire.modules import bare_name
-from signalfire.planning import steps_to_come
+from signalfire.models.modules import bare_name
+from signalfire.runs.interrupts import without_interrupts
 
+from ._common.claims import EVALUATED_WEIGHTS
 from ._common.ranks import LOOK_AHEAD, TAKE_LOADED
 from ._common.updates import selected_updates
 
@@ -82,10 +81,10 @@ class Lookahead(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.SLOW_WEIGHTS, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(Claim("the slow weights"), by=self, target=f"of update {update.name!r}")
         if self.evaluate:
             try:
-                engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
+                engine.overrides.claim(EVALUATED_WEIGHTS, by=self)
             except ValueError as error:
                 raise ValueError(f"{error}, or give one of them evaluate=False") from None
 

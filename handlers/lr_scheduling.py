@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,14 +12,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from signalfire import AnyEvent, Engine, Events, Finding, Handler, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_name
+from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
+from signalfire.authoring import Monitor, check_every, check_name, last_epoch, last_iteration, steps_to_come
 from signalfire.findings import finding
-from signalfire.interval import check_every
-from signalfire.monitor import Monitor
-from signalfire.planning import last_epoch, last_iteration, steps_to_come
 
+from ._common.claims import LEARNING_RATE
 from ._common.joint_schedule import JointSchedule
 from ._common.ranks import CHECK_METRIC
 from ._common.schedule_findings import ScheduledRun, schedule_findings
@@ -28,6 +24,7 @@ from ._common.simulated_rates import plot_rates, steps_of_scheduler
 from ._common.torch_schedulers import (
     base_of,
     check_drivable,
+    check_factory,
     check_kind,
     different_arguments,
     given_argument,
@@ -108,29 +105,11 @@ class LRScheduling(Handler):
         super().__init__(name=name)
         if isinstance(scheduler, Mapping):
             scheduler = JointSchedule(scheduler)
-        if not callable(scheduler):
-            raise TypeError(
-                f"LRScheduling({scheduler!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler, "
-                "because the optimizer may not exist yet"
-            )
-        if inspect.isfunction(base := base_of(scheduler)) and base.__module__ == "signalfire.handlers.schedules":
-            given = ", ".join(f"{name}={value!r}" for name, value in getattr(scheduler, "keywords", {}).items())
-            raise TypeError(
-                f"LRScheduling({scheduler!r}): {base.__name__} returns the factory; call it: {base.__name__}({given or '...'})"
-            )
+        check_factory(scheduler)
         plateau = base_of(scheduler) is ReduceLROnPlateau
         if plateau and monitor is None:
             raise ValueError("LRScheduling(ReduceLROnPlateau): the scheduler needs a metric; give its name as monitor=")
-        if monitor is not None and every is not None:
-            raise ValueError(
-                f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= the scheduler is stepped at each new value "
-                "of the metric; omit every="
-            )
-        if warmup is not None and (monitor is None or not callable(warmup)):
-            raise ValueError(
-                f"LRScheduling(warmup={warmup!r}): expected a factory beside ReduceLROnPlateau and monitor=; other schedules are "
-                "chained: lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
-            )
+        _check_beside_monitor(monitor, every, warmup)
         self.factory = scheduler
         self.warmup = warmup
         self.warmup_scheduler: LRScheduler | None = None
@@ -146,16 +125,18 @@ class LRScheduling(Handler):
         self._rate: Any = None  # of the first group, after the last step
         self.total: int | None = None  # the number of steps given to the factory, if any
         self.stepped = 0
-        by_step = self.monitor is None and self.every.unit == "st"
-        self.step_event: AnyEvent | None = Events.OPTIMIZER_STEP_COMPLETED if by_step else None
-        self.epoch_event: AnyEvent | None = self.every.event() if self.monitor is None and not by_step else None
-        self.start_event = None if self.monitor is None else Events.STARTED
-        self.metric_event = None if self.monitor is None else Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
-        self.check_metric_event = None if self.monitor is None else Events.EPOCH_COMPLETED
+        self.step_event = self.epoch_event = self.start_event = self.metric_event = self.check_metric_event = None
+        if monitor is not None:
+            self.start_event, self.check_metric_event = Events.STARTED, Events.EPOCH_COMPLETED
+            self.metric_event = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
+        elif self.every.unit == "st":
+            self.step_event = Events.OPTIMIZER_STEP_COMPLETED
+        else:
+            self.epoch_event = self.every.event()
 
     def attached(self, engine: Engine) -> None:
         update = only_update(engine, self.update, by=self, does="is scheduled")
-        engine.overrides.claim(Override.LEARNING_RATE, by=self, target=f"of update {update.name!r}")
+        engine.overrides.claim(LEARNING_RATE, by=self, target=f"of update {update.name!r}")
 
     @on(Events.STARTED, reads=["optimizer", "step", "window", "bounds"], writes=["rates"])
     def build(self, engine: Engine) -> None:
@@ -167,16 +148,8 @@ class LRScheduling(Handler):
             self._loaded = True  # it continues
             self.check_total(engine)
             return
-        self.stepped = 0
-        self.total = None
-        missing = missing_total(self.factory)
-        if missing is not None:
-            self.total = self._total_steps(engine)
-            if self.total is None:
-                raise ValueError(
-                    f"{self.name!r}: {name_of(self.factory)} needs {missing}, and the number of steps of this run is not "
-                    f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
-                )
+        self.stepped, self.total = 0, None
+        self.total = self._needed_total(engine)
         if self.monitor is not None:  # for `restore_rates`: ReduceLROnPlateau does not set it, other schedulers do
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
@@ -195,6 +168,17 @@ class LRScheduling(Handler):
         finally:
             unwrap_step(optimizer)
         self._optimizer, self._rate, self._loaded = optimizer, None, False
+
+    def _needed_total(self, engine: Engine) -> int | None:
+        """The number of steps to build the scheduler with; None if the factory needs none."""
+        if (missing := missing_total(self.factory)) is None:
+            return None
+        if (total := self._total_steps(engine)) is None:
+            raise ValueError(
+                f"{self.name!r}: {name_of(self.factory)} needs {missing}, and the number of steps of this run is not "
+                f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
+            )
+        return total
 
     def _build_warmup(self, optimizer: Optimizer) -> LRScheduler:
         assert self.warmup is not None
@@ -483,6 +467,19 @@ class LRScheduling(Handler):
             self.scheduler.load_state_dict(state["scheduler"])
             if self.warmup_scheduler is not None and "warmup" in state:
                 self.warmup_scheduler.load_state_dict(state["warmup"])
+
+
+def _check_beside_monitor(monitor: str | None, every: object, warmup: object) -> None:
+    if monitor is not None and every is not None:
+        raise ValueError(
+            f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= the scheduler is stepped at each new value "
+            "of the metric; omit every="
+        )
+    if warmup is not None and (monitor is None or not callable(warmup)):
+        raise ValueError(
+            f"LRScheduling(warmup={warmup!r}): expected a factory beside ReduceLROnPlateau and monitor=; other schedules are "
+            "chained: lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
+        )
 
 
 def _stand_in() -> Optimizer:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.batches import tensors_in
-from signalfire.checks import check_int
+from signalfire.authoring import check_int, tensors_in
 from signalfire.distributed import local_part
-from signalfire.explain import is_out_of_memory
-from signalfire.modules import bare_name
+from signalfire.models.explain import is_out_of_memory
+from signalfire.models.modules import bare_name
 
 from ._common.folders import check_folder
 from ._common.ranks import BEFORE_ALL

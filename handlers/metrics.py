@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
@@ -15,13 +14,13 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.batches import hides_samples, map_leaves, samples_in, tensors_in
-from signalfire.checks import check_name
+from signalfire.authoring import check_name, map_leaves, samples_in, tensors_in
+from signalfire.authoring.batches import hides_samples
+from signalfire.core.state import as_number
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
-from signalfire.state import as_number
 
 from ._common.measures import Accuracy, Average, MovingAverage, all_ignored, ignored_class, in_float32
 from ._common.ranks import PUBLISH
@@ -109,37 +108,7 @@ class Metrics(Handler):
         **named: Any,
     ) -> None:
         super().__init__(name=name)
-        if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
-            if isinstance(metrics, str):
-                known = {"accuracy": "Accuracy()", "loss": "Average()"}
-                raise TypeError(
-                    f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
-                    f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
-                )
-            kind = type(metrics).__name__
-            if not callable(getattr(metrics, "update", metrics)):
-                raise TypeError(f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics")
-            raise TypeError(f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())")
-        self.metrics: dict[str, Any] = {**(metrics or {}), **named}
-        if not self.metrics:
-            raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
-        for key, metric in self.metrics.items():
-            if isinstance(metric, type):
-                raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
-            if not isinstance(metric, Metric):
-                if not callable(metric):
-                    raise TypeError(
-                        f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
-                        "torchmetrics metric, or a function (output, target) -> mean of the batch"
-                    )
-                self.metrics[key] = Average(metric)
-        places: dict[int, str] = {}
-        for key, metric in self.metrics.items():
-            if (other := places.setdefault(id(metric), key)) != key:
-                raise ValueError(
-                    f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
-                    "batch twice; build one for each name"
-                )
+        self.metrics = _checked(metrics, named)
         if inputs is not None and not callable(inputs):
             raise TypeError(
                 f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
@@ -292,6 +261,7 @@ class Metrics(Handler):
             )
 
     def _update_with_output(self, engine: Engine) -> None:
+        update = engine.state.update
         with torch.no_grad():
             inputs = self.inputs(engine)
             if not isinstance(inputs, tuple | list | Mapping):
@@ -303,45 +273,43 @@ class Metrics(Handler):
                 self._place(inputs)
             prepared = self._prepared
             named = {key: prepared(one) for key, one in inputs.items()} if isinstance(inputs, Mapping) else {}
-            given = () if named else tuple([prepared(one) for one in inputs])
-            update = engine.state.update
+            given = () if named else tuple(map(prepared, inputs))
             size = samples_in(given or named) if update.spec.samples is None else update.samples_in(engine.state.batch)
-            try:
-                for metric in self._of_output:
-                    if isinstance(metric, Average):
-                        with self._looking_at(engine, metric):
-                            metric.measure(given, named, size)
-                    elif id(metric) in self._keeping:
-                        metric.update(*map(_copied, given), **{key: _copied(one) for key, one in named.items()})
-                    else:
-                        metric.update(*given, **named)
-            except RuntimeError as error:
-                if "expected scalar type" in str(error):
-                    error.add_note(
-                        f"{self.name!r}: metrics get tensors of half precision in float32; convert what your function combines "
-                        "with them, such as weights of classes"
-                    )
-                raise
+            self._pass_on(engine, given, named, size)
             self._batches += 1
             if self._averaging:
                 self._report_averaging(engine)
+
+    def _pass_on(self, engine: Engine, given: tuple[Any, ...], named: dict[str, Any], size: int) -> None:
+        try:
+            for metric in self._of_output:
+                if isinstance(metric, Average):
+                    self._measure(engine, metric, given, named, size)
+                elif id(metric) in self._keeping:
+                    metric.update(*map(_copied, given), **{key: _copied(one) for key, one in named.items()})
+                else:
+                    metric.update(*given, **named)
+        except RuntimeError as error:
+            if "expected scalar type" in str(error):
+                error.add_note(
+                    f"{self.name!r}: metrics get tensors of half precision in float32; convert what your function combines "
+                    "with them, such as weights of classes"
+                )
+            raise
 
     def _prepared(self, item: Any) -> Any:
         """An argument of the metrics. Comparing is exact in half precision, which spares `Accuracy` a copy of the scores."""
         item = item.detach() if isinstance(item, Tensor) else item
         return in_float32(item) if self._widens else item
 
-    def _looking_at(self, engine: Engine, metric: Average) -> AbstractContextManager[Any]:
-        """Look at the first call of a function that computes a metric."""
+    def _measure(self, engine: Engine, metric: Average, *batch: Any) -> None:
+        """Measure a batch, and look at the first call of the function that does."""
         if metric in self._looked or is_compiled(engine):
-            return nullcontext()
+            metric.measure(*batch)
+            return
         self._looked.add(metric)
-        return self._look(engine, metric)
-
-    @contextmanager
-    def _look(self, engine: Engine, metric: Average) -> Iterator[None]:
         with MetricCalls() as calls:
-            yield
+            metric.measure(*batch)
         (key,) = (key for key, one in self.metrics.items() if one is metric)
         for problem in calls.problems:
             self._report_problem(engine, key, problem)
@@ -390,12 +358,8 @@ class Metrics(Handler):
         if isinstance(metric, Accuracy) and (trainer := engine.findings.parent) is not None:
             self._check_chance(engine, trainer, key, metric)
         found = metric.doubt() if isinstance(metric, Average | Accuracy) else None
-        if (
-            found is None
-            and isinstance(value, float)
-            and _ACCURACY.search(key.lower())
-            and not (0 <= value <= 100 or value != value)
-        ):
+        of_accuracy = isinstance(value, float) and _ACCURACY.search(key.lower())
+        if found is None and of_accuracy and not (0 <= value <= 100 or value != value):
             found = (
                 "W04",
                 f"its value {value:.4g} is neither a fraction nor a percentage",
@@ -455,6 +419,48 @@ _in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
 """The handlers of running engines by the ids of their metrics."""
 
 _ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
+
+
+def _checked(metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """All metrics by name, functions as averages."""
+    if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
+        raise TypeError(_without_names(metrics))
+    found = {key: _as_metric(key, metric) for key, metric in {**(metrics or {}), **named}.items()}
+    if not found:
+        raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
+    places: dict[int, str] = {}
+    for key, metric in found.items():
+        if (other := places.setdefault(id(metric), key)) != key:
+            raise ValueError(
+                f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
+                "batch twice; build one for each name"
+            )
+    return found
+
+
+def _without_names(metrics: Any) -> str:
+    """What is wrong with a metric, or anything else, in place of metrics by name."""
+    if isinstance(metrics, str):
+        known = {"accuracy": "Accuracy()", "loss": "Average()"}
+        return (
+            f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
+            f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
+        )
+    kind = type(metrics).__name__
+    if not callable(getattr(metrics, "update", metrics)):
+        return f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics"
+    return f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())"
+
+
+def _as_metric(key: str, metric: Any) -> Any:
+    if isinstance(metric, type):
+        raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
+    if not isinstance(metric, Metric) and not callable(metric):
+        raise TypeError(
+            f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
+            "torchmetrics metric, or a function (output, target) -> mean of the batch"
+        )
+    return metric if isinstance(metric, Metric) else Average(metric)
 
 
 def _copied(item: Any) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
-from signalfire.acts import Override
-from signalfire.batches import parts, rebuilt
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_int, check_name
-from signalfire.explain import is_out_of_memory
-from signalfire.restore import attempt
+from signalfire.authoring import Capture, Override, check_bool, check_int, check_name, parts, rebuilt
+from signalfire.models.explain import is_out_of_memory
+from signalfire.runs.restore import attempt
 
 __all__ = ["MicroBatching"]
 
@@ -131,21 +129,15 @@ class MicroBatching(Handler):
             compute()
             return
         samples = 0 if batch is None else self.samples(batch)
-        failed: int | None = None  # size of the last attempt's largest piece
+        failed = math.inf  # size of the last attempt's largest piece
         while True:
-            batches, sizes = ([], []) if batch is None else self._cut(batch, samples)
+            batches, sizes = self._cut(batch, samples)
             largest = max(sizes, default=0)
             seen: list[_Piece] = []
             work = partial(self._compute, engine, update, compute, batches, sizes, seen)
-            smallest = largest <= 1 or (failed is not None and largest >= failed)
+            smallest = largest <= 1 or largest >= failed
             if not self.halve_on_oom or (smallest and not processes.distributed):
-                try:
-                    work()
-                except Exception as error:
-                    if is_out_of_memory(error):
-                        error.add_note(f"{self.name!r}: the memory ran out for {largest} of a batch's {samples} samples: "
-                                       + self._way_out(largest))  # fmt: skip
-                    raise
+                self._compute_or_explain(work, largest, samples)
                 break
             signals = self._recording_signals(engine, update)
             with _recording_suspended(signals):
@@ -157,10 +149,17 @@ class MicroBatching(Handler):
             if processes.distributed:
                 self._sync_reduced(engine, smallest=smallest and largest > 0)
         engine.state.batch = batch
-        if batch is None:
-            update.output = update.raw_loss = None
-        else:
-            _combine(update, seen)
+        _combine(update, seen)
+
+    def _compute_or_explain(self, work: Callable[[], None], largest: int, samples: int) -> None:
+        """Compute the gradients where nothing smaller is left to try, and say so if the memory runs out."""
+        try:
+            work()
+        except Exception as error:
+            if is_out_of_memory(error):
+                error.add_note(f"{self.name!r}: the memory ran out for {largest} of a batch's {samples} samples: "
+                               + self._way_out(largest))  # fmt: skip
+            raise
 
     def _sync_reduced(self, engine: Engine, *, smallest: bool) -> None:
         """Use the smallest size of all ranks; raise an error if one of them cannot reduce its pieces further."""
@@ -173,7 +172,9 @@ class MicroBatching(Handler):
             )
 
     def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:
-        """The pieces of a batch, and the number of samples of each."""
+        """The pieces of a batch, and the number of samples of each; none of a missing batch."""
+        if batch is None:
+            return [], []
         number = self.pieces or 1
         for size in (self.size, self.reduced):
             if size is not None:
@@ -202,49 +203,42 @@ class MicroBatching(Handler):
         completes = update.sync_gradients
         held, extra_weight = update.window.held, update.window.extra_weight
         total, several = sum(sizes), len(sizes) > 1
+        before = held  # the earlier pieces count as held, so that receivers do not see a new window with each piece
         try:
             for place, (batch, size) in enumerate(zip(batches, sizes, strict=True), 1):
                 # Gradients are all-reduced with the last piece, or, where a rank may have to retry, after all pieces.
                 update.sync_gradients = completes and place == len(batches) and not self.halve_on_oom
                 share = size / total if several else 1
                 engine.state.batch = batch
-                # The earlier pieces count as held, so that receivers do not see a new window with each piece.
-                before = held + sum(piece.gave for piece in seen)
                 update.window.held, update.window.extra_weight, update.weight = before, 0, share
                 compute()
-                # Read the weight after the piece: a receiver of LOSS_COMPUTED may have changed it.
-                extra, gave = update.window.extra_weight, update.window.held > before
-                own = not gave or (isinstance(extra, int | float) and extra == share - 1)
-                weight = share if own else 1 + extra
-                if not gave and update.raw_loss is not None and update.skipped is None:
-                    own, weight = False, 0  # of weight 0, as one without targets is: its loss may be NaN
-                output = _detached(update.output) if several else update.output
-                seen.append(
-                    _Piece(batch, size, weight, extra, own, gave, output, update.raw_loss, update.backward_loss)
-                )
+                piece = _finished(update, batch, size, share, gave=update.window.held > before)
+                seen.append(piece)
+                before += piece.gave
                 if several:
-                    if update.hidden is not None:
-                        raise RuntimeError(
-                            f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, "
-                            f"but would pass it to the next piece of the batch; detach {self.name!r}, or do not carry hidden "
-                            "states"
-                        )
-                    if seen[-1].raw_loss is not None:
-                        seen[-1].raw_loss = _without_graph(update.raw_loss)
-                        seen[-1].backward_loss = _without_graph(update.backward_loss)
+                    self._release_graph(update, piece)
                 if update.skipped is not None:
                     break
         finally:
             update.weight, update.sync_gradients = 1, completes
-        gave_all = [piece for piece in seen if piece.gave]
-        if not gave_all:
-            update.window.held, update.window.extra_weight = held, extra_weight
-            return
-        update.window.held = held + 1
-        if len(gave_all) == len(sizes) and all(piece.own for piece in gave_all):
-            update.window.extra_weight = extra_weight  # the shares sum to 1 by definition; their rounded sum may not
-        else:
-            update.window.extra_weight = extra_weight + (sum(piece.extra for piece in gave_all) + (len(gave_all) - 1))
+        gave = [piece for piece in seen if piece.gave]
+        update.window.held, update.window.extra_weight = held + bool(gave), extra_weight
+        # The shares of all pieces sum to 1 by definition; their rounded sum may not.
+        if gave and [piece.own for piece in gave] != [True] * len(sizes):
+            update.window.extra_weight = extra_weight + (sum(piece.extra for piece in gave) + (len(gave) - 1))
+
+    def _release_graph(self, update: UpdateState, piece: _Piece) -> None:
+        """Keep the values of a piece only, so that its activations are freed before the next one."""
+        piece.output = _detached(piece.output)
+        if update.hidden is not None:
+            raise RuntimeError(
+                f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, "
+                f"but would pass it to the next piece of the batch; detach {self.name!r}, or do not carry hidden "
+                "states"
+            )
+        if piece.raw_loss is not None:
+            piece.raw_loss = _without_graph(piece.raw_loss)
+            piece.backward_loss = _without_graph(piece.backward_loss)
 
     def _reduce_on_oom(self, work: Callable[[], None], largest: int) -> None:
         self._ran_out = False
@@ -314,20 +308,37 @@ class _Piece:
     backward_loss: Any
 
 
+def _finished(update: UpdateState, batch: Any, size: int, share: float, *, gave: bool) -> _Piece:
+    """The results of a piece whose gradients were computed."""
+    extra = update.window.extra_weight  # read after the piece: a receiver of LOSS_COMPUTED may have changed it
+    own = not gave or (isinstance(extra, int | float) and extra == share - 1)
+    weight = share if own else 1 + extra
+    if not gave and update.raw_loss is not None and update.skipped is None:
+        own, weight = False, 0  # of weight 0, as one without targets is: its loss may be NaN
+    return _Piece(batch, size, weight, extra, own, gave, update.output, update.raw_loss, update.backward_loss)
+
+
 def _combine(update: UpdateState, seen: list[_Piece]) -> None:
     """Set the update's output and losses to those of the whole batch."""
+    if not seen:
+        update.output = update.raw_loss = None
+        return
     if len(seen) == 1:
         update.output, update.raw_loss, update.backward_loss = seen[0].output, seen[0].raw_loss, seen[0].backward_loss
         return
     if update.forward is not None:
         update.output = _join([piece.output for piece in seen], [piece.size for piece in seen])
+    _combine_losses(update, seen)
+
+
+def _combine_losses(update: UpdateState, seen: list[_Piece]) -> None:
     lossy = [piece for piece in seen if piece.raw_loss is not None]
     if not lossy:
         update.raw_loss = None
         return
     # Weights set by a receiver, such as numbers of tokens, are those of a weighted mean.
-    update.raw_loss = sum(_weighted(piece.raw_loss, piece.weight) for piece in lossy)
-    update.backward_loss = sum(_weighted(piece.backward_loss, piece.weight) for piece in lossy)
+    update.raw_loss = sum([_weighted(piece.raw_loss, piece.weight) for piece in lossy])
+    update.backward_loss = sum([_weighted(piece.backward_loss, piece.weight) for piece in lossy])
     if len(lossy) < len(seen) or not all(piece.own for piece in seen):
         total = sum(piece.weight for piece in lossy)
         if isinstance(total, Tensor) or total != 0:
@@ -417,18 +428,27 @@ def _join(values: list[Any], sizes: list[int]) -> Any:
     """The joined outputs of the pieces, with None for each part that cannot be joined."""
     first = values[0]
     if all(isinstance(value, Tensor) for value in values):
-        fits = all(value.ndim and value.shape[0] == size for value, size in zip(values, sizes, strict=True))
-        kinds = {(value.shape[1:], value.dtype, value.device) for value in values}
-        return torch.cat(values) if fits and len(kinds) == 1 else None
-    if any(type(value) is not type(first) for value in values) or isinstance(first, PackedSequence):
+        return _join_tensors(values, sizes)
+    if len(set(map(type, values))) > 1 or isinstance(first, PackedSequence):
         return None
-    if all(_is_list_of(value, size) for value, size in zip(values, sizes, strict=True)):
-        return type(first)(item for value in values for item in value)
+    if all(map(_is_list_of, values, sizes)):
+        return type(first)(chain.from_iterable(values))
     if isinstance(first, bool | int | float | str):
         return first if all(value == first for value in values) else None
+    return _join_parts(values, sizes)
+
+
+def _join_tensors(values: list[Tensor], sizes: list[int]) -> Tensor | None:
+    fits = [value.shape[:1] for value in values] == [(size,) for size in sizes]
+    kinds = {(value.shape[1:], value.dtype, value.device) for value in values}
+    return torch.cat(values) if fits and len(kinds) == 1 else None
+
+
+def _join_parts(values: list[Any], sizes: list[int]) -> Any:
+    first = values[0]
     containers = [parts(value) for value in values]
     rows = [container[0] for container in containers if container is not None]
-    if len(rows) < len(values) or any(len(row) != len(rows[0]) for row in rows):
+    if len(rows) < len(values) or len(set(map(len, rows))) > 1:
         return None
     if isinstance(first, Mapping) and any(list(value) != list(first) for value in values):
         return None

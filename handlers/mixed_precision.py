@@ -9,12 +9,10 @@ from typing import Any, Literal
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_int, check_number
-from signalfire.devices import DeviceFeature
-from signalfire.update import needs_closure
+from signalfire.authoring import Capture, DeviceFeature, check_choice, check_int, check_number
+from signalfire.core.update import needs_closure
 
+from ._common.claims import PRECISION
 from ._common.ranks import READ_FLAGS
 
 __all__ = ["MixedPrecision"]
@@ -108,7 +106,7 @@ class MixedPrecision(Handler):
         self._autocast: torch.autocast | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.PRECISION, by=self)
+        engine.overrides.claim(PRECISION, by=self)
         if self.loss_event is not None and engine.training:
             _discard_windows(engine)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from signalfire import Interval
-from signalfire.checks import check_name
+from signalfire.authoring import check_name
 
 from ._common.remote_logging import Item, RemoteLogger, Status, Stored
 

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_name, check_number
+from signalfire.authoring import Capture, Claim, check_name, check_number
 
 from ._common.batches import check_place, tensor_at
 from ._common.draws import Draws
@@ -84,7 +82,7 @@ class NEFTune(Handler):
         self._called = False  # whether a forward of this run has called the embedding
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.EMBEDDING_NOISE, by=self)
+        engine.overrides.claim(Claim("the noise on embeddings"), by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def find_embedding(self, engine: Engine) -> None:

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_int, check_name
+from signalfire.authoring import Capture, Claim, check_choice, check_int, check_name
+from signalfire.core.window import ONE, counts_nothing
 from signalfire.distributed import local_part
-from signalfire.window import ONE, counts_nothing
 
 from ._common.parameters import gradients_of, named_parameters, norms
 from ._common.ranks import CHECK_FINITE, READ_FLAGS, RECORD_LOSS
@@ -22,6 +20,7 @@ from ._common.updates import selected_updates
 
 __all__ = ["NonFiniteGuard"]
 
+_NON_FINITE = Claim("what happens to non-finite losses and gradients", rehearsed=False)
 _NAMED = 5  # most parameters to name in a reason; one NaN often spreads to all of them
 
 
@@ -94,7 +93,7 @@ class NonFiniteGuard(Handler):
 
     def attached(self, engine: Engine) -> None:
         for update in selected_updates(engine, self.update):
-            engine.overrides.claim(Override.NON_FINITE, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(_NON_FINITE, by=self, target=f"of update {update.name!r}")
 
     @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS, reads=["loss", "loss_weight", "window"], writes=[])
     def record_loss(self, engine: Engine) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.checks import check_name
-from signalfire.interval import check_every
+from signalfire.authoring import check_every, check_name
 
 from ._common.ranks import RECORD_GROUPS
 from ._common.updates import selected_updates

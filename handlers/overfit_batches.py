@@ -10,10 +10,7 @@ from typing import Any
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
-from signalfire.acts import Override
-from signalfire.checks import check_bool, check_int
-from signalfire.devices import DeviceFeature
-from signalfire.randomness import derived_seed, unchanged_random_state
+from signalfire.authoring import DeviceFeature, Override, check_bool, check_int, derived_seed, unchanged_random_state
 
 __all__ = ["OverfitBatches"]
 

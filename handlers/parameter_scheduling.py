@@ -8,10 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_int, check_name, check_number
-from signalfire.interval import check_every
+from signalfire.authoring import Capture, Claim, check_every, check_int, check_name, check_number
 
 from ._common.updates import made_step, only_update
 
@@ -74,23 +71,9 @@ class ParameterScheduling(Handler):
             raise TypeError(
                 f"ParameterScheduling(field={field!r}): expected the name of a field, such as 'weight_decay'"
             )
-        if field == "lr":
-            raise ValueError(
-                "ParameterScheduling(field='lr'): use LRScheduling for the learning rate: "
-                "LRScheduling(partial(LambdaLR, lr_lambda=...))"
-            )
-        if field == "params":
-            raise ValueError(
-                "ParameterScheduling(field='params'): this field holds the parameters themselves; use another one, such as "
-                "'weight_decay'"
-            )
-        if isinstance(schedule, Mapping):
-            _check_counts(schedule)
-        elif not callable(schedule):
-            raise TypeError(
-                f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
-                "that number to values"
-            )
+        if field in _OTHER_FIELDS:
+            raise ValueError(f"ParameterScheduling(field={field!r}): {_OTHER_FIELDS[field]}")
+        _check_schedule(schedule)
         if groups is not None and (isinstance(groups, str | bytes) or not isinstance(groups, Iterable)):
             raise TypeError(
                 f"ParameterScheduling(groups={groups!r}): expected indices of parameter groups, such as [0]"
@@ -119,36 +102,38 @@ class ParameterScheduling(Handler):
 
     def attached(self, engine: Engine) -> None:
         update = only_update(engine, self.update, by=self, does="is scheduled")
-        engine.overrides.claim(Override.PARAMETER_GROUP, by=self, target=f"{self.field!r} of update {update.name!r}")
+        claim = Claim("the parameter group field")
+        engine.overrides.claim(claim, by=self, target=f"{self.field!r} of update {update.name!r}")
 
     @on(Events.STARTED, phase=Phase.FINALIZE, reads=["optimizer", "step"], writes=["groups"])
     def begin(self, engine: Engine) -> None:
         """Check the field, and set the value for the first step."""
-        groups = self._groups(engine)
-        for group in groups:
-            if self.field not in group:
-                fields = ", ".join(key for key in group if key != "params" and not key.startswith("initial_"))
-                raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; its fields are: {fields}")
-            if self.field in ("momentum", "betas") and "max_momentum" in group:
-                raise ValueError(
-                    f"{self.name!r}: the learning-rate schedule also sets {self.field!r}; build it with "
-                    "cycle_momentum=False"
-                )
-            own = group[self.field]
-            if self.index is not None and not isinstance(own, tuple | list):
-                raise ValueError(f"{self.name!r}: index={self.index}, but {self.field!r} is a single value: {own!r}")
-            if self.index is not None and self.index >= len(own):
-                raise ValueError(
-                    f"{self.name!r}: index={self.index}, but {self.field!r} has {len(own)} values: {own!r}"
-                )
-            value = self.schedule(0)
-            wanted = own if self.index is None else own[self.index]
-            if not _alike(value, wanted):
-                raise TypeError(
-                    f"{self.name!r}: the schedule returns {value!r} for {self.field!r}, which is {wanted!r} in the optimizer; "
-                    "return values of the same type" + ("" if self.index is None else f" for index={self.index}")
-                )
+        for group in self._groups(engine):
+            self._check_group(group)
         self._set(engine)
+
+    def _check_group(self, group: Mapping[str, Any]) -> None:
+        if self.field not in group:
+            fields = ", ".join(key for key in group if key != "params" and not key.startswith("initial_"))
+            raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; its fields are: {fields}")
+        if self.field in ("momentum", "betas") and "max_momentum" in group:
+            raise ValueError(
+                f"{self.name!r}: the learning-rate schedule also sets {self.field!r}; build it with cycle_momentum=False"
+            )
+        own = group[self.field] if self.index is None else self._item(group[self.field], self.index)
+        value = self.schedule(0)
+        if not _alike(value, own):
+            raise TypeError(
+                f"{self.name!r}: the schedule returns {value!r} for {self.field!r}, which is {own!r} in the optimizer; "
+                "return values of the same type" + ("" if self.index is None else f" for index={self.index}")
+            )
+
+    def _item(self, values: Any, index: int) -> Any:
+        if not isinstance(values, tuple | list):
+            raise ValueError(f"{self.name!r}: index={index}, but {self.field!r} is a single value: {values!r}")
+        if index >= len(values):
+            raise ValueError(f"{self.name!r}: index={index}, but {self.field!r} has {len(values)} values: {values!r}")
+        return values[index]
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, reads=["optimizer"], writes=["groups"])
     def resume(self, engine: Engine) -> None:
@@ -199,6 +184,13 @@ class ParameterScheduling(Handler):
                     group[self.field] = group.pop(f"initial_{self.field}")
 
 
+_OTHER_FIELDS = {
+    "lr": "use LRScheduling for the learning rate: LRScheduling(partial(LambdaLR, lr_lambda=...))",
+    "params": "this field holds the parameters themselves; use another one, such as 'weight_decay'",
+}
+"""Fields that are no hyperparameters to schedule here, each with what to do instead."""
+
+
 class _Steps:
     """A piecewise constant schedule: each value applies from its count on."""
 
@@ -228,7 +220,14 @@ class _Ramp:
         return self.start + (self.end - self.start) * share
 
 
-def _check_counts(schedule: Mapping[int, Any]) -> None:
+def _check_schedule(schedule: Schedule | Mapping[int, Any]) -> None:
+    if not isinstance(schedule, Mapping):
+        if not callable(schedule):
+            raise TypeError(
+                f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
+                "that number to values"
+            )
+        return
     where = f"ParameterScheduling(schedule={dict(schedule)!r})"
     for count in schedule:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_name
-from signalfire.devices import widened
+from signalfire.authoring import Capture, check_bool, check_every, check_name, widened
 from signalfire.distributed import is_sharded
-from signalfire.interval import check_every
 
 from ._common.parameters import check_patterns, longest_match, named_parameters, unmatched
 from ._common.updates import selected_updates

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from signalfire import Engine, UpdateState
-from signalfire.events import check_receiver
+from signalfire.core.events import check_receiver
 
 from ._common.penalties import Penalizing, Weight
 

@@ -7,8 +7,7 @@ from typing import Any, Literal
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_choice
+from signalfire.authoring import Claim, check_choice
 
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
@@ -58,7 +57,7 @@ class Precision32(Handler):
         self._before: tuple[str, str, str] | None = None  # only during a run
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.PRODUCTS, by=self)
+        engine.overrides.claim(Claim("the precision of float32 products"), by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:

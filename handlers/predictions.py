@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.batches import field_names
-from signalfire.capture import Capture
-from signalfire.checks import check_name
+from signalfire.authoring import Capture, check_name, field_names
 from signalfire.data.loading import is_shuffled
-from signalfire.places import Place, PlaceError, value_at
+from signalfire.updates.places import Place, PlaceError, value_at
 
 from ._common.folders import check_folder, open_folder
 from ._common.updates import only_update
@@ -214,19 +212,27 @@ class Predictions(Handler):
 
 def _concatenated(batches: list[Any]) -> Any:
     """The values of all batches as one: tensors concatenated, dicts joined by key and tuples by place; else the list itself."""
-    first = batches[0] if batches else None
-    if (
-        isinstance(first, dict)
-        and first
-        and all(isinstance(one, dict) and one.keys() == first.keys() for one in batches)
-    ):
-        return {key: _concatenated([one[key] for one in batches]) for key in first}
-    if isinstance(first, tuple) and first and all(isinstance(one, tuple) and len(one) == len(first) for one in batches):
-        return tuple(_concatenated([one[place] for one in batches]) for place in range(len(first)))
-    shapes = {value.shape[1:] if value.dim() else None for value in batches if isinstance(value, Tensor)}
-    if len(shapes) != 1 or not all(isinstance(value, Tensor) for value in batches):
+    keys = _keys(batches[0]) if batches else ()
+    if keys and all(_keys(one) == keys for one in batches):
+        joined = {key: _concatenated([one[key] for one in batches]) for key in keys}
+        return joined if isinstance(batches[0], dict) else tuple(joined.values())
+    return _in_one(batches)
+
+
+def _in_one(batches: list[Any]) -> Any:
+    if not all(isinstance(value, Tensor) for value in batches):
+        return batches
+    shapes = {value.shape[1:] if value.dim() else None for value in batches}
+    if len(shapes) != 1:
         return batches
     return torch.stack(batches) if None in shapes else torch.cat(batches)
+
+
+def _keys(value: Any) -> Collection[Any]:
+    """What the parts of a dict or a tuple are joined by."""
+    if isinstance(value, dict):
+        return value.keys()
+    return range(len(value)) if isinstance(value, tuple) else ()
 
 
 def _on_cpu(value: Any) -> Any:
@@ -234,13 +240,14 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, tuple | list):
-        return [_on_cpu(item) for item in value] if isinstance(value, list) else tuple(_on_cpu(item) for item in value)
+        items = [_on_cpu(item) for item in value]
+        return items if isinstance(value, list) else tuple(items)
     if (names := field_names(value)) is not None:
         value = {name: getattr(value, name) for name in names}
     if isinstance(value, Mapping):
         return {key: _on_cpu(item) for key, item in value.items()}
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        return torch.tensor(value)
-    return value.copy() if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return torch.tensor(value) if value.dtype.kind in "biufc" else value.copy()
+    return value

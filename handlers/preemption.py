@@ -11,8 +11,7 @@ from types import FrameType
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Phase, on
-from signalfire.blame import warn
-from signalfire.checks import check_int, check_number
+from signalfire.authoring import check_int, check_number, warn
 from signalfire.findings import finding
 
 __all__ = ["Preemption"]

@@ -13,8 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from signalfire import Attachment, Connection, Engine, Events, Handler, Phase, Signal, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool, check_int, check_stream
+from signalfire.authoring import Claim, check_bool, check_int, check_stream
 
 from ._common.folders import check_folder, open_folder
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
@@ -152,7 +151,7 @@ class Profiler(Handler):
         self._of_torch: Any = None
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.RECEIVER_CALLS, by=self)
+        engine.overrides.claim(Claim("how receivers are called", of_step=False), by=self)
 
     # ---- measuring ------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,8 @@ from typing import TextIO
 from tqdm import tqdm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.checks import check_bool, check_choice, check_number, check_stream, did_you_mean
-from signalfire.monitor import check_announced
-from signalfire.state import as_number
+from signalfire.authoring import check_announced, check_bool, check_choice, check_number, check_stream, did_you_mean
+from signalfire.core.state import as_number
 
 from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, of_notebook
 from ._common.progress import Bound, Forecast, Pace, SmoothedLoss
@@ -347,17 +346,20 @@ class ProgressBar(Handler):
                 found[f"smooth_loss{suffix}"] = self._smooth(suffix)
                 found[f"{last}{suffix}"] = as_number(update.loss)
         for name in self.metrics if self.metrics is not None else dict.fromkeys([*metrics.running, *metrics]):
-            if name in metrics.running and (engine.state.epoch_open or name not in metrics):
-                found[name] = as_number(metrics.running[name]())
-            elif name in metrics:
-                found[name] = as_number(metrics[name])
-            elif name == "loss":
-                found[name] = as_number(engine.state.update.loss)
-            elif name == "smooth_loss":
-                found[name] = next((self._smooth(suffix) for suffix, _ in _updates(engine)), None)
+            found[name] = self._value(engine, name)
         # None: not measured yet, or not a single number.
         shown = {name: f"{value:.4g}" for name, value in found.items() if value is not None}
         return shown | (_learning_rates(engine) if self.learning_rate else {})
+
+    def _value(self, engine: Engine, name: str) -> float | None:
+        metrics = engine.state.metrics
+        if name in metrics.running and (engine.state.epoch_open or name not in metrics):
+            return as_number(metrics.running[name]())
+        if name in metrics:
+            return as_number(metrics[name])
+        if name == "loss":
+            return as_number(engine.state.update.loss)
+        return next((self._smooth(suffix) for suffix, _ in _updates(engine)), None) if name == "smooth_loss" else None
 
     def _smooth(self, suffix: str) -> float | None:
         return self._smoothed[suffix].value() if suffix in self._smoothed else None

@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_int, check_number
-from signalfire.places import with_value_at
-from signalfire.planning import last_iteration
+from signalfire.authoring import Capture, Claim, check_choice, check_int, check_number, last_iteration
+from signalfire.updates.places import with_value_at
 
 from ._common.batches import check_place, tensor_at
 from ._common.ranks import RESIZE
@@ -127,7 +124,7 @@ class ProgressiveResizing(Handler):
         return dict(sorted(found.items()))
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.RESIZING, by=self)
+        engine.overrides.claim(Claim("the size of images"), by=self)
 
     def side(self, length: int, *, iteration: int, of: int) -> int:
         """The side in pixels, for a side of ``length`` pixels, in this iteration of a run of so many."""

@@ -10,16 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_int, check_name, check_number
+from signalfire.authoring import (
+    Capture,
+    Claim,
+    Interval,
+    check_choice,
+    check_int,
+    check_name,
+    check_number,
+    steps_to_come,
+)
 from signalfire.distributed import is_sharded
 from signalfire.findings import Finding, finding
-from signalfire.interval import Interval
-from signalfire.modules import bare_name
-from signalfire.planning import steps_to_come
+from signalfire.models.modules import bare_name
 
-from ._common.parameters import all_names, check_patterns, longest_match, unmatched
+from ._common.parameters import all_names, check_patterns, longest_match, moments_of, unmatched
 from ._common.ranks import MASK_GRADIENTS, PRUNE
 from ._common.updates import made_step
 
@@ -109,7 +114,7 @@ class Pruning(Handler):
 
     def attached(self, engine: Engine) -> None:
         engine.find_update(self.update)
-        engine.overrides.claim(Override.PRUNING, by=self)
+        engine.overrides.claim(Claim("which weights are pruned"), by=self)
 
     def metric_names(self, engine: Engine) -> list[str]:
         return ["sparsity"]
@@ -214,19 +219,22 @@ class Pruning(Handler):
                 f"{self.name!r}: no parameter has two or more dimensions; name those to prune: parameters="
             )
         for name, parameter in found.items():
-            if ".parametrizations." in f".{name}":
-                raise ValueError(
-                    f"{self.name!r}: {name!r} is what a parametrization computes a weight from; zeros in it do not make that 0: "
-                    "remove the parametrization, or leave it out by parameters="
-                )
-            if is_sharded(parameter):
-                raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
-            if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
-                raise ValueError(
-                    f"{self.name!r}: structure={self.structure!r} needs a multiple of {self._of} inputs for each unit, but "
-                    f"{name!r} has the shape {tuple(parameter.shape)}; leave it out by parameters="
-                )
+            self._check_prunable(name, parameter)
         return found
+
+    def _check_prunable(self, name: str, parameter: nn.Parameter) -> None:
+        if ".parametrizations." in f".{name}":
+            raise ValueError(
+                f"{self.name!r}: {name!r} is what a parametrization computes a weight from; zeros in it do not make that 0: "
+                "remove the parametrization, or leave it out by parameters="
+            )
+        if is_sharded(parameter):
+            raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
+        if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
+            raise ValueError(
+                f"{self.name!r}: structure={self.structure!r} needs a multiple of {self._of} inputs for each unit, but "
+                f"{name!r} has the shape {tuple(parameter.shape)}; leave it out by parameters="
+            )
 
     @torch.no_grad()
     def _prune(self, engine: Engine, steps: int) -> None:
@@ -266,15 +274,11 @@ class Pruning(Handler):
 
     def _clear_copies(self, engine: Engine) -> None:
         """Clear what optimizers and averages keep of the pruned weights."""
-        for update in engine.updates:
-            states = {} if update.optimizer is None else update.optimizer.state
-            for parameter, mask in self._pruned:
-                for value in states.get(parameter, {}).values():
-                    if isinstance(value, Tensor) and value.shape == mask.shape:
-                        value.masked_fill_(mask, 0)
-        masks = {id(parameter): mask for parameter, mask in self._pruned}
-        names = {bare_name(name): masks[id(parameter)] for root, module in engine.modules.items()
-                 for name, parameter in module.named_parameters(prefix=root) if id(parameter) in masks}  # fmt: skip
+        masks: dict[Tensor, Tensor] = dict(self._pruned)
+        for parameter, moment in moments_of(engine, masks):
+            moment.masked_fill_(masks[parameter], 0)
+        names = {bare_name(name): masks[parameter] for root, module in engine.modules.items()
+                 for name, parameter in module.named_parameters(prefix=root) if parameter in masks}  # fmt: skip
         for handler in engine.handlers.values():
             for name, copy in handler.parameter_copies().items():
                 if name in names:

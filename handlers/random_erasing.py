@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, on
-from signalfire.acts import Override
-from signalfire.checks import check_int, check_number
-from signalfire.places import with_value_at
+from signalfire.authoring import check_int, check_number
+from signalfire.updates.places import with_value_at
 
 from ._common.batches import check_place, tensor_at
+from ._common.claims import CUTOUT
 
 __all__ = ["RandomErasing"]
 
@@ -101,7 +101,7 @@ class RandomErasing(Handler):
         return least, largest
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.CUTOUT, by=self)
+        engine.overrides.claim(CUTOUT, by=self)
 
     @on(Events.GET_BATCH_COMPLETED, reads=["batch"], writes=["batch"])
     def erase(self, engine: Engine) -> None:

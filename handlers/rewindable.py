@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
-from signalfire.checks import check_int
-from signalfire.interval import check_every
+from signalfire.authoring import check_every, check_int
 
 from ._common.ranks import HOLD_STATE
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
-from signalfire.checks import check_bool, check_choice, check_number
+from signalfire.authoring import check_bool, check_choice, check_number
 
 from ._common.torch_schedulers import base_of, missing_total
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from signalfire import Engine, Events, Handler, Phase, on, seed_everything
-from signalfire.acts import Override
-from signalfire.devices import DeviceFeature
-from signalfire.randomness import check_seed, derived_seed
+from signalfire.authoring import Claim, DeviceFeature, check_seed, derived_seed
 
 from ._common.ranks import SEED
 
@@ -46,7 +44,7 @@ class Seeding(Handler):
         self.seed = None if seed is None else check_seed("Seeding", seed)
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.SEEDING, by=self)
+        engine.overrides.claim(Claim("seeding"), by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED, reads=[], writes=["random"])
     def seed_generators(self, engine: Engine) -> None:

@@ -8,14 +8,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Interval, on
-from signalfire.acts import Override
-from signalfire.batches import rebuilt, tensors_in
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_int
+from signalfire.authoring import Capture, Claim, check_choice, check_every, check_int, comes_up, rebuilt, tensors_in
 from signalfire.findings import Finding, finding
-from signalfire.interval import check_every
-from signalfire.planning import comes_up
 
+from ._common.claims import TIME_CHUNKS
 from ._common.ranks import CUT_SEQUENCES
 
 __all__ = ["SequenceLengthWarmup"]
@@ -92,7 +88,7 @@ class SequenceLengthWarmup(Handler):
         self.current: int | None = None
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.SEQUENCE_LENGTH, by=self)
+        engine.overrides.claim(Claim("the length of sequences"), by=self)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """A warmup that ends after the run."""
@@ -115,7 +111,7 @@ class SequenceLengthWarmup(Handler):
     def check(self, engine: Engine) -> None:
         """Raise an error for a handler that splits the pieces of a sequence again."""
         for update in engine.updates:
-            other = engine.overrides.owner_of(Override.TIME_CHUNKS, f"of update {update.name!r}")
+            other = engine.overrides.owner_of(TIME_CHUNKS, f"of update {update.name!r}")
             if self.mode == "split" and other is not None:
                 raise ValueError(
                     f"{self.name!r}: mode='split' makes rows of the parts of a sequence, between which {other!r} cannot carry a "

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, UpdateState, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_int, check_name, check_number
+from signalfire.authoring import Capture, Override, check_bool, check_int, check_name, check_number
+from signalfire.core.update import needs_closure
 from signalfire.distributed import local_part
-from signalfire.restore import Buffers
-from signalfire.update import needs_closure
+from signalfire.runs.restore import Buffers
 
 from ._common.parameters import total_norm
 from ._common.updates import selected_updates

@@ -12,14 +12,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.blame import warn
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_int, check_number
+from signalfire.authoring import Capture, Claim, check_choice, check_int, check_number, steps_to_come, warn
+from signalfire.distributed.norms import joined, norm_parts
 from signalfire.findings import finding
-from signalfire.norms import joined, norm_parts
-from signalfire.past import Place
-from signalfire.planning import steps_to_come
+from signalfire.resuming.past import Place
 
 from ._common.parameters import gradients_of, total_norm
 from ._common.ranks import CHECK_SPIKES, HOLD_STATE, MEASURE_GRADIENTS, READ_FLAGS
@@ -132,7 +128,7 @@ class SpikeGuard(Handler):
         self._told = False  # that a loss has no logarithm
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.SPIKES, by=self)
+        engine.overrides.claim(Claim("what happens at spikes of the loss", rehearsed=False), by=self)
         if self.policy != "skip":
             engine.past.keep_states(every=self.rewind, keep=self.keep, by=self)
 
@@ -203,12 +199,36 @@ class SpikeGuard(Handler):
     def _decide(
         self, engine: Engine, update: UpdateState, losses: list[tuple[int, Tensor, float]], values: list[float]
     ) -> None:
+        found = self._measured(engine, losses, values)
+        if update.skipped is not None:
+            return
+        if found.get("gradient norm") == math.inf:
+            # The sum of squares overflows long before an element does; the largest element is less than the norm.
+            found["gradient norm"] = total_norm(gradients_of(update), math.inf).item()
+        if not all(map(math.isfinite, found.values())):
+            return
+        if found.get("loss", 1.0) <= 0:
+            self._report_no_logarithm(engine, found.pop("loss"))
+        logarithms = {what: math.log(value) for what, value in found.items() if value > 0}
+        reasons = self._reasons(update, found, logarithms)
+        if reasons and not self._is_new_level(engine, update, reasons):
+            first = losses[0][0] if losses else engine.state.iteration
+            self._act(engine, update, "; ".join(reasons), range(first, engine.state.iteration + 1))
+            return
+        self._in_a_row.pop(update.name, None)
+        for what, value in logarithms.items():
+            self._usual[f"{update.name}: {what}"].add(value)
+
+    def _measured(
+        self, engine: Engine, losses: list[tuple[int, Tensor, float]], values: list[float]
+    ) -> dict[str, float]:
+        """The mean loss and the norm of this step, as far as they are watched; the past keeps them."""
         found: dict[str, float] = {}
         if norms := values[len(losses) :]:
             found["gradient norm"] = joined(norms)
         if "loss" in self.watch:
             weights = [weight for *_, weight in losses]
-            total = sum(value * weight for value, weight in zip(values, weights, strict=False) if weight)
+            total = sum([value * weight for value, weight in zip(values, weights, strict=False) if weight])
             weight = sum(weights)
             if engine.processes.distributed:
                 total, weight = engine.processes.sum(total, weight)
@@ -217,29 +237,22 @@ class SpikeGuard(Handler):
         if self.policy != "skip":
             recorded = {what.replace(" ", "_"): value for what, value in found.items()}
             engine.past.recorded[engine.state.iteration] = recorded
-        if update.skipped is None and found.get("gradient norm") == math.inf:
-            # The sum of squares overflows long before an element does; the largest element is less than the norm.
-            found["gradient norm"] = total_norm(gradients_of(update), math.inf).item()
-        if update.skipped is not None or not all(map(math.isfinite, found.values())):
-            return
-        if "loss" in found and found["loss"] <= 0:
-            self._report_no_logarithm(engine, found.pop("loss"))
-        logarithms = {what: math.log(value) for what, value in found.items() if value > 0}
+        return found
+
+    def _reasons(self, update: UpdateState, found: dict[str, float], logarithms: dict[str, float]) -> list[str]:
+        """What is a spike, and by how much."""
         reasons = []
         for what, value in logarithms.items():
-            usual = self._usual.setdefault(f"{update.name}: {what}", _Window(self.window))
+            key = f"{update.name}: {what}"
+            if key not in self._usual:
+                self._usual[key] = _Window(self.window)
+            usual = self._usual[key]
             if (deviations := usual.exceeds(value, self.sigmas)) is not None:
                 reasons.append(
                     f"the {what} {found[what]:.4g} is {deviations:.1f} standard deviations above the usual "
                     f"{math.exp(usual.mean):.4g}"
                 )
-        if reasons and not self._is_new_level(engine, update, reasons):
-            first = losses[0][0] if losses else engine.state.iteration
-            self._act(engine, update, "; ".join(reasons), range(first, engine.state.iteration + 1))
-            return
-        self._in_a_row.pop(update.name, None)
-        for what, value in logarithms.items():
-            self._usual[f"{update.name}: {what}"].add(value)
+        return reasons
 
     def _is_new_level(self, engine: Engine, update: UpdateState, reasons: list[str]) -> bool:
         """Whether so many steps in a row are above what was usual that this is usual now; the windows begin anew then."""

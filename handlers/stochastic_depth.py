@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_name, check_number
+from signalfire.authoring import Capture, Claim, check_choice, check_name, check_number
 
 from ._common.draws import Draws
 from ._common.hooks import check_not_compiled, named_modules
@@ -100,7 +98,7 @@ class StochasticDepth(Handler):
 
     def attached(self, engine: Engine) -> None:
         update = only_update(engine, self.update, by=self, does="drops blocks")
-        engine.overrides.claim(Override.DEPTH, by=self, target=f"of update {update.name!r}")
+        engine.overrides.claim(Claim("which blocks are dropped"), by=self, target=f"of update {update.name!r}")
 
     def rates(self, step: int) -> dict[str, float]:
         """The rate of each block after a number of optimizer steps, by path; empty before the first run.

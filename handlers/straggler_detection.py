@@ -10,11 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from signalfire import Engine, Events, Handler, Interval, Phase, on
-from signalfire.blame import warn
-from signalfire.capture import Capture
-from signalfire.checks import check_number
+from signalfire.authoring import Capture, check_every, check_number, warn
 from signalfire.distributed import SINGLE_PROCESS, Processes, expected_processes, is_sharded
-from signalfire.interval import check_every
 
 from ._common.ranks import AFTER_ALL, BEFORE_ALL, MEASURE_RATES
 

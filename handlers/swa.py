@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
@@ -12,20 +13,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import SWALR
 
 from signalfire import Engine, Events, Finding, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.batches import map_leaves
-from signalfire.checks import check_choice, check_int, check_number
+from signalfire.authoring import (
+    check_choice,
+    check_every,
+    check_int,
+    check_number,
+    last_epoch,
+    map_leaves,
+    unchanged_random_state,
+)
 from signalfire.data import generators_of
 from signalfire.distributed import unsharded
-from signalfire.evaluation import prepare_batch
 from signalfire.findings import finding
-from signalfire.interval import check_every
-from signalfire.planning import last_epoch
-from signalfire.randomness import unchanged_random_state
-from signalfire.restore import Modes
+from signalfire.runs.evaluation import prepare_batch
+from signalfire.runs.restore import Modes
 
 from ._common.averages import AveragedWeights
 from ._common.batches import check_data
+from ._common.claims import LEARNING_RATE
 from ._common.ranks import AVERAGE
 from ._common.torch_schedulers import restore_rates, step, unwrap_step
 from ._common.updates import only_update
@@ -126,7 +131,7 @@ class SWA(AveragedWeights):
         super().attached(engine)
         if self.lr is not None:
             update = only_update(engine, self.update, by=self, does="is annealed to lr")
-            engine.overrides.claim(Override.LEARNING_RATE, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(LEARNING_RATE, by=self, target=f"of update {update.name!r}")
 
     def bind_tensors(self, engine: Engine) -> None:
         """Collect the parameters and buffers, and check that BatchNorm statistics can be recomputed."""
@@ -217,9 +222,6 @@ class SWA(AveragedWeights):
             self.update_bn(engine)
 
     def _recompute(self, engine: Engine, data: Iterable[Any]) -> None:
-        """Pass the data through the model; with momentum None, BatchNorm layers average all batches with equal weights."""
-        update = engine.find_update(self.update)
-        forward = update.forward or update.function
         modes = Modes(engine.modules.values())
         if not engine.running:
             for root in engine.modules.values():
@@ -227,28 +229,26 @@ class SWA(AveragedWeights):
             for place in self._frozen:
                 _batch_norms(engine)[place].eval()
         norms = [norm for norm in _batch_norms(engine).values() if norm.training]
-        momenta = [norm.momentum for norm in norms]
-        seen = 0
         try:
-            for norm in norms:
-                norm.reset_running_stats()
-                norm.momentum = None
-            with torch.no_grad(), unchanged_random_state(*generators_of(data)), unsharded(engine.modules.values()):
-                for batch in islice(data, self.bn_batches) if norms else ():
-                    if batch is not None:
-                        forward(engine, map_leaves(partial(_on_device, engine.device), prepare_batch(engine, batch)))
-                        seen += 1
+            with _averaging(norms):
+                seen = self._pass_through(engine, data if norms else ())
         finally:
-            for norm, momentum in zip(norms, momenta, strict=True):
-                norm.momentum = momentum
             modes.put_back()
         if engine.processes.distributed:  # each rank may have read the data in another order
-            buffers = [dict(norm.named_buffers(recurse=False)) for norm in norms]
-            for own, first in zip(buffers, engine.processes.broadcast(buffers), strict=True):
-                for key, buffer in own.items():
-                    buffer.copy_(first[key])
+            _broadcast_buffers(norms, engine)
         if norms and not seen:
             raise ValueError(f"{self.name!r}: bn_data yielded no batch; give data that is iterable more than once")
+
+    def _pass_through(self, engine: Engine, data: Iterable[Any]) -> int:
+        """Pass the data through the model without gradients; the number of its batches."""
+        update, seen = engine.find_update(self.update), 0
+        forward = update.forward or update.function
+        with torch.no_grad(), unchanged_random_state(*generators_of(data)), unsharded(engine.modules.values()):
+            for batch in islice(data, self.bn_batches):
+                if batch is not None:
+                    forward(engine, map_leaves(partial(_on_device, engine.device), prepare_batch(engine, batch)))
+                    seen += 1
+        return seen
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {
@@ -276,6 +276,27 @@ def _batch_norms(engine: Engine) -> dict[tuple[str, str], _BatchNorm]:
     return {
         place: part for place, part in modules.items() if isinstance(part, _BatchNorm) and part.running_mean is not None
     }
+
+
+@contextmanager
+def _averaging(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Begin the statistics again, and average all batches with equal weights, as momentum None does."""
+    momenta = [norm.momentum for norm in norms]
+    try:
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+
+
+def _broadcast_buffers(norms: list[_BatchNorm], engine: Engine) -> None:
+    buffers = [dict(norm.named_buffers(recurse=False)) for norm in norms]
+    for own, first in zip(buffers, engine.processes.broadcast(buffers), strict=True):
+        for key, buffer in own.items():
+            buffer.copy_(first[key])
 
 
 def _on_device(device: torch.device, leaf: Any) -> Any:

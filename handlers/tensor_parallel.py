@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from signalfire import Engine, Events, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.checks import check_int, did_you_mean
+from signalfire.authoring import Override, check_int, did_you_mean, random_state, set_random_state
+from signalfire.core.update import needs_closure
 from signalfire.distributed import expected_processes, is_sharded, is_unit, like_parameter, local_part
-from signalfire.randomness import random_state, set_random_state
-from signalfire.update import needs_closure
 
 from ._common.distribution import Distribution, broadcast
 from ._common.ranks import SAME_RANDOM_STATE, SPLIT_LAYERS
@@ -106,13 +103,7 @@ class TensorParallel(Distribution):
         self._compared: set[tuple[str, int]] = set()  # updates, and how many parameters they had
 
     def attached(self, engine: Engine) -> None:
-        for update in engine.updates:
-            if isinstance(update.spec.optimizer, Optimizer):
-                kind = type(update.spec.optimizer).__name__
-                raise ValueError(
-                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is split, with parameters "
-                    f"that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
-                )
+        self._check_factories(engine, "split")
         ranks = expected_processes().world_size
         self._joins = self.size in (None, ranks)  # else beside a handler that shards the data
         super().attached(engine)
@@ -157,12 +148,15 @@ class TensorParallel(Distribution):
                 "only: attach FullyShardedDataParallel, which shards the model and the data over the others, or split over all "
                 f"with size={self.processes.world_size}"
             )
-        if self._are_split(engine):
-            return
+        if not self._are_split(engine):
+            self._check_same_model(engine)
+            self._check_same("plan", {path: type(self.plan[key]).__name__ for path, key in chosen.values()})
+            self._split_all(engine, chosen)
+
+    def _split_all(self, engine: Engine, chosen: Mapping[nn.Module, tuple[str, str]]) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         roots = list(engine.modules.values())
-        self._check_alike(engine, chosen)
         with torch.no_grad():
             broadcast([t for root in roots for t in (*root.parameters(), *root.buffers())])
         groups = self.processes.world_size // self._size
@@ -227,20 +221,6 @@ class TensorParallel(Distribution):
                             f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of them; "
                             "shared weights cannot be split: omit them from the plan, or give each module its own"
                         )
-
-    def _check_alike(self, engine: Engine, chosen: Mapping[nn.Module, tuple[str, str]]) -> None:
-        """Raise ValueError if the ranks have different models, or different plans."""
-        own = {f"{root}.{key}": (tuple(value.shape), str(value.dtype))
-               for root, module in engine.modules.items() for key, value in module.state_dict().items()
-               if isinstance(value, Tensor)}  # fmt: skip
-        plan = {path: type(self.plan[key]).__name__ for path, key in chosen.values()}
-        for what, mine in (("model", own), ("plan", plan)):
-            for rank, other in enumerate(self.processes.gather(mine)):
-                if different := [key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key)]:
-                    raise ValueError(
-                        f"{self.name!r}: the {what} of rank {rank} differs from that of this rank in "
-                        f"{', '.join(sorted(different)[:5])}; build the same {what} on all ranks"
-                    )
 
     def _split(self, module: nn.Module, path: str, key: str, mesh: Any) -> None:
         from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module

@@ -20,14 +20,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from signalfire import Engine, Events, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.blame import warn
-from signalfire.checks import check_bool
+from signalfire.authoring import Histogram, check_bool, unchanged_random_state, warn
 from signalfire.distributed import is_sharded
-from signalfire.log import Histogram
-from signalfire.randomness import unchanged_random_state
-from signalfire.restore import Buffers, Modes
+from signalfire.runs.restore import Buffers, Modes
 
+from ._common.claims import FILE
 from ._common.event_files import EventWriter, drawn, png
 from ._common.folders import check_folder, open_folder
 from ._common.scalars import Record, ScalarLogger
@@ -100,7 +97,7 @@ class TensorBoardLogger(ScalarLogger):
         self.folder = check_folder(self, folder)
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
+        engine.overrides.claim(FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
         if self.graph and len(engine.modules.models) != 1:
             raise ValueError(
                 f"{self.name!r}: graph=True: TensorBoard shows one graph, but the engine has the modules "

@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.nn import RNNBase
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.capture import Capture
-from signalfire.checks import check_bool, check_int, check_number
+from signalfire.authoring import Capture, check_bool, check_every, check_int, check_number, event_of
 from signalfire.findings.dropout import is_compiled
-from signalfire.interval import check_every, event_of
-from signalfire.places import Place, PlaceError, check_place, value_at
+from signalfire.updates.places import Place, PlaceError, check_place, value_at
 
 from ._common.operations import OperationCounter
+from ._common.options import events_if
 from ._common.peaks import name_of, peak_of
 from ._common.ranks import AFTER_ALL, BEFORE_ALL, MEASURE_RATES
 
@@ -91,14 +90,7 @@ class Throughput(Handler):
         if not callable(clock):
             raise TypeError(f"Throughput(clock={clock!r}): expected a function")
         check_place("Throughput(tokens", tokens)
-        if isinstance(flops, str) and flops != "count":
-            raise ValueError(f"Throughput(flops={flops!r}): expected a number, a function of the batch, or 'count'")
-        if flops is not None and not isinstance(flops, str) and not callable(flops):
-            check_number(self, "flops", flops, above=0)
-        if peak is not None:
-            check_number(self, "peak", peak, above=0)
-            if flops is None:
-                raise ValueError(f"Throughput(peak={peak!r}): give flops= as well: a number for a sample, or 'count'")
+        self._check_operations(flops, peak)
         self.tokens = tokens
         self.flops = flops
         self._operations_of_batch = flops if callable(flops) else None
@@ -107,11 +99,10 @@ class Throughput(Handler):
         self.missing_peak_event = Events.STARTED if flops is not None and peak is None else None
         self._prefix = "" if name is None else f"{name}/"
         self.record_event = event_of(self.every)
-        self.wait_event = Events.GET_BATCH_STARTED if check_bool(self, "waiting", waiting) else None
-        self.arrive_event = Events.GET_BATCH_COMPLETED if waiting else None
-        self.count_event = Events.FORWARD_STARTED if flops == "count" else None
-        self.count_backward_event = Events.BACKWARD_STARTED if flops == "count" else None
-        self.counted_event = Events.BACKWARD_COMPLETED if flops == "count" else None
+        waits = events_if(check_bool(self, "waiting", waiting), Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
+        self.wait_event, self.arrive_event = waits
+        passes = Events.FORWARD_STARTED, Events.BACKWARD_STARTED, Events.BACKWARD_COMPLETED
+        self.count_event, self.count_backward_event, self.counted_event = events_if(flops == "count", *passes)
         self._begun: float | None = None  # when the window began, without the pauses before; None in the warm-up
         self._left = 0  # iterations of the warm-up
         self._counts_itself = False  # whether no function says how many samples a batch has
@@ -123,6 +114,16 @@ class Throughput(Handler):
         self._counter: OperationCounter | None = None
         self._counted = 0  # its operations up to the end of a backward
         self._of_sample: float | None = None  # operations counted in the first batch
+
+    def _check_operations(self, flops: Any, peak: float | None) -> None:
+        if isinstance(flops, str) and flops != "count":
+            raise ValueError(f"Throughput(flops={flops!r}): expected a number, a function of the batch, or 'count'")
+        if flops is not None and not isinstance(flops, str) and not callable(flops):
+            check_number(self, "flops", flops, above=0)
+        if peak is not None:
+            check_number(self, "peak", peak, above=0)
+            if flops is None:
+                raise ValueError(f"Throughput(peak={peak!r}): give flops= as well: a number for a sample, or 'count'")
 
     def metric_names(self, engine: Engine) -> list[str]:
         optional = {

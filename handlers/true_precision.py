@@ -10,13 +10,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Finding, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.batches import map_leaves
-from signalfire.capture import Capture
-from signalfire.checks import check_choice
-from signalfire.devices import DeviceFeature, refusal
+from signalfire.authoring import Capture, DeviceFeature, check_choice, map_leaves, refusal
 from signalfire.findings.model_rules import half_precision_finding
 
+from ._common.claims import PRECISION
 from ._common.ranks import CONVERT
 
 __all__ = ["TruePrecision"]
@@ -76,7 +73,7 @@ class TruePrecision(Handler):
         self._before: dict[tuple[str, str], torch.dtype] = {}  # original dtypes by names of module and tensor
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.PRECISION, by=self)
+        engine.overrides.claim(PRECISION, by=self)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report weights that will be trained in float16."""

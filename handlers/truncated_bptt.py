@@ -10,11 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.batches import parts, rebuilt
-from signalfire.capture import Capture
-from signalfire.checks import check_int, check_name
+from signalfire.authoring import Capture, check_int, check_name, parts, rebuilt
 
+from ._common.claims import TIME_CHUNKS
 from ._common.updates import selected_updates
 
 __all__ = ["TruncatedBPTT"]
@@ -129,7 +127,7 @@ class TruncatedBPTT(Handler):
     def attached(self, engine: Engine) -> None:
         updates = selected_updates(engine, self.update)
         for update in updates:
-            engine.overrides.claim(Override.TIME_CHUNKS, by=self, target=f"of update {update.name!r}")
+            engine.overrides.claim(TIME_CHUNKS, by=self, target=f"of update {update.name!r}")
         for update in updates:
             update.one_step_per_batch = False
 

@@ -6,10 +6,8 @@ from collections.abc import Iterator, Mapping
 from math import lcm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.acts import Override
-from signalfire.checks import check_int
+from signalfire.authoring import Claim, check_int, last_iteration
 from signalfire.findings import Finding, finding
-from signalfire.planning import last_iteration
 
 from ._common.ranks import SELECT_UPDATES
 
@@ -98,7 +96,7 @@ class UpdateFrequency(Handler):
     def attached(self, engine: Engine) -> None:
         for update in self.every:
             engine.find_update(update)
-        engine.overrides.claim(Override.UPDATE_FREQUENCY, by=self)
+        engine.overrides.claim(Claim("how often each update runs"), by=self)
         if all(update.name in self.every for update in engine.updates):
             period = range(1, lcm(*self.every.values()) + 1)
             idle = next((i for i in period if not any(self.is_made(update, i) for update in self.every)), None)

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.checks import check_bool, check_int
-from signalfire.evaluation import check_evaluable, sanity_check
+from signalfire.authoring import check_bool, check_every, check_int
 from signalfire.findings.evaluation_findings import watch_weights
-from signalfire.interval import check_every
+from signalfire.runs.evaluation import check_evaluable, sanity_check
 
 from ._common.batches import check_data
 
@@ -80,16 +79,7 @@ class Validation(Handler):
                 f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
                 "`update.evaluation()`, which has no optimizer"
             )
-        self.data_sets: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {"": data}
-        if not self.data_sets:
-            raise ValueError("Validation(data={}): there is nothing to evaluate; give at least one data set")
-        for key, one in self.data_sets.items():
-            if key == "":
-                check_data("Validation(data=", one)
-            else:
-                check_data(f"Validation(data={{{key!r}: ", one, "})")
-        if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
-            raise TypeError(f"Validation(data=...): the names {list(data)} must be non-empty strings")
+        self.data_sets = _data_sets(data)
         self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
@@ -168,3 +158,18 @@ class Validation(Handler):
 
     def _prefix(self, key: str) -> str:
         return f"{self.prefix}{key}/" if key else self.prefix
+
+
+def _data_sets(data: Any) -> dict[str, Any]:
+    """The data sets by name; the name of a single one is empty."""
+    found = dict(data) if isinstance(data, Mapping) else {"": data}
+    if not found:
+        raise ValueError("Validation(data={}): there is nothing to evaluate; give at least one data set")
+    for key, one in found.items():
+        if key == "":
+            check_data("Validation(data=", one)
+        else:
+            check_data(f"Validation(data={{{key!r}: ", one, "})")
+    if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
+        raise TypeError(f"Validation(data=...): the names {list(data)} must be non-empty strings")
+    return found

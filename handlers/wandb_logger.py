@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from signalfire import Interval
-from signalfire.checks import check_choice, check_name
+from signalfire.authoring import check_choice, check_name
 
 from ._common.remote_logging import Item, RemoteLogger, Status, Stored
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.checks import check_local
-from signalfire.modules import Modules
+from signalfire.authoring import check_local
+from signalfire.models.modules import Modules
 from signalfire.weights import WeightFile, read_weights
 
 from ._common.parameters import check_patterns

@@ -26,8 +26,11 @@ from torch.utils import _pytree
 import signalfire
 import signalfire.handlers
 from signalfire import Connection, Engine, Events, Handler, Phase, Signal, Update
-from signalfire.batches import tensors_in
-from signalfire.connection import Receiver
+from signalfire.authoring.batches import tensors_in
+from signalfire.core.connection import Receiver
+from signalfire.core.state import State
+from signalfire.core.update import UpdateState
+from signalfire.core.window import Window
 from signalfire.distributed import Processes, Watch, expected_processes
 from signalfire.handlers import (
     EMA,
@@ -53,12 +56,9 @@ from signalfire.handlers import (
     TensorParallel,
     Validation,
 )
-from signalfire.modules import Modules
-from signalfire.past import Past
-from signalfire.snapshots import Snapshots
-from signalfire.state import State
-from signalfire.update import UpdateState
-from signalfire.window import Window
+from signalfire.models.modules import Modules
+from signalfire.resuming.past import Past
+from signalfire.resuming.snapshots import Snapshots
 from tests.kit import batches, build, evaluator_of, mlp
 from tests.resume_recipes import Recipe, make_sequences, sequences
 from tests.watching import COMPOSITIONS, Place, Terminal, meant, place_of
@@ -114,7 +114,7 @@ ATTRIBUTES: dict[type, dict[str, tuple[str, ...]]] = {
         "modules": ("modules", "named_modules", "children", "named_children", "named_parameters", "get_submodule"),
     },
 }
-"""Attributes that are things of `signalfire.declarations` where a handler reads them, or calls what changes them."""
+"""Attributes that are things of `signalfire.core.declarations` where a handler reads them, or calls what changes them."""
 
 COLLECTIVES = ("broadcast", "all_reduce", "all_gather_into_tensor")
 """Functions of torch.distributed that handlers call themselves."""

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase
-from signalfire.capture import Capture
+from signalfire.authoring.capture import Capture
 from signalfire.handlers import (
     EMA,
     Accuracy,

@@ -20,8 +20,9 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from signalfire import Engine, Events, Handler, Update
-from signalfire.acts import Override
-from signalfire.batches import map_leaves, samples_in
+from signalfire.authoring.batches import map_leaves, samples_in
+from signalfire.authoring.plain import plain_mapping
+from signalfire.core.overrides import Override
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -35,7 +36,6 @@ from signalfire.handlers import (
     OptimizerStatistics,
     Validation,
 )
-from signalfire.plain import plain_mapping
 from signalfire.testing import fingerprint
 from tests import kit
 

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from signalfire import Engine, Events, Handler, Phase, Update
-from signalfire.copies import Copies
+from signalfire.core.state import as_numbers
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -66,7 +66,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.handlers._common.ranks import AFTER_ALL
-from signalfire.state import as_numbers
+from signalfire.resuming.copies import Copies
 from tests import kit
 from tests.kit import assert_same
 
@@ -364,7 +364,7 @@ ON_META: dict[str, Callable[[], list[Handler]]] = {
 @pytest.mark.moderate
 @pytest.mark.parametrize("name", ON_META)
 def test_an_iteration_needs_no_values_and_no_copy_that_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("signalfire.loop.check_modules", lambda engine: None)  # which refuses the meta device
+    monkeypatch.setattr("signalfire.core.loop.check_modules", lambda engine: None)  # which refuses the meta device
     model, data = on_meta(network(), batches())
     engine = build(*ON_META[name](), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), model=model)
     found = waits(engine, data, device="meta", max_iters=7)

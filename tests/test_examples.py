@@ -23,28 +23,21 @@ from tests.processes import run_program
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run_forked(script: str, *arguments: str, folder: Path) -> str:
-    """As `run`, without importing anything again."""
-    importlib.import_module("mnist1d.data")  # which the main example imports, and scipy with it
+def run(script: str, *arguments: str, folder: Path) -> str:
+    """What an example prints. Its process is forked from this one, which imports once what most examples import."""
+    for module in ("matplotlib.backends.backend_agg", "mnist1d.data", "signalfire.ablation", "sklearn.datasets"):
+        importlib.import_module(module)
     result = run_program(EXAMPLES / script, *arguments, cwd=folder)
     assert result.returncode == 0, result.stderr
     assert "FindingWarning" not in result.stderr, result.stderr
     return result.stdout
 
 
-def run(script: str, *arguments: str, folder: Path) -> str:
-    command = [sys.executable, str(EXAMPLES / script), *arguments]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=os.environ | {"MPLBACKEND": "agg"})
-    assert result.returncode == 0, result.stderr
-    assert "FindingWarning" not in result.stderr, result.stderr
-    return result.stdout
-
-
 def check_main(folder: Path) -> None:
-    output = run("main.py", "--steps", "3000", folder=folder)  # half of the paper's steps
+    output = run("main.py", "--steps", "1500", folder=folder)  # a quarter of the paper's steps
     row = re.search(r"^cnn +94 +([\d.]+) +([\d.]+)$", output, re.MULTILINE)
     assert row is not None, output
-    assert float(row[1]) >= 90
+    assert float(row[1]) >= 88
     left = folder / "runs" / "mnist1d-cnn"
     (best,) = left.glob("best-*")
     assert Checkpoint.load(best)["engine"]["metrics"]["values"]["accuracy"] == pytest.approx(
@@ -52,7 +45,7 @@ def check_main(folder: Path) -> None:
     )
     events = EventAccumulator(str(left))
     events.Reload()
-    assert [event.step for event in events.Scalars("val/accuracy")] == list(range(1000, 12001, 1000))
+    assert [event.step for event in events.Scalars("val/accuracy")] == list(range(1000, 6001, 1000))
     assert (left / "learning_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -73,10 +66,10 @@ def check_gan(folder: Path) -> None:
 
 
 def check_character_gru(folder: Path) -> None:
-    output = run("character_gru.py", folder=folder)
+    output = run("character_gru.py", "--steps", "300", folder=folder)  # half of the steps
     found = re.search(r"held-out text: ([\d.]+) bits per character", output)
     assert found is not None, output
-    assert float(found[1]) <= 2.2
+    assert float(found[1]) <= 2.4
     assert is_picture(folder / "runs" / "character-gru" / "learning_curve.png")
 
 
@@ -209,7 +202,7 @@ def check_sklearn(folder: Path) -> None:
 
 def check_text_classification(folder: Path) -> None:
     needs("neutral", "transformers")
-    output = run("text_classification.py", folder=folder)
+    output = run("text_classification.py", "--epochs", "4", folder=folder)  # half of the epochs
     found = re.search(r"^848 passages of 5 topics: accuracy ([\d.]+)% on 212 others$", output, re.MULTILINE)
     assert found is not None, output
     assert float(found[1]) >= 65
@@ -317,7 +310,7 @@ def test_notebooks_are_stored_without_outputs(notebook: Path) -> None:
 @pytest.mark.parametrize("model", ["logistic", "mlp", "gru"])
 def test_the_main_example_trains_every_model_and_does_without_handlers(model: str, tmp_path: Path) -> None:
     without = "gradient_accumulation,gradient_clipping,best,early_stopping,progress_bar"
-    output = run_forked("main.py", "--model", model, "--steps", "100", "--without", without, folder=tmp_path)
+    output = run("main.py", "--model", model, "--steps", "100", "--without", without, folder=tmp_path)
     assert "100 optimizer steps" in output
     assert not list(tmp_path.glob("runs/*/*/state.pt"))
     assert list(tmp_path.glob("runs/*/events*"))
@@ -325,7 +318,7 @@ def test_the_main_example_trains_every_model_and_does_without_handlers(model: st
 
 @pytest.mark.slow
 def test_the_main_example_lists_its_wiring_without_what_is_off(tmp_path: Path) -> None:
-    wiring = run_forked("main.py", "--list", "--without", "gradient_clipping", folder=tmp_path)
+    wiring = run("main.py", "--list", "--without", "gradient_clipping", folder=tmp_path)
     assert "GET_BATCH_COMPLETED\n  PREPARE   device_transfer.move_batch" in wiring
     assert "gradient_clipping.clip" not in wiring
     assert "disabled: gradient_clipping" in wiring

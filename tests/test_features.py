@@ -22,13 +22,13 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_an_empty_generator_is_an_error",
             "test_sized_data_that_ends_early_is_an_error_that_names_both_lengths",
         ],
-        "engine/test_loop.py": [
+        "engine/core/test_loop.py": [
             "test_the_real_order_of_events_is_the_catalogues_pseudocode",
             "test_a_run_ends_at_the_first_bound_it_reaches",
         ],
     },
     "E2 filters, unions, custom events": {
-        "engine/test_events.py": [
+        "engine/core/test_events.py": [
             "test_a_filter_passes_exactly_these_counts",
             "test_a_union_changes_neither_operand",
             "test_a_filter_that_makes_no_sense_is_refused_where_it_is_written",
@@ -37,25 +37,25 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "E3 decorators, handles, has, detach": {
-        "engine/test_handler.py": [
+        "engine/core/test_handler.py": [
             "test_handles_detach_and_work_as_context_managers",
             "test_bad_attachments_fail_at_once",
         ],
     },
     "E4 terminate, terminate_epoch, skip": {
-        "engine/test_boundary.py": [
+        "engine/core/test_boundary.py": [
             "test_terminate_lets_the_other_receivers_run_and_ends_with_terminated_and_completed",
             "test_terminate_epoch_ends_the_epoch_and_the_next_begins",
         ],
         "engine/data/test_source.py": ["test_a_batch_of_none_is_counted_and_skipped_and_without_data_it_is_not"],
-        "engine/test_step.py": ["test_the_loss_of_an_update_that_was_skipped_before_its_forward_is_none"],
+        "engine/core/test_step.py": ["test_the_loss_of_an_update_that_was_skipped_before_its_forward_is_none"],
     },
     "E5 minimum epochs and steps, maximum time": {
-        "engine/test_boundary.py": [
+        "engine/core/test_boundary.py": [
             "test_minimum_bounds_hold_a_stop_back",
             "test_a_stop_that_is_held_back_can_be_withdrawn",
         ],
-        "engine/test_interval.py": ["test_max_time_ends_a_run_between_iterations"],
+        "engine/authoring/test_interval.py": ["test_max_time_ends_a_run_between_iterations"],
     },
     "E6 exceptions": {
         "test_errors.py": [
@@ -65,14 +65,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "E7 the wiring; handler and event in errors": {
-        "engine/test_wiring.py": [
+        "engine/runs/test_wiring.py": [
             "test_the_wiring_is_printed_by_event_and_phase_in_the_order_of_the_loop",
             "test_the_wiring_shows_events_of_ones_own_and_is_drawn",
         ],
         "test_errors.py": ["test_an_error_in_a_handler_names_handler_event_epoch_and_iteration"],
     },
     "E8 intervals": {
-        "engine/test_interval.py": [
+        "engine/authoring/test_interval.py": [
             "test_an_interval_is_a_number_and_a_unit",
             "test_what_is_no_interval_is_refused_with_the_value_and_the_forms",
             "test_steps_under_accumulation_are_due_once_for_every_n_real_steps",
@@ -89,7 +89,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_code_is_silenced_in_check_and_in_run",
             "test_a_handler_adds_findings_of_its_own",
         ],
-        "engine/test_declarations.py": [
+        "engine/core/test_declarations.py": [
             "test_every_receiver_that_is_shipped_declares_what_it_uses",
             "test_receivers_write_what_they_declare_and_nothing_else",
             "test_receivers_read_what_they_declare_and_nothing_else",
@@ -324,7 +324,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_outputs_inputs_and_targets_are_joined_over_the_batches",
             "test_with_a_folder_every_batch_is_a_file_and_nothing_stays_in_memory",
         ],
-        "engine/test_evaluation.py": ["test_testing_uses_the_best_weights_and_not_the_last"],
+        "engine/runs/test_evaluation.py": ["test_testing_uses_the_best_weights_and_not_the_last"],
     },
     "H1 device placement": {
         "handlers/test_device_transfer.py": [
@@ -502,8 +502,8 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_the_actions_are_exported",
             "test_a_run_without_spikes_is_not_changed",
         ],
-        "engine/test_past.py": ["test_memory_holds_no_more_states_than_asked_for"],
-        "engine/test_replay.py": ["test_on_mnist_1d_spikes_are_found_named_and_told_apart"],
+        "engine/resuming/test_past.py": ["test_memory_holds_no_more_states_than_asked_for"],
+        "engine/runs/test_replay.py": ["test_on_mnist_1d_spikes_are_found_named_and_told_apart"],
         "handlers/test_pruning.py": [
             "test_weights_are_those_of_a_plain_loop",
             "test_each_layer_loses_the_same_share_or_the_smallest_of_all_go",
@@ -528,14 +528,14 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "C9 engine.rewind and engine.replay": {
-        "engine/test_past.py": [
+        "engine/resuming/test_past.py": [
             "test_going_back_and_on_again_changes_nothing",
             "test_the_batches_left_out_are_those_that_follow_and_no_others",
             "test_a_second_run_and_a_reset_know_what_was_left_out",
             "test_a_resumed_run_leaves_out_the_same_and_can_go_back_as_far",
             "test_mistakes_name_the_way_out",
         ],
-        "engine/test_replay.py": [
+        "engine/runs/test_replay.py": [
             "test_it_is_the_iteration_of_the_run",
             "test_its_samples_are_those_of_its_batch",
             "test_nothing_of_the_engine_is_changed",
@@ -565,7 +565,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_outside_of_a_notebook_ipython_is_not_imported",
             "test_a_notebook_of_the_examples_runs_and_each_cell_may_be_run_again",
         ],
-        "engine/test_markup.py": ["test_a_notebook_shows_what_is_printed"],
+        "engine/authoring/test_markup.py": ["test_a_notebook_shows_what_is_printed"],
     },
     "O2 TensorBoard": {
         "handlers/test_tensorboard.py": [
@@ -585,7 +585,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_resumed_at_any_iteration_nothing_is_lost_or_doubled",
             "test_the_training_is_not_changed",
         ],
-        "engine/test_log.py": [
+        "engine/authoring/test_log.py": [
             "test_a_number_of_each_iteration_is_sampled_and_a_rarer_one_is_written_always",
             "test_images_figures_and_texts_are_events_with_a_payload",
             "test_what_an_evaluation_logs_goes_to_the_loggers_of_the_trainer",
@@ -657,7 +657,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_the_values_are_those_that_the_steps_of_a_plain_loop_use",
             "test_the_history_and_the_loggers_have_all_of_them",
         ],
-        "handlers/test_summary.py": ["test_shapes_and_calls_are_those_of_the_first_forward"],
+        "handlers/test_model_summary.py": ["test_shapes_and_calls_are_those_of_the_first_forward"],
         "handlers/test_straggler_detection.py": [
             "test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_normal",
             "test_nobody_is_named_whom_a_busy_machine_holds_up_in_some_iterations",
@@ -677,7 +677,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "O7 model summary": {
-        "handlers/test_summary.py": [
+        "handlers/test_model_summary.py": [
             "test_the_totals_are_what_torch_holds_with_shared_parameters_counted_once",
             "test_a_module_under_two_names_is_shown_twice_and_counted_once",
             "test_complex_and_lazy_parameters",
@@ -708,7 +708,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "X1 separate streams": {
-        "engine/test_streams.py": [
+        "engine/models/test_streams.py": [
             "test_switching_a_handler_off_moves_no_mask_no_order_and_no_other_handlers_draw",
             "test_with_shared_streams_the_same_handlers_shift_masks_and_order",
             "test_a_run_is_that_of_a_plain_loop_that_draws_alike",
@@ -839,7 +839,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_on_two_ranks_the_bits_are_the_same",
             "test_more_sizes_than_graphs_are_one_warning_that_names_them",
         ],
-        "engine/test_modules.py": [
+        "engine/models/test_modules.py": [
             "test_names_states_and_weights_are_those_of_the_model_without_wrappers",
         ],
         "handlers/test_channels_last.py": [
@@ -867,7 +867,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         "handlers/test_benchmark.py": ["test_deterministic_beside_it_is_refused_by_name"],
     },
     "H7 other devices, tensor parallel, and what is refused": {
-        "engine/test_devices.py": [
+        "engine/authoring/test_devices.py": [
             "test_each_cell_says_tested_or_expected_or_why_it_is_refused",
             "test_every_handler_answers_for_every_device",
             "test_float64_on_mps_is_refused_with_the_name_of_the_tensor",
@@ -887,7 +887,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_checkpoint_loads_on_any_number_of_ranks_and_the_run_continues_as_uninterrupted",
             "test_what_cannot_be_split_is_refused_on_all_ranks_before_the_first_step",
         ],
-        "engine/test_modules.py": ["test_stages_and_schedules_of_torchs_pipelines_are_refused_with_the_reason"],
+        "engine/models/test_modules.py": ["test_stages_and_schedules_of_torchs_pipelines_are_refused_with_the_reason"],
     },
     "C6 export": {
         "engine/weights/test_writing.py": [
@@ -982,7 +982,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "I1 models that return their loss, batches of any kind": {
-        "engine/test_from_model.py": [
+        "engine/updates/test_from_model.py": [
             "test_f12_a_model_that_returns_its_loss_trains_as_in_a_plain_loop_on_batches_of_any_kind",
             "test_predictions_and_metrics_find_output_inputs_and_targets",
             "test_mixup_over_mappings_trains_as_over_tuples",
@@ -996,7 +996,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
         ],
     },
     "I2 several optimizers as one step, and conventions of others": {
-        "engine/test_optimizers.py": [
+        "engine/updates/test_optimizers.py": [
             "test_clipping_schedules_accumulation_average_and_fp16_scaling_equal_a_plain_loop",
             "test_a_run_resumed_at_any_iteration_ends_in_the_same_state",
             "test_a_tied_embedding_is_in_one_group_only_by_its_first_name",
@@ -1014,7 +1014,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_f13_schedules_of_hugging_face_and_timm_get_their_totals",
             "test_f15_schedule_free_optimizers_train_evaluate_and_resume",
         ],
-        "engine/test_plugins.py": ["test_a_handler_of_another_package_is_found_listed_and_checked"],
+        "engine/authoring/test_plugins.py": ["test_a_handler_of_another_package_is_found_listed_and_checked"],
     },
     "I3 exactness for other loops": {
         "engine/exact/test_exact.py": [

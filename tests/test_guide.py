@@ -110,7 +110,7 @@ def test_every_handler_is_in_the_table_by_purpose() -> None:
 def test_the_page_of_errors_has_each_module_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GUIDE))
     modules = re.findall(r"^## (.*)$", importlib.import_module("pages").errors_page(), re.MULTILINE)
-    assert {"signalfire.registry", "signalfire.handlers.validation"} <= {*modules}
+    assert {"signalfire.core.registry", "signalfire.handlers.validation"} <= {*modules}
     assert len(modules) == len({*modules})
 
 

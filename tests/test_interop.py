@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Update
-from signalfire.batches import map_leaves, samples_in, tensors_in
+from signalfire.authoring.batches import map_leaves, samples_in, tensors_in
 from signalfire.handlers import (
     Accuracy,
     Average,
@@ -31,8 +31,8 @@ from signalfire.handlers import (
     Throughput,
     Validation,
 )
-from signalfire.places import value_at, with_value_at
 from signalfire.testing import fingerprint
+from signalfire.updates.places import value_at, with_value_at
 from tests import kit
 from tests.handlers.test_lr_scheduling import timm_schedulers
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import signalfire
-from signalfire.codes import CODES
 from signalfire.findings import Findings, FindingWarning
+from signalfire.findings.codes import CODES
 from tests import mistakes
 from tests.kit import spread
 from tests.mistakes.registry import MISTAKES, Mistake

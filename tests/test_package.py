@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import inspect
@@ -18,6 +19,7 @@ import pytest
 import signalfire
 import signalfire.handlers
 from tests import kit
+from tests.processes import run_program
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,7 +57,8 @@ def test_the_examples_of_loggers_run_with_the_clients(name: str, tmp_path: Path)
 @pytest.mark.slow
 def test_nothing_imports_what_only_users_of_another_library_need() -> None:
     program = (
-        f"import sys, signalfire.exact, signalfire.handlers; print({set(OF_OTHERS.values())} & sys.modules.keys())"
+        "import sys, signalfire.exact\nfrom signalfire.handlers import *\n"
+        f"print({set(OF_OTHERS.values())} & sys.modules.keys())"
     )
     result = kit.finished("-c", program)
     assert result.stdout == "set()\n", result.stderr
@@ -67,6 +70,58 @@ def test_no_public_name_is_a_module_however_often_it_is_asked_for(package: str) 
     for name in module.__all__:
         getattr(module, name)  # a name that is looked up late may be hidden by the module that was imported for it
         assert not inspect.ismodule(getattr(module, name)), name
+
+
+# Runs in a process that is forked from this one, where torch is there already.
+ADDED = """
+import sys
+for name in [name for name in sys.modules if name.partition(".")[0] in ("signalfire", "tensorboardX")]:
+    del sys.modules[name]
+import signalfire
+before = set(sys.modules)
+from signalfire.handlers import EarlyStopping
+print(*sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_handler_is_imported_without_the_others(tmp_path: Path) -> None:
+    (tmp_path / "added.py").write_text(ADDED)
+    ended = run_program("added.py", cwd=tmp_path)
+    added = ended.stdout.split()
+    assert "signalfire.handlers.early_stopping" in added, ended.stderr
+    assert len(added) <= 10, added
+
+
+@pytest.mark.parametrize("package", ["signalfire.ablation", "signalfire.handlers"])
+def test_what_is_imported_on_first_use_is_what_type_checkers_see(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module(package)
+    body = ast.parse(inspect.getsource(module)).body
+    (shown,) = [node for node in body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    imports = [(node.module, alias.name) for node in ast.walk(shown) if isinstance(node, ast.ImportFrom)
+               for alias in node.names]  # fmt: skip
+    assert {name for _, name in imports} <= set(module.__all__)
+    for source, name in imports:
+        monkeypatch.delitem(vars(module), name, raising=False)  # it may have been used before
+        assert getattr(module, name) is getattr(importlib.import_module(f"{package}.{source}"), name), name
+
+
+def test_the_handlers_list_what_an_import_of_all_of_them_would_bind() -> None:
+    files = {file.stem for file in (ROOT / "handlers").glob("[!_]*.py")}
+    assert set(vars(signalfire.handlers)["_MODULES"]) == set(signalfire.handlers.__all__)
+    assert files & set(signalfire.handlers.__all__) == set(), "a module would hide what has its name"
+    assert {name for name in dir(signalfire.handlers) if not name.startswith("__")} == {
+        "_common", *files, *signalfire.handlers.__all__
+    }  # fmt: skip
+    assert all(inspect.ismodule(getattr(signalfire.handlers, name)) for name in ("_common", *files))
+
+
+def test_an_unknown_handler_is_an_error_that_names_the_nearest_one() -> None:
+    for unknown, meant in {"EarlyStoping": "EarlyStopping", "Ema": "EMA", "Summery": "Summary"}.items():
+        assert not hasattr(signalfire.handlers, unknown)
+        with pytest.raises(AttributeError, match=f"has no attribute '{unknown}'; did you mean '{meant}'"):
+            getattr(signalfire.handlers, unknown)
+    with pytest.raises(ImportError, match="cannot import name 'EarlyStoping' from"):
+        exec("from signalfire.handlers import EarlyStoping")
 
 
 def test_every_public_class_and_handler_has_an_example_or_is_simple() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 import signalfire
 from signalfire import ablation, testing, tuning
-from signalfire.codes import CODES
+from signalfire.findings.codes import CODES
 from tests.engine.ablation.reports import WORSE, report
 from tests.kit import LIMIT, finished, needs, shipped, wait_until
 
@@ -197,15 +197,20 @@ CONTRAST = """() => {
     const light = (color) => numbers(color).slice(0, 3).map((v) => v / 255)
         .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4)
         .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0)
-    const behind = (one) => { for (let p = one; p; p = p.parentElement) {
-        const color = numbers(getComputedStyle(p).backgroundColor)
-        if (color.length < 4 || color[3] > 0.9) return getComputedStyle(p).backgroundColor } return 'rgb(255, 255, 255)' }
+    const lights = new Map(), backgrounds = new Map()
+    const lightOf = (color) => { if (!lights.has(color)) lights.set(color, light(color)); return lights.get(color) }
+    const behind = (one) => {
+        if (!one) return 'rgb(255, 255, 255)'
+        if (!backgrounds.has(one)) {
+            const own = getComputedStyle(one).backgroundColor, color = numbers(own)
+            backgrounds.set(one, color.length < 4 || color[3] > 0.9 ? own : behind(one.parentElement)) }
+        return backgrounds.get(one) }
     let worst = [21, '']
     const texts = ['p', 'a', 'code', 'td', 'th', 'li', 'pre span'].map((one) => 'article ' + one).join(', ')
     for (const one of document.querySelectorAll(texts)) {
-        if (!one.innerText || !one.innerText.trim()) continue
-        const [a, b] = [light(getComputedStyle(one).color), light(behind(one))].sort((x, y) => y - x)
-        if ((a + 0.05) / (b + 0.05) < worst[0]) worst = [(a + 0.05) / (b + 0.05), one.outerHTML.slice(0, 120)]
+        const [a, b] = [lightOf(getComputedStyle(one).color), lightOf(behind(one))].sort((x, y) => y - x)
+        if ((a + 0.05) / (b + 0.05) < worst[0] && one.innerText && one.innerText.trim())
+            worst = [(a + 0.05) / (b + 0.05), one.outerHTML.slice(0, 120)]
     }
     return worst
 }"""

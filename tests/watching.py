@@ -1,4 +1,4 @@
-"""What a receiver changes and uses: the things of `signalfire.declarations`, compared before and after its call."""
+"""What a receiver changes and uses: the things of `signalfire.core.declarations`, compared before and after its call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LinearLR, ReduceLROnPlateau
 
 from signalfire import Connection, Engine, Events, Handler, Signal, Update
-from signalfire.batches import tensors_in
-from signalfire.connection import Receiver
+from signalfire.authoring.batches import tensors_in
+from signalfire.authoring.randomness import random_state
+from signalfire.core.connection import Receiver
 from signalfire.distributed import local_part
 from signalfire.distributed.processes import lost_another
 from signalfire.handlers import (
@@ -78,7 +79,6 @@ from signalfire.handlers import (
     Validation,
     WarmStart,
 )
-from signalfire.randomness import random_state
 from tests.kit import SGD, batches, build, digest, evaluator_of, mlp
 from tests.remote import in_memory
 from tests.resume_recipes import RECIPES, Recipe

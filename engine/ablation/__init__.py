@@ -6,7 +6,7 @@ The report and its statistics need SciPy, the plots Matplotlib: ``pip install si
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .designs import Design, Factorial, LeaveOneOut, OneAtATime, Swap
 from .divergence import Divergence, divergence
@@ -128,9 +128,10 @@ _LAZY = {
     "read_reports": "stored",
 }
 
+if not TYPE_CHECKING:  # type checkers would accept any name of a module that has a __getattr__
 
-def __getattr__(name: str) -> Any:
-    """Import what needs SciPy on first use, so that worker processes never import it."""
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+    def __getattr__(name: str) -> object:
+        """Import what needs SciPy on first use, so that worker processes never import it."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 __all__ = [
     "REPETITIONS",

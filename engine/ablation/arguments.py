@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from concurrent.futures import Executor
 
 from signalfire import Engine
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 from .runs import Build
 

@@ -73,13 +73,7 @@ def instructions(code: CodeType) -> list[tuple[object, ...]]:
     Two functions that differ in comments, docstrings, formatting or line numbers have the same instructions.
     """
     raw = list(dis.get_instructions(code))
-    kept = [one for one in raw if one.opname not in _WITHOUT_MEANING]
-    described = {
-        place
-        for place, (one, after) in enumerate(pairwise(kept))
-        if after.opname == "STORE_NAME" and after.argval in _DESCRIPTIVE and one.opname.startswith("LOAD_")
-    }
-    kept = [one for place, one in enumerate(kept) if place not in described and place - 1 not in described]
+    kept = _without_descriptions([one for one in raw if one.opname not in _WITHOUT_MEANING])
     places: dict[int, int] = {}
     place = 0
     for one in raw:
@@ -93,3 +87,13 @@ def instructions(code: CodeType) -> list[tuple[object, ...]]:
         ends = (places.get(where, place) for where in (entry.start, entry.end, entry.target))
         made.append(("except", *ends, entry.depth, entry.lasti))
     return made
+
+
+def _without_descriptions(raw: list[dis.Instruction]) -> list[dis.Instruction]:
+    """The instructions without those with which the body of a class describes itself."""
+    described = {
+        place
+        for place, (one, after) in enumerate(pairwise(raw))
+        if after.opname == "STORE_NAME" and after.argval in _DESCRIPTIVE and one.opname.startswith("LOAD_")
+    }
+    return [one for place, one in enumerate(raw) if place not in described and place - 1 not in described]

@@ -9,7 +9,7 @@ import os
 import random
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from signalfire import Engine, Handler, Update
-from signalfire.changeable import ATOMS, GENERATORS
 from signalfire.data.held_generators import state_of
+from signalfire.resuming.changeable import ATOMS, GENERATORS
 
 from .bytecode import instructions
 
@@ -99,38 +99,36 @@ def _items(container: Any) -> list[tuple[str, Any]]:
     return [(str(place), one) for place, one in enumerate(container)]
 
 
-def _held_by(thing: Any) -> Iterator[tuple[str, Any]]:
+def _held_by(thing: Any) -> Iterable[tuple[str, Any]]:
     """What a thing holds, by name."""
-    if isinstance(thing, Engine):
-        yield from (("streams", thing.streams), ("training", thing.training))
-        yield from ((f"handler {name!r}", one) for name, one in thing.handlers.items())
-        yield from ((f"update {one.name!r}", one.spec) for one in thing.updates)
-        yield from ((f"module {name!r}", one) for name, one in thing.modules.items())
-    elif isinstance(thing, Handler):
-        yield "enabled", thing.enabled
-        yield from ((name, one) for name, one in vars(thing).items() if name not in _OF_HANDLERS)
-    elif isinstance(thing, nn.Module):
-        yield "training", thing.training
-        yield from ((f"({name})", one) for name, one in (thing._parameters | thing._buffers).items())
-        yield from thing._modules.items()
-        yield from ((name, one) for name, one in list(vars(thing).items()) if name not in _OF_MODULES)
-    elif isinstance(thing, torch.optim.Optimizer):
-        for place, group in enumerate(thing.param_groups):
-            yield from ((f"group {place}: {name}", one) for name, one in group.items() if name != "params")
-    elif isinstance(thing, Update):
-        yield from ((one.name, getattr(thing, one.name)) for one in fields(thing))
-    elif isinstance(thing, DataLoader):
-        yield from ((name, getattr(thing, name)) for name in _OF_LOADERS)
-    elif isinstance(thing, functools.partial):
-        yield from (("func", thing.func), ("args", thing.args), ("keywords", thing.keywords))
-    elif isinstance(thing, types.MethodType):
-        yield from (("func", thing.__func__), ("self", thing.__self__))
-    elif isinstance(thing, types.FunctionType):
-        yield from _held_by_function(thing)
-    elif type(thing) in _CONTAINERS:
-        yield "", thing
-    else:
-        yield from list(getattr(thing, "__dict__", {}).items())
+    for kind, held in _HELD:
+        if isinstance(thing, kind):
+            return held(thing)
+    return [("", thing)] if type(thing) in _CONTAINERS else list(getattr(thing, "__dict__", {}).items())
+
+
+def _held_by_engine(engine: Engine) -> Iterator[tuple[str, Any]]:
+    yield from (("streams", engine.streams), ("training", engine.training))
+    yield from ((f"handler {name!r}", one) for name, one in engine.handlers.items())
+    yield from ((f"update {one.name!r}", one.spec) for one in engine.updates)
+    yield from ((f"module {name!r}", one) for name, one in engine.modules.items())
+
+
+def _held_by_handler(handler: Handler) -> Iterator[tuple[str, Any]]:
+    yield "enabled", handler.enabled
+    yield from ((name, one) for name, one in vars(handler).items() if name not in _OF_HANDLERS)
+
+
+def _held_by_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield "training", module.training
+    yield from ((f"({name})", one) for name, one in (module._parameters | module._buffers).items())
+    yield from module._modules.items()
+    yield from ((name, one) for name, one in list(vars(module).items()) if name not in _OF_MODULES)
+
+
+def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    for place, group in enumerate(optimizer.param_groups):
+        yield from ((f"group {place}: {name}", one) for name, one in group.items() if name != "params")
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -141,6 +139,19 @@ def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]
             yield f"variable {name!r}", cell.cell_contents
         except ValueError:  # it is not set
             continue
+
+
+_HELD: tuple[tuple[type, Callable[[Any], Iterable[tuple[str, Any]]]], ...] = (
+    (Engine, _held_by_engine),
+    (Handler, _held_by_handler),
+    (nn.Module, _held_by_module),
+    (torch.optim.Optimizer, _held_by_optimizer),
+    (Update, lambda update: ((one.name, getattr(update, one.name)) for one in fields(update))),
+    (DataLoader, lambda loader: ((name, getattr(loader, name)) for name in _OF_LOADERS)),
+    (functools.partial, lambda one: (("func", one.func), ("args", one.args), ("keywords", one.keywords))),
+    (types.MethodType, lambda one: (("func", one.__func__), ("self", one.__self__))),
+    (types.FunctionType, _held_by_function),
+)
 
 
 def _text(value: Any) -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,15 +73,24 @@ def costs(results: Sequence[Result], *, baseline: str = BASELINE, level: float =
         )
     found = []
     for name in names:
-        if name == baseline:
-            continue
-        seeds = sorted({seed for variant, seed in finished if variant == name and (baseline, seed) in finished})
-        for what in COSTS:
-            pairs = [(getattr(finished[name, seed], what), getattr(finished[baseline, seed], what)) for seed in seeds]
-            logs = [math.log(own) - math.log(other) for own, other in pairs if own > 0 and other > 0]
-            one = compare(logs, level=level)
-            found.append(Cost(name, what, math.exp(one.mean), math.exp(one.low), math.exp(one.high), one.n))
+        if name != baseline:
+            pairs = _pairs(finished, name, baseline)
+            found += [_cost(name, what, pairs, level) for what in COSTS]
     return found
+
+
+def _pairs(finished: Mapping[tuple[str, int], Result], name: str, baseline: str) -> list[tuple[Result, Result]]:
+    """The runs of a variant and of the baseline with the same seed."""
+    seeds = sorted({seed for variant, seed in finished if variant == name and (baseline, seed) in finished})
+    return [(finished[name, seed], finished[baseline, seed]) for seed in seeds]
+
+
+def _cost(variant: str, what: What, pairs: Sequence[tuple[Result, Result]], level: float) -> Cost:
+    """One cost of a variant, from its runs and those of the baseline."""
+    costs = [(getattr(own, what), getattr(other, what)) for own, other in pairs]
+    logs = [math.log(own) - math.log(other) for own, other in costs if own > 0 and other > 0]
+    one = compare(logs, level=level)
+    return Cost(variant, what, math.exp(one.mean), math.exp(one.low), math.exp(one.high), one.n)
 
 
 def cost_table(found: Sequence[Cost]) -> str:

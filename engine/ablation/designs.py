@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from signalfire import Handler
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 from .results import BASELINE, Variant
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Phase
-from signalfire.batches import tensors_in
-from signalfire.changeable import own_parameters
 from signalfire.data import generators_of
 
-from ..randomness import random_state, set_random_state
+from ..authoring.randomness import random_state, set_random_state
+from .watched import difference, parameters_of, values_of
 
 __all__ = ["Divergence", "divergence"]
 
@@ -328,8 +326,8 @@ class _Side:
 
 
 def _check_separate(a: Engine, b: Engine) -> None:
-    own = {id(p) for _, p in _parameters(a)}
-    both = [name for name, p in _parameters(b) if id(p) in own]
+    own = {id(p) for _, p in parameters_of(a)}
+    both = [name for name, p in parameters_of(b) if id(p) in own]
     if a is b or both:
         what = "engine" if a is b else f"parameter {both[0]!r}"
         raise ValueError(f"divergence(): the builds share the {what}; build a separate one in each")
@@ -351,74 +349,25 @@ def _one_ended(first: _Side, other: _Side) -> Divergence:
 
 def _compared(a: _Side, b: _Side, watch: Sequence[str], rtol: float) -> Divergence | None:
     assert a.engine is not None
-    assert b.engine is not None
-    found: tuple[str, str, float | None, str] | None = None
-    count = 0
     ending = a.event in _AFTER or a.event is Events.COMPLETED
-    for kind in watch:
-        if kind == "files" or (kind in _SLOW and not ending):
-            continue
-        ours, theirs = dict(_values(a, kind)), dict(_values(b, kind))
-        for name in ours | theirs if kind not in _SLOW else [name for name in ours if name in theirs]:
-            different = _difference(ours.get(name), theirs.get(name), 0 if kind == "random" else rtol)
-            if different is not None:
-                count += 1
-                found = found or (kind, name, *different)
-    if found is None:
+    kinds = [kind for kind in watch if kind != "files" and (ending or kind not in _SLOW)]
+    found = [(kind, *one) for kind in kinds for one in _differences(a, b, kind, rtol)]
+    if not found:
         return None
     state = a.engine.state
-    kind, name, difference, detail = found
+    kind, name, number, detail = found[0]
     if kind == "random":  # the numeric distance of two random states is meaningless
-        difference, detail = None, ""
-    return Divergence(a.event.name, state.epoch, state.iteration, kind, name, difference, count - 1, detail)
+        number, detail = None, ""
+    return Divergence(a.event.name, state.epoch, state.iteration, kind, name, number, len(found) - 1, detail)
 
 
-def _parameters(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for root, module in engine.modules.items():
-        yield from module.named_parameters(prefix=root)
-    yield from own_parameters(engine).items()
-
-
-def _values(side: _Side, kind: str) -> Iterator[tuple[str, Any]]:
-    """The values of one kind, by name."""
-    engine = side.engine
-    assert engine is not None
-    if kind == "parameters":
-        yield from _parameters(engine)
-        for root, module in engine.modules.items():
-            yield from ((f"{root}.{key}", buffer) for key, buffer in module.named_buffers())
-    elif kind == "gradients":
-        yield from ((name, p.grad) for name, p in _parameters(engine))
-    elif kind == "optimizer":
-        yield from _optimizers(engine)
-    elif kind == "random":
-        yield from (("python", side.state["python"]), ("numpy", side.state["numpy"]), ("torch", side.state["torch"]))
-        for kind in ("cuda", "xpu"):
-            yield from ((f"{kind}:{place}", state) for place, state in enumerate(side.state.get(kind, ())))
-        yield from (("mps", state) for state in (side.state.get("mps"),) if state is not None)
-    elif kind == "handlers":
-        for handler in engine.handlers.values():
-            if handler.enabled and not handler.writes:
-                yield from _leaves(handler.state_dict(), handler.name)
-    elif kind == "metrics":
-        metrics = engine.state.metrics
-        yield from ((name, value) for name, value in metrics.items() if name not in metrics.unsaved)
-    elif kind == "batch":
-        yield from ((f"tensor {place}", tensor) for place, tensor in enumerate(tensors_in(engine.state.batch)))
-    elif (loss := engine.state.update.backward_loss) is not None:
-        yield f"of update {engine.state.update.name!r}", loss
-
-
-def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The values in a nested state, by the way to each."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield from _leaves(value, f"{name}: {key}" if ":" not in name else f"{name}.{key}")
-    elif isinstance(state, list | tuple):
-        for place, value in enumerate(state):
-            yield from _leaves(value, f"{name}[{place}]")
-    else:
-        yield name, state
+def _differences(a: _Side, b: _Side, kind: str, rtol: float) -> Iterator[tuple[str, float | None, str]]:
+    """The values of one kind that differ, by name."""
+    ours, theirs = (dict(values_of(side.engine, side.state, kind)) for side in (a, b) if side.engine is not None)
+    for name in ours | theirs if kind not in _SLOW else [name for name in ours if name in theirs]:
+        different = difference(ours.get(name), theirs.get(name), 0 if kind == "random" else rtol)
+        if different is not None:
+            yield name, *different
 
 
 def _files_compared(a: _Side, first: Path, second: Path) -> Divergence | None:
@@ -440,53 +389,3 @@ def _files_compared(a: _Side, first: Path, second: Path) -> Divergence | None:
     name, detail = different[0]
     others = len(different) - 1
     return Divergence(Events.COMPLETED.name, state.epoch, state.iteration, "files", name, None, others, detail)
-
-
-def _optimizers(engine: Engine) -> Iterator[tuple[str, Any]]:
-    names = {id(p): name for name, p in _parameters(engine)}
-    for update in engine.updates:
-        if update.optimizer is None:
-            continue
-        for number, group in enumerate(update.optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params":
-                    yield f"{key} of group {number} (update {update.name!r})", value
-        for p, state in update.optimizer.state.items():
-            for key, value in state.items():
-                yield f"{key} of {names.get(id(p), '?')}", value
-
-
-def _difference(ours: Any, theirs: Any, rtol: float) -> tuple[float | None, str] | None:
-    """The difference of two values as a number, if there is one, and a detail; None if they are equal."""
-    if isinstance(ours, Tensor) and isinstance(theirs, Tensor):
-        return _tensors_difference(ours.detach(), theirs.detach(), rtol)
-    if isinstance(ours, list | tuple) and isinstance(theirs, list | tuple) and len(ours) == len(theirs):
-        pairs = (_difference(one, other, rtol) for one, other in zip(ours, theirs, strict=True))
-        return next((pair for pair in pairs if pair is not None), None)
-    if isinstance(ours, int | float) and isinstance(theirs, int | float):
-        if ours == theirs or (ours != ours and theirs != theirs):
-            return None
-        difference = abs(ours - theirs)
-        return None if difference <= rtol * max(abs(ours), abs(theirs)) else (difference, f"{ours:g} and {theirs:g}")
-    if type(ours) is type(theirs) and ours == theirs:
-        return None
-    if ours is None or theirs is None:
-        return None, f"only run {'b' if ours is None else 'a'!r} has one"
-    return None, f"{ours!r} and {theirs!r}"
-
-
-def _tensors_difference(ours: Tensor, theirs: Tensor, rtol: float) -> tuple[float | None, str] | None:
-    if ours.shape != theirs.shape:
-        return None, f"shapes {tuple(ours.shape)} and {tuple(theirs.shape)}"
-    if ours.dtype != theirs.dtype:
-        return None, f"dtypes {ours.dtype} and {theirs.dtype}"
-    if ours.device == theirs.device and torch.equal(ours, theirs):
-        return None
-    kind = torch.complex128 if ours.is_complex() else torch.float64
-    one, other = ours.to("cpu", kind), theirs.to("cpu", kind)
-    alike = (one == other) | (one.isnan() & other.isnan())
-    if alike.all():
-        return None
-    difference = float((one - other).abs()[~alike].max())
-    largest = float(torch.maximum(one.abs(), other.abs()).nan_to_num(0, 0).max())
-    return None if math.isfinite(difference) and difference <= rtol * largest else (difference, "")

@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from signalfire.checks import check_bool, check_int
+from signalfire.authoring.checks import check_bool, check_int
 
 from .designs import Design
 from .formats import named_value
 from .joint import Differences
 from .results import BASELINE, Variant
 
-__all__ = ["Variants", "level_contrasts", "with_arguments"]
+__all__ = ["Variants", "contrasts_of", "factors_of", "has_levels", "level_contrasts", "subsets", "with_arguments"]
 
 
 class Variants(Design):
@@ -117,6 +117,31 @@ def with_arguments(build: Callable[..., Any], variant: Variant) -> Callable[...,
     return functools.partial(build, **dict(variant.arguments)) if variant.arguments else build
 
 
+def factors_of(variant: Variant) -> list[str]:
+    """The names of the factors of a cell of a factorial design."""
+    return [name for name, _ in variant.level]
+
+
+def has_levels(variants: Sequence[Variant]) -> bool:
+    """Whether the factors of a design have named levels, and are not just on and off."""
+    return any(not isinstance(one, bool) for variant in variants for _, one in variant.level)
+
+
+def subsets(factors: int, order: int) -> list[tuple[int, ...]]:
+    """The places of the factors of each effect: main effects first, then interactions of two factors, up to the order."""
+    return [places for size in range(1, order + 1) for places in itertools.combinations(range(factors), size)]
+
+
+def contrasts_of(
+    weights: Iterable[Mapping[str, Fraction]], values: Mapping[tuple[str, int], Fraction], seeds: Sequence[int]
+) -> list[Differences]:
+    """The weighted sum over the variants in each seed, for the weights of each effect."""
+    return [
+        {seed: sum((weight * values[name, seed] for name, weight in those.items()), Fraction()) for seed in seeds}
+        for those in weights
+    ]
+
+
 def level_contrasts(
     values: Mapping[tuple[str, int], Fraction], variants: Sequence[Variant], seeds: Sequence[int], order: int
 ) -> tuple[list[tuple[str, ...]], list[Differences]]:
@@ -135,27 +160,20 @@ def level_contrasts(
         ValueError: if the variants are not a full factorial design.
     """
     cells = {tuple(one for _, one in variant.level): variant.name for variant in variants}
-    factors = [name for name, _ in variants[0].level]
+    factors = factors_of(variants[0])
     levels = [list(dict.fromkeys(dict(variant.level)[name] for variant in variants)) for name in factors]
     if len(cells) < len(variants) or set(cells) != set(itertools.product(*levels)):
         raise ValueError(
             "effects(variants=...): not a full factorial design: a combination of levels is missing or double"
         )
     names: list[tuple[str, ...]] = []
-    contrasts: list[Differences] = []
-    for size in range(1, order + 1):
-        for places in itertools.combinations(range(len(factors)), size):
-            for others in itertools.product(*(levels[place][1:] for place in places)):
-                compared = dict(zip(places, others, strict=True))
-                weights = {name: _weight(cell, compared, levels) for cell, name in cells.items()}
-                names.append(tuple(f"{factors[place]} = {one}" for place, one in compared.items()))
-                contrasts.append(
-                    {
-                        seed: sum((one * values[name, seed] for name, one in weights.items()), Fraction())
-                        for seed in seeds
-                    }
-                )
-    return names, contrasts
+    weights = []
+    for places in subsets(len(factors), order):
+        for others in itertools.product(*(levels[place][1:] for place in places)):
+            compared = dict(zip(places, others, strict=True))
+            weights.append({name: _weight(cell, compared, levels) for cell, name in cells.items()})
+            names.append(tuple(f"{factors[place]} = {one}" for place, one in compared.items()))
+    return names, contrasts_of(weights, values, seeds)
 
 
 def _weight(cell: Sequence[object], compared: Mapping[int, object], levels: Sequence[Sequence[object]]) -> Fraction:

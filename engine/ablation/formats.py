@@ -103,11 +103,7 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
     """The table in aligned columns, at most `WIDTH` wide: long names wrap, excess columns go into a second part below."""
     widths = [max(len(line[column]) for line in table) for column in range(1, len(table[0]))]
     longest = max(len(line[0]) for line in table)
-    for split in (len(widths), 5, 3, 1):  # maximum number of columns side by side
-        parts = [range(start, min(start + split, len(widths))) for start in range(0, len(widths), split)]
-        room = WIDTH - max(sum(widths[column] + 2 for column in part) for part in parts)
-        if room >= min(longest, 16):
-            break
+    parts, room = _parts(widths, min(longest, 16))
     first = max(min(longest, room), 8)
     text = []
     for part in parts:
@@ -120,6 +116,16 @@ def aligned(table: Sequence[Sequence[str]]) -> str:
                 text.append("-" * min(WIDTH, first + sum(widths[column] + 2 for column in part)))
         text.append("")
     return "\n".join(text).rstrip()
+
+
+def _parts(widths: Sequence[int], least: int) -> tuple[list[range], int]:
+    """The columns of each part of a table, and the room that is left for the names: at least so much, if there is a way."""
+    for split in (len(widths), 5, 3, 1):  # maximum number of columns side by side
+        parts = [range(start, min(start + split, len(widths))) for start in range(0, len(widths), split)]
+        room = WIDTH - max(sum(widths[column] + 2 for column in part) for part in parts)
+        if room >= least:
+            break
+    return parts, room
 
 
 def escaped_markdown(text: str) -> str:

@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from signalfire.checks import check_int
-from signalfire.markup import preformatted
+from signalfire.authoring.checks import check_int
+from signalfire.authoring.markup import preformatted
 
 from .designs import Design, Groups, check_names, handlers_of
+from .factors import contrasts_of, factors_of, has_levels
 from .results import BASELINE, Result, Variant
-from .statistics import Effect, finished_values, make_effects
+from .statistics import Effect, finished_values, make_effects, split_seeds
 
 __all__ = ["FractionalFactorial", "aliased_effects", "is_fraction"]
 
@@ -180,18 +181,14 @@ class FractionalFactorial(Design):
 
 def is_fraction(variants: Sequence[Variant]) -> bool:
     """Whether the variants are a regular fraction of the combinations of factors on and off, of resolution III or more."""
-    factors = [name for name, _ in variants[0].level]
-    levels = [dict(variant.level) for variant in variants]
-    if not factors or len(factors) > MOST or any(list(one) != factors for one in levels):
-        return False
-    if any(not isinstance(on, bool) for one in levels for on in one.values()):
+    factors = factors_of(variants[0])
+    if not 0 < len(factors) <= MOST or any(factors_of(one) != factors for one in variants) or has_levels(variants):
         return False
     cells = {_cell(variant) for variant in variants}
-    closed = all(one ^ other in cells for one, other in itertools.combinations(cells, 2))
-    if not (1 < len(cells) == len(variants) < 2 ** len(factors) and 0 in cells and closed):
+    if not (1 < len(cells) == len(variants) < 2 ** len(factors) and _is_closed(cells)):
         return False
     short = (one for one in range(1, 2 ** len(factors)) if one.bit_count() < 3)
-    return not any(all(_sign(word, cell) > 0 for cell in cells) for word in short)
+    return not any(_is_word(one, cells) for one in short)
 
 
 def aliased_effects(results: Sequence[Result], variants: Sequence[Variant], order: int, level: float) -> list[Effect]:
@@ -206,22 +203,15 @@ def aliased_effects(results: Sequence[Result], variants: Sequence[Variant], orde
         order: Maximum number of factors in the effects that the sums are named after.
         level: Confidence level of the intervals.
     """
-    names = [name for name, _ in variants[0].level]
+    names = factors_of(variants[0])
     values = finished_values(results)
-    seeds = sorted({result.seed for result in results})
-    complete = [seed for seed in seeds if all((variant.name, seed) in values for variant in variants)]
     cells = {variant.name: _cell(variant) for variant in variants}
-    words = [word for word in range(1, 2 ** len(names)) if all(_sign(word, cell) > 0 for cell in cells.values())]
+    complete, left_out = split_seeds(results, cells, values)
+    words = [word for word in range(1, 2 ** len(names)) if _is_word(word, cells.values())]
     chains = _chains(len(names), words, order)
     share = Fraction(2, len(cells))
-    contrasts = [
-        {
-            seed: share * sum(_sign(first, cell) * values[name, seed] for name, cell in cells.items())
-            for seed in complete
-        }
-        for first, *_ in chains
-    ]
-    left_out = tuple(seed for seed in seeds if seed not in complete)
+    signs = [{name: share * _sign(first, cell) for name, cell in cells.items()} for first, *_ in chains]
+    contrasts = contrasts_of(signs, values, complete)
     found = make_effects([_names(names, first) for first, *_ in chains], contrasts, left_out, level)
     return [
         replace(effect, aliases=tuple(_names(names, other) for other in others))
@@ -252,6 +242,16 @@ def _cell(variant: Variant) -> int:
 def _sign(effect: int, cell: int) -> int:
     """The sign of a run in the contrast of an effect."""
     return -1 if (effect & cell).bit_count() % 2 else 1
+
+
+def _is_word(effect: int, cells: Collection[int]) -> bool:
+    """Whether an effect is a word of the defining relation: its sign is that of the mean in all runs."""
+    return all(_sign(effect, cell) > 0 for cell in cells)
+
+
+def _is_closed(cells: Collection[int]) -> bool:
+    """Whether the product of any two combinations is one of them, and all factors are on in one."""
+    return 0 in cells and all(one ^ other in cells for one, other in itertools.combinations(cells, 2))
 
 
 def _by_order(effect: int) -> tuple[int, list[int]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from .failures import Failures
 from .formats import without_nan
 from .pruning import Pruned
 from .results import Result
@@ -16,27 +17,22 @@ __all__ = ["content_of", "framed", "record_of", "records_of", "records_of_runs"]
 
 Record = dict[str, Any]
 
+_COMPARED = (
+    *("pairs", "difference", "low", "high", "p", "p_adjusted", "d_z", "verdict"),
+    *("failed_pairs_variant", "failed_pairs_baseline", "failed_pairs_both"),
+)
+_NO_FAILURES = Failures(0, 0, 0, 1.0)
+
 
 def record_of(row: Row) -> Record:
     """A variant as one line of numbers and names; None where there is no number."""
-    one, end, failures = row.comparison, row.conclusion, row.failures
     found: Record = {
         "variant": row.variant.name,
         "finished": row.finished,
         "planned": row.planned,
         "mean": row.mean,
         "sd": row.sd,
-        "pairs": one.n if one else None,
-        "difference": one.mean if one else None,
-        "low": end.low if end else None,
-        "high": end.high if end else None,
-        "p": row.p if end else None,
-        "p_adjusted": row.adjusted if end else None,
-        "d_z": one.effect if one else None,
-        "verdict": row.verdict,
-        "failed_pairs_variant": failures.variant if failures else 0 if one else None,
-        "failed_pairs_baseline": failures.baseline if failures else 0 if one else None,
-        "failed_pairs_both": failures.both if failures else 0 if one else None,
+        **_comparison_of(row),
         "seconds": row.seconds,
         "steps": row.steps,
         "memory": row.memory or None,
@@ -44,6 +40,16 @@ def record_of(row: Row) -> Record:
     for name, seeds in (("failed", row.failed), ("missing", row.missing), ("without_pair", row.without_pair)):
         found["seeds_without_pair" if name == "without_pair" else f"{name}_seeds"] = " ".join(map(str, seeds))
     return {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in found.items()}
+
+
+def _comparison_of(row: Row) -> Record:
+    """The comparison with the baseline; None throughout for the baseline itself."""
+    one, end = row.comparison, row.conclusion
+    if one is None or end is None:
+        return dict.fromkeys(_COMPARED)
+    failures = row.failures or _NO_FAILURES
+    numbers = (one.n, one.mean, end.low, end.high, row.p, row.adjusted, one.effect, end.verdict)
+    return dict(zip(_COMPARED, (*numbers, failures.variant, failures.baseline, failures.both), strict=True))
 
 
 def records_of(rows: Sequence[Row], pruned: Sequence[Pruned]) -> list[Record]:

@@ -100,27 +100,27 @@ class Identity:
         """Why stored runs of these variants and seeds are not used."""
         planned = {_place(sorted(one.off), dict(one.swapped), seed) for one in variants for seed in seeds}
         own = {self.key(variant, seed) for variant in variants for seed in seeds}
-        reasons: Counter[tuple[str, ...]] = Counter()
-        for key, line in lines.items():
-            if key in own or _place(line["off"], line["swapped"], line["seed"]) not in planned:
-                continue
-            parts = tuple(self.provenance.differing(line.get("provenance", {})))
-            if "until" in line and not parts:  # ended early, to decide what is pruned: never a run of the report
-                continue
-            parts = parts or ("alternative",)
-            if not {"config", "task"} & {*parts}:  # another config= is meant to be another study
-                reasons[parts] += 1
+        others = [line for key, line in lines.items() if key not in own and _place_of(line) in planned]
+        reasons = Counter(filter(None, map(self._differing, others)))
         notes = [
-            f"{count} stored run{'s' if count > 1 else ''} of these variants and seeds {_was(count)} made with another "
-            f"{' and another '.join(_WORDS.get(part, part) for part in parts)}, and {_is(count)} not used"
+            f"{_stored(count)} made with another {' and another '.join(_WORDS.get(part, part) for part in parts)}, and "
+            f"{_is(count)} not used"
             for parts, count in sorted(reasons.items())
         ]
-        if count := sum(_place(line["off"], line["swapped"], line["seed"]) in planned for line in old):
+        if count := sum(_place_of(line) in planned for line in old):
             notes.append(
-                f"{count} stored run{'s' if count > 1 else ''} of these variants and seeds {_was(count)} written by version 0.1, "
-                f"which recorded neither code nor arguments, and {_is(count)} not used"
+                f"{_stored(count)} written by version 0.1, which recorded neither code nor arguments, and {_is(count)} not used"
             )
         return tuple(notes)
+
+    def _differing(self, line: Mapping[str, Any]) -> tuple[str, ...]:
+        """In what a stored run differs from one of this study; empty for one that is never used here."""
+        parts = tuple(self.provenance.differing(line.get("provenance", {})))
+        if "until" in line and not parts:  # ended early, to decide what is pruned: never a run of the report
+            return ()
+        if {"config", "task"} & {*parts}:  # another config= is meant to be another study
+            return ()
+        return parts or ("alternative",)
 
 
 _WORDS = {
@@ -133,8 +133,9 @@ _WORDS = {
 }
 
 
-def _was(count: int) -> str:
-    return "were" if count > 1 else "was"
+def _stored(count: int) -> str:
+    runs, were = ("runs", "were") if count > 1 else ("run", "was")
+    return f"{count} stored {runs} of these variants and seeds {were}"
 
 
 def _is(count: int) -> str:
@@ -143,3 +144,7 @@ def _is(count: int) -> str:
 
 def _place(off: Sequence[str], swapped: Mapping[str, str], seed: int) -> tuple[Any, ...]:
     return tuple(off), tuple(sorted(swapped.items())), seed
+
+
+def _place_of(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return _place(line["off"], line["swapped"], line["seed"])

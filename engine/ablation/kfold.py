@@ -13,16 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Engine
-from signalfire.checks import check_int
-from signalfire.markup import preformatted
+from signalfire.authoring.checks import check_int
+from signalfire.authoring.markup import preformatted
 
 from .arguments import check_workers
 from .lines import to_line, to_result
 from .out_of_fold import Predict, Predicting, decoded, out_of_fold
 from .plan import PlannedRun
 from .provenance import Provenance, digest_code
-from .results import Result, Variant
+from .results import Result, Variant, finished_value
 from .runs import Outcome, Run, Task
+from .statistics import mean_of, sd_of
 from .store import Store
 from .workers import outcomes
 
@@ -78,18 +79,7 @@ class KFold:
         store: str | os.PathLike[str] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        if isinstance(build, Engine) or not callable(build):
-            raise TypeError(f"KFold(build={build!r}): expected a function of a seed and two sequences of indices")
-        if not callable(getattr(splitter, "split", None)):
-            raise TypeError(
-                f"KFold(splitter={splitter!r}): expected an object with split(X, y), such as StratifiedKFold(5)"
-            )
-        if not isinstance(metric, str) or not metric:
-            raise TypeError(f"KFold(metric={metric!r}): expected the name of a metric, such as 'accuracy'")
-        if predict is not None and not callable(predict):
-            raise TypeError(
-                f"KFold(predict={predict!r}): expected a function of the engine and the indices of the samples"
-            )
+        _check_arguments(build, splitter, metric, predict)
         self.build, self.metric, self.predict = build, metric, predict
         self.seed = check_int("KFold", "seed", seed, least=0)
         self.config = dict(config or {})
@@ -210,21 +200,18 @@ class Folds:
     @property
     def values(self) -> dict[int, float]:
         """The metric of each finished fold, by number."""
-        return {
-            one: result.value
-            for one, result in self.results.items()
-            if result.error is None and result.value is not None and math.isfinite(result.value)
-        }
+        values = {one: finished_value(result) for one, result in self.results.items()}
+        return {one: value for one, value in values.items() if value is not None}
 
     @property
     def mean(self) -> float:
         """Mean over the finished folds; NaN without any."""
-        return statistics.fmean(self.values.values()) if self.values else math.nan
+        return mean_of(self.values.values())
 
     @property
     def sd(self) -> float:
         """Standard deviation over the finished folds; NaN for fewer than two."""
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else math.nan
+        return sd_of(self.values.values())
 
     def interval(self, level: float = 0.95) -> tuple[float, float]:
         """The corrected interval of Student's t for the mean: the folds train on much the same samples, so their results depend
@@ -261,6 +248,18 @@ class Folds:
 
     def _repr_html_(self) -> str:
         return preformatted(self)
+
+
+def _check_arguments(build: object, splitter: object, metric: object, predict: object) -> None:
+    for name, value, is_valid, expected in (
+        ("build", build, callable(build) and not isinstance(build, Engine), "a function of a seed and two sequences of indices"),
+        ("splitter", splitter, callable(getattr(splitter, "split", None)),
+         "an object with split(X, y), such as StratifiedKFold(5)"),
+        ("metric", metric, isinstance(metric, str) and metric, "the name of a metric, such as 'accuracy'"),
+        ("predict", predict, predict is None or callable(predict), "a function of the engine and the indices of the samples"),
+    ):  # fmt: skip
+        if not is_valid:
+            raise TypeError(f"KFold({name}={value!r}): expected {expected}")
 
 
 def _samples(arguments: tuple[Any, ...], folds: Sequence[Fold]) -> int:

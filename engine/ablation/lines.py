@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from signalfire.checks import did_you_mean
+from signalfire.authoring.checks import did_you_mean
 
 from .plan import PlannedRun
 from .provenance import Provenance

@@ -24,7 +24,7 @@ from itertools import combinations
 import numpy as np
 import numpy.typing as npt
 
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 from .joint import EXACT_UP_TO, Differences, flipped_sums, step_down
 

@@ -7,9 +7,9 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any, Generic, Literal, TypeVar
 
-from signalfire.checks import check_choice
+from signalfire.authoring.checks import check_choice
 
-from ..markup import preformatted
+from ..authoring.markup import preformatted
 from .families import Joined, Member, join, joined_table
 from .formats import WIDTH, aligned, count
 from .frames import framed

@@ -18,7 +18,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 from .arguments import check_seeds
 from .designs import Design, Factory, variants_of

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 from .designs import Design, check_names
 from .results import BASELINE, Variant

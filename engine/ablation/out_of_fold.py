@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine
-from signalfire.restore import Modes
+from signalfire.runs.restore import Modes
 
 __all__ = ["Predict", "Predicting", "decoded", "out_of_fold"]
 

@@ -40,16 +40,15 @@ def is_installed(module: str | None, file: str | None = None) -> bool:
             return False
         if top in sys.stdlib_module_names or top in sys.builtin_module_names:
             return True
-        found = sys.modules.get(module or "") or sys.modules.get(top)
-        file = getattr(found, "__file__", None)
-        if file is None:
-            file = _file_of(top)
-        if file is None:
-            return False
-    return _is_inside(file)
+        file = _file_of(module or "", top)
+    return file is not None and _is_inside(file)
 
 
-def _file_of(top: str) -> str | None:
+def _file_of(module: str, top: str) -> str | None:
+    found = sys.modules.get(module) or sys.modules.get(top)
+    file: str | None = getattr(found, "__file__", None)
+    if file is not None:
+        return file
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 
-from .. import markup
-from ..checks import check_local
+from ..authoring import markup
+from ..authoring.checks import check_local
 from .detectability import detectable
 from .formats import count, listed, numbers_in_words
 from .joint import EXACT_UP_TO, FLIPS
@@ -66,32 +66,35 @@ def _how_it_was_tested(report: Findings) -> list[str]:
             "Where a run of a pair failed, signed ranks of all pairs were tested in place of the differences, and failing itself "
             "by McNemar's exact test."
         )
-    alpha, family = f"{report.alpha:g}", count(report.comparisons, "comparison")
-    if report.looks is not None:
-        sizes = listed([str(size) for size in report.looks.sizes])
-        test = "a closed test" if report.comparisons <= CLOSED_UP_TO else "a step-down test"
-        text.append(
-            f"Looks were planned at {sizes} seeds. Each spends {alpha} in proportion to its seeds (Lan and DeMets, 1983), with "
-            f"boundaries from the joint sign flips of {family} in {test}. Variants that were found to differ made no further "
-            "runs."
-        )
-    elif report.pruned:
-        text.append(
-            f"p-values were adjusted for {family}, those that were pruned included, by Holm's procedure (1979), at a level of "
-            f"{alpha} for the family."
-        )
-    elif report.comparisons > 1:
-        text.append(
-            f"p-values were adjusted for {family} by the step-down procedure over joint sign flips (Westfall and Young, 1993; "
-            f"Romano and Wolf, 2005), at a level of {alpha} for the family."
-        )
-    else:
-        text.append(f"The level of the test is {alpha}.")
+    text.append(_how_it_was_adjusted(report))
     simultaneous = "simultaneous " if report.comparisons > 1 else ""
     text.append(f"Intervals are {simultaneous}{100 * report.level:g} % intervals that invert the test.")
     if report.margin is not None:
         text.append(f"A variant is called equivalent if its interval lies within {report.margin:g} of 0.")
     return text
+
+
+def _how_it_was_adjusted(report: Findings) -> str:
+    alpha, family = f"{report.alpha:g}", count(report.comparisons, "comparison")
+    if report.looks is not None:
+        sizes = listed([str(size) for size in report.looks.sizes])
+        test = "a closed test" if report.comparisons <= CLOSED_UP_TO else "a step-down test"
+        return (
+            f"Looks were planned at {sizes} seeds. Each spends {alpha} in proportion to its seeds (Lan and DeMets, 1983), with "
+            f"boundaries from the joint sign flips of {family} in {test}. Variants that were found to differ made no further "
+            "runs."
+        )
+    if report.pruned:
+        return (
+            f"p-values were adjusted for {family}, those that were pruned included, by Holm's procedure (1979), at a level of "
+            f"{alpha} for the family."
+        )
+    if report.comparisons > 1:
+        return (
+            f"p-values were adjusted for {family} by the step-down procedure over joint sign flips (Westfall and Young, 1993; "
+            f"Romano and Wolf, 2005), at a level of {alpha} for the family."
+        )
+    return f"The level of the test is {alpha}."
 
 
 def _what_it_could_find(report: Findings) -> list[str]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 import statistics
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
-from signalfire.checks import check_choice, did_you_mean
+from signalfire.authoring.checks import check_choice, did_you_mean
 
 from .cost_ratios import COSTS, What
-from .results import BASELINE, Result
+from .results import BASELINE, Result, finished_value
 from .statistics import compare
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["front", "new_figure", "plain_text", "plot_curves", "plot_pareto"]
+__all__ = ["figure_of_panels", "front", "new_figure", "plain_text", "plot_curves", "plot_pareto"]
 
 BLUE, GREY, ORANGE = "#0072B2", "0.45", "#D55E00"
 UNITS = {"seconds": "seconds per run", "memory": "peak memory in MB", "steps": "optimizer steps per run"}
@@ -52,29 +52,12 @@ def plot_pareto(
     check_choice("plot_pareto", "mode", mode, ("min", "max"))
     figure = new_figure(9, 5.5)
     axes = figure.subplots()
-    points: dict[str, tuple[float, float]] = {}
-    for name, runs in _by_variant(results).items():
-        values = [one.value for one in runs if one.value is not None]
-        taken = [float(getattr(one, cost)) / (1e6 if cost == "memory" else 1) for one in runs]
-        if not values or not any(taken):
-            continue
-        mean = compare(values, level=level)
-        points[name] = statistics.fmean(taken), mean.mean
-        if not math.isnan(mean.low):
-            axes.plot([points[name][0]] * 2, [mean.low, mean.high], color="0.75", linewidth=1.2, zorder=1)
+    points = _draw_means(axes, results, cost, level)
     best = front(points, mode)
     axes.plot(
-        *zip(*(points[name] for name in best), strict=True) if best else ([], []), color=ORANGE, linewidth=1, zorder=2
+        [points[name][0] for name in best], [points[name][1] for name in best], color=ORANGE, linewidth=1, zorder=2
     )
-    for number, (name, (x, y)) in enumerate(points.items(), 1):
-        colour = GREY if name == BASELINE else ORANGE if name in best else BLUE
-        axes.plot(x, y, "s" if name == BASELINE else "o", color=colour, markersize=6, zorder=3)
-        label = plain_text(name) if len(points) <= DIRECT else str(number)
-        weight = "bold" if name in best else "normal"
-        axes.annotate(label, (x, y), (6, -10), textcoords="offset points", fontsize=8, weight=weight, zorder=4)
-    if len(points) > DIRECT:
-        names = [f"{number:>2}  {plain_text(textwrap.shorten(name, 34))}" for number, name in enumerate(points, 1)]
-        axes.text(1.02, 1.0, "\n".join(names), transform=axes.transAxes, va="top", fontsize=7.5, linespacing=1.25)
+    _draw_points(axes, points, best)
     axes.set_xlabel(UNITS[cost])
     axes.set_ylabel(plain_text(f"{metric} ({'greater' if mode == 'max' else 'smaller'} is better)"))
     axes.set_title(
@@ -84,6 +67,33 @@ def plot_pareto(
     axes.margins(0.12)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
+
+
+def _draw_means(axes: Axes, results: Sequence[Result], cost: What, level: float) -> dict[str, tuple[float, float]]:
+    """Draw the interval of each variant; returns its mean cost and metric, by name."""
+    points = {}
+    for name, runs in _by_variant(results).items():
+        taken = [float(getattr(one, cost)) / (1e6 if cost == "memory" else 1) for one in runs]
+        if not any(taken):
+            continue
+        mean = compare([one.value for one in runs if one.value is not None], level=level)
+        points[name] = statistics.fmean(taken), mean.mean
+        if not math.isnan(mean.low):
+            axes.plot([points[name][0]] * 2, [mean.low, mean.high], color="0.75", linewidth=1.2, zorder=1)
+    return points
+
+
+def _draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], best: Collection[str]) -> None:
+    """Draw the points with their names, or with numbers and a list of names beside the axes."""
+    for number, (name, (x, y)) in enumerate(points.items(), 1):
+        colour = GREY if name == BASELINE else ORANGE if name in best else BLUE
+        axes.plot(x, y, "s" if name == BASELINE else "o", color=colour, markersize=6, zorder=3)
+        label = plain_text(name) if len(points) <= DIRECT else str(number)
+        weight = "bold" if name in best else "normal"
+        axes.annotate(label, (x, y), (6, -10), textcoords="offset points", fontsize=8, weight=weight, zorder=4)
+    if len(points) > DIRECT:
+        names = [f"{number:>2}  {plain_text(textwrap.shorten(name, 34))}" for number, name in enumerate(points, 1)]
+        axes.text(1.02, 1.0, "\n".join(names), transform=axes.transAxes, va="top", fontsize=7.5, linespacing=1.25)
 
 
 def front(points: Mapping[str, tuple[float, float]], mode: Literal["min", "max"]) -> list[str]:
@@ -119,24 +129,11 @@ def plot_curves(
     Raises:
         KeyError: if no run has a curve of this metric.
     """
-    curves = {name: _curve(runs, metric, level) for name, runs in _by_variant(results).items()}
-    curves = {name: curve for name, curve in curves.items() if curve}
-    if not curves:
-        there = sorted({name for one in results for name in one.history})
-        raise KeyError(
-            f"plot_curves(metric={metric!r}): no finished run has a curve of it; there are: {', '.join(there) or 'none'}"
-            f"{did_you_mean(metric, there)}"
-        )
+    curves = _curves(results, metric, level)
     others = [name for name in curves if name != baseline] or [baseline]
-    columns = min(len(others), 3 if len(others) <= 9 else 5)
-    rows = -(-len(others) // columns)
     lines = max(len(textwrap.wrap(name, 30)) for name in others)  # of a title: names are long, and differ at their ends
-    figure = new_figure(max(5.0, 2.6 * columns), 0.8 + (1.8 + 0.2 * lines) * rows)
-    panels = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
-    for axes, name in zip(panels, [*others, *[""] * (rows * columns - len(others))], strict=True):
-        if not name:
-            axes.set_visible(False)
-            continue
+    figure, panels = figure_of_panels(len(others), 0.8, 1.8 + 0.2 * lines)
+    for axes, name in zip(panels, others, strict=True):
         for which, colour in ((baseline, GREY), (name, BLUE)):
             if which in curves:
                 _draw_curve(axes, curves[which], colour)
@@ -146,6 +143,18 @@ def plot_curves(
     figure.supxlabel(f"epoch (grey: {baseline}; bands: {100 * level:g} % intervals of the mean)", fontsize="small")
     figure.supylabel(plain_text(metric), fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def _curves(results: Sequence[Result], metric: str, level: float) -> dict[str, list[tuple[float, float, float, float]]]:
+    """The curve of each variant that has one; an error if none has."""
+    curves = {name: _curve(runs, metric, level) for name, runs in _by_variant(results).items()}
+    if not any(curves.values()):
+        there = sorted({name for one in results for name in one.history})
+        raise KeyError(
+            f"plot_curves(metric={metric!r}): no finished run has a curve of it; there are: {', '.join(there) or 'none'}"
+            f"{did_you_mean(metric, there)}"
+        )
+    return {name: curve for name, curve in curves.items() if curve}
 
 
 def _draw_curve(axes: Axes, curve: Sequence[tuple[float, float, float, float]], colour: str) -> None:
@@ -172,7 +181,7 @@ def _curve(runs: Sequence[Result], metric: str, level: float) -> list[tuple[floa
 def _by_variant(results: Sequence[Result]) -> dict[str, list[Result]]:
     found: dict[str, list[Result]] = {}
     for one in results:
-        if one.error is None and one.value is not None and math.isfinite(one.value):
+        if finished_value(one) is not None:
             found.setdefault(one.variant, []).append(one)
     return found
 
@@ -194,3 +203,20 @@ def new_figure(width: float, height: float) -> Figure:
         raise ImportError("the pictures of a study need Matplotlib: pip install 'signalfire[ablation]'") from error
     made: Any = Figure(figsize=(width, height), layout="constrained")
     return made
+
+
+def figure_of_panels(count: int, base: float, height: float) -> tuple[Figure, list[Axes]]:
+    """A figure and as many panels with common axes, in rows.
+
+    Args:
+        count: Number of panels.
+        base: Height of what is beside the panels, in inches.
+        height: Height of a panel.
+    """
+    columns = min(count, 3 if count <= 9 else 5)
+    rows = -(-count // columns)
+    figure = new_figure(max(5.0, 2.6 * columns), base + height * rows)
+    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
+    for axes in panels[count:]:
+        axes.set_visible(False)
+    return figure, panels[:count]

@@ -7,7 +7,7 @@ import textwrap
 from dataclasses import dataclass
 from typing import Literal
 
-from ..markup import preformatted
+from ..authoring.markup import preformatted
 from .formats import WIDTH
 from .results import Variant
 
@@ -112,14 +112,7 @@ class Plan:
     def __str__(self) -> str:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
         lines = [f"{'variant':<{width}}  finished  failed  to make  off or replaced"]
-        for variant in self.variants:
-            runs = [run for run in self.runs if run.variant.name == variant.name]
-            finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
-            swaps = [f"{name} = {alternative}" for name, alternative in variant.swapped]
-            what = ", ".join([*sorted(variant.off), *swaps]) or "-"
-            lines.append(
-                f"{variant.name:<{width}}  {finished:>8}  {failed:>6}  {sum(run.make for run in runs):>7}  {what}"
-            )
+        lines += [self._line(variant, width) for variant in self.variants]
         lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
         if self.looks:
             lines.append(
@@ -133,6 +126,13 @@ class Plan:
             f"make, estimated time, run sequentially: {cost}"
         )
         return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
+
+    def _line(self, variant: Variant, width: int) -> str:
+        runs = [run for run in self.runs if run.variant.name == variant.name]
+        finished, failed = (sum(run.status == status for run in runs) for status in ("finished", "failed"))
+        swaps = [f"{name} = {alternative}" for name, alternative in variant.swapped]
+        what = ", ".join([*sorted(variant.off), *swaps]) or "-"
+        return f"{variant.name:<{width}}  {finished:>8}  {failed:>6}  {sum(run.make for run in runs):>7}  {what}"
 
     def _repr_html_(self) -> str:
         return preformatted(self)

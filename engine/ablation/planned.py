@@ -41,33 +41,43 @@ def planned_runs(
         retry_failed: Whether failed runs are made again.
         task: Name of the task; empty without tasks.
     """
+    stored = {
+        (variant.name, seed): to_result(variant.name, line, metric)
+        for variant in variants
+        for seed in seeds
+        if (line := lines.get(key(variant, seed))) is not None
+    }
     took: dict[str, list[float]] = {}
-    statuses: dict[tuple[str, int], Literal["finished", "failed", "missing", "pruned"]] = {}
-    for variant in variants:
-        for seed in seeds:
-            line = lines.get(key(variant, seed))
-            result = None if line is None else to_result(variant.name, line, metric)
-            statuses[variant.name, seed] = (
-                "missing" if result is None else "finished" if result.value is not None else "failed"
-            )
-            if variant.name in pruned:
-                statuses[variant.name, seed] = "pruned"
-            if result is not None and result.error is None:
-                took.setdefault(variant.name, []).append(result.seconds)
-    every = [
+    for result in stored.values():
+        if result.error is None:
+            took.setdefault(result.variant, []).append(result.seconds)
+    every = _durations(lines, configuration)
+    runs = []
+    for seed in seeds:
+        for variant in variants:
+            status = _status(stored.get((variant.name, seed)), variant.name in pruned)
+            make = status == "missing" or (retry_failed and status == "failed")
+            known = took.get(variant.name, every)
+            seconds = sum(known) / len(known) if known else None
+            runs.append(PlannedRun(variant, seed, key(variant, seed), status, make, seconds, task=task))
+    return tuple(runs)
+
+
+def _durations(lines: Mapping[str, Any], configuration: str) -> list[float]:
+    """The durations of the finished runs of a study, whichever their variants."""
+    return [
         line["timing"]["seconds"]
         for line in lines.values()
         if line["configuration"] == configuration and line["error"] is None and "until" not in line
     ]
-    runs = []
-    for seed in seeds:
-        for variant in variants:
-            status = statuses[variant.name, seed]
-            known = took.get(variant.name, every)
-            make = status == "missing" or (retry_failed and status == "failed")
-            seconds = sum(known) / len(known) if known else None
-            runs.append(PlannedRun(variant, seed, key(variant, seed), status, make, seconds, task=task))
-    return tuple(runs)
+
+
+def _status(result: Result | None, is_pruned: bool) -> Literal["finished", "failed", "missing", "pruned"]:
+    if is_pruned:
+        return "pruned"
+    if result is None:
+        return "missing"
+    return "failed" if result.value is None else "finished"
 
 
 def stored_results(runs: Sequence[PlannedRun], lines: Mapping[str, Any], metric: str) -> list[Result]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 import textwrap
+from collections.abc import Sequence
 from os import PathLike
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from .formats import looks_p_text, p_text
 from .rows import Findings, Row
 from .statistics import Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 __all__ = ["draw"]
 
@@ -32,29 +36,9 @@ def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | Non
     figure = Figure(figsize=(8, 1.6 + 0.62 * max(1, len(compared))), layout="constrained")
     axes = figure.subplots()
     axes.axvline(0, color="0.45", linewidth=1, linestyle="--", zorder=1)
-    labels = []
     for place, (row, comparison) in enumerate(compared):
-        for number, seed in enumerate(report.seeds):
-            if seed in row.differences:
-                height = place + 0.05 + 0.3 * (number / max(1, len(report.seeds) - 1))
-                axes.plot(
-                    row.differences[seed], height, "o", color="#0072B2", alpha=0.6, markersize=5, markeredgewidth=0
-                )
-        if comparison.n:
-            ends = _ends(row, comparison)
-            if all(map(math.isfinite, ends)):
-                color = "black" if row.failures is None else "0.6"
-                axes.plot(ends, [place - 0.15] * 2, color=color, linewidth=1.8, solid_capstyle="butt", zorder=3)
-            axes.plot(comparison.mean, place - 0.15, "D", color="black", markersize=5.5, zorder=4)
-        name = "\n".join(textwrap.wrap(row.variant.name, 28)).replace("$", r"\$")
-        pairs = f"{comparison.n}/{row.planned} pairs{' that finished' if row.failures else ''}"
-        if report.looks is None or row.adjusted is None:
-            p = p_text(row.adjusted, "= ")
-        else:
-            p = looks_p_text(row.adjusted, report.alpha)
-        shown = "" if comparison.n < 2 else f", p {p}"
-        labels.append(f"{name}\n{pairs}{shown}")
-    axes.set_yticks(range(len(compared)), labels)
+        _draw_row(axes, place, row, comparison, report.seeds)
+    axes.set_yticks(range(len(compared)), [_label(report, row, comparison) for row, comparison in compared])
     axes.set_ylim(max(1, len(compared)) - 0.5, -0.5)
     for edge in range(1, len(compared)):
         axes.axhline(edge - 0.5, color="0.92", linewidth=0.8, zorder=0)
@@ -69,6 +53,31 @@ def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | Non
     axes.tick_params(axis="y", length=0)
     axes.margins(x=0.06)
     figure.savefig(path, dpi=150, format=format)
+
+
+def _draw_row(axes: Axes, place: int, row: Row, comparison: Comparison, seeds: Sequence[int]) -> None:
+    """Draw the differences of the seeds, and below them their mean with its interval."""
+    for number, seed in enumerate(seeds):
+        if seed in row.differences:
+            height = place + 0.05 + 0.3 * (number / max(1, len(seeds) - 1))
+            axes.plot(row.differences[seed], height, "o", color="#0072B2", alpha=0.6, markersize=5, markeredgewidth=0)
+    if comparison.n:
+        ends = _ends(row, comparison)
+        if all(map(math.isfinite, ends)):
+            color = "black" if row.failures is None else "0.6"
+            axes.plot(ends, [place - 0.15] * 2, color=color, linewidth=1.8, solid_capstyle="butt", zorder=3)
+        axes.plot(comparison.mean, place - 0.15, "D", color="black", markersize=5.5, zorder=4)
+
+
+def _label(report: Findings, row: Row, comparison: Comparison) -> str:
+    """The name of a variant, with how many pairs it has and its p-value."""
+    name = "\n".join(textwrap.wrap(row.variant.name, 28)).replace("$", r"\$")
+    pairs = f"{comparison.n}/{row.planned} pairs{' that finished' if row.failures else ''}"
+    if comparison.n < 2:
+        return f"{name}\n{pairs}"
+    if report.looks is None or row.adjusted is None:
+        return f"{name}\n{pairs}, p {p_text(row.adjusted, '= ')}"
+    return f"{name}\n{pairs}, p {looks_p_text(row.adjusted, report.alpha)}"
 
 
 def _ends(row: Row, comparison: Comparison) -> tuple[float, float]:

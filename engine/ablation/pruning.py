@@ -29,13 +29,13 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from signalfire.checks import check_int
+from signalfire.authoring.checks import check_int
 
 from .formats import count, listed
 from .joint import Differences, intervals, step_down
 from .lines import to_result
 from .plan import PlannedRun
-from .results import BASELINE, MOST_POINTS, Variant
+from .results import BASELINE, MOST_POINTS, Variant, finished_value
 from .statistics import exact, holm
 from .store import Store
 
@@ -46,6 +46,7 @@ __all__ = [
     "Pruning",
     "adjusted_with_pruned",
     "check_left",
+    "check_prune",
     "pruned_in_words",
     "pruned_of",
 ]
@@ -285,36 +286,45 @@ class Pruning:
     def _out(self, left: Sequence[Variant], epoch: int, lines: Mapping[str, Line]) -> list[Pruned]:
         """The variants that are pruned after an epoch, in the order of their places."""
         candidates = [one for one in left if one.name != BASELINE]
+        values = self._values(left, epoch, lines)
+        names = [one.name for one in candidates]
+        ranks, totals = self._ranks(names, values), self._totals(names, values)
+        ordered = sorted(candidates, key=lambda one: (ranks[one.name], totals[one.name]))
+        kept = self.halving.kept(len(candidates))
+        return [
+            Pruned(
+                variant,
+                epoch,
+                place,
+                len(candidates),
+                float(ranks[variant.name]),
+                self._difference(variant.name, values),
+                len(self.seeds),
+                sum(values[variant.name, seed] is None for seed in self.seeds),
+            )
+            for place, variant in enumerate(ordered[kept:], kept + 1)
+        ]
+
+    def _values(self, left: Sequence[Variant], epoch: int, lines: Mapping[str, Line]) -> Values:
+        """The metric of each run at the end of an epoch; None for a failed run."""
         values: Values = {}
         for variant in left:
             for seed in self.seeds:
-                result = to_result(variant.name, lines[self.key(variant, seed, epoch)], self.metric)
-                finite = result.value is not None and math.isfinite(result.value)
-                values[variant.name, seed] = exact(result.value) if finite and result.value is not None else None
-        names = [one.name for one in candidates]
-        ranks = self._ranks(names, values)
+                value = finished_value(to_result(variant.name, lines[self.key(variant, seed, epoch)], self.metric))
+                values[variant.name, seed] = None if value is None else exact(value)
+        return values
+
+    def _totals(self, names: Sequence[str], values: Values) -> dict[str, Fraction]:
+        """The sum over the seeds that all variants finished, smaller for a better variant: it decides between equal ranks."""
         shared = [seed for seed in self.seeds if all(values[name, seed] is not None for name in names)]
         sign = -1 if self.mode == "max" else 1
-        means = {name: sign * sum((values[name, seed] or Fraction() for seed in shared), Fraction()) for name in names}
-        ordered = sorted(candidates, key=lambda one: (ranks[one.name], means[one.name]))
-        out = []
-        for place, variant in enumerate(ordered, 1):
-            if place > self.halving.kept(len(candidates)):
-                pairs = [(values[variant.name, seed], values[BASELINE, seed]) for seed in self.seeds]
-                differences = [one - other for one, other in pairs if one is not None and other is not None]
-                out.append(
-                    Pruned(
-                        variant,
-                        epoch,
-                        place,
-                        len(candidates),
-                        float(ranks[variant.name]),
-                        float(sum(differences) / len(differences)) if differences else math.nan,
-                        len(self.seeds),
-                        sum(one is None for one, _ in pairs),
-                    )
-                )
-        return out
+        return {name: sign * sum((values[name, seed] or Fraction() for seed in shared), Fraction()) for name in names}
+
+    def _difference(self, name: str, values: Values) -> float:
+        """The mean difference to the baseline over the pairs that finished; NaN without any."""
+        pairs = [(values[name, seed], values[BASELINE, seed]) for seed in self.seeds]
+        differences = [one - other for one, other in pairs if one is not None and other is not None]
+        return float(sum(differences) / len(differences)) if differences else math.nan
 
     def _ranks(self, names: Sequence[str], values: Values) -> dict[str, Fraction]:
         """The mean rank of each variant over the seeds; 1 is the best, ties share their ranks, failed runs come last."""
@@ -349,6 +359,21 @@ def adjusted_with_pruned(
     p = [step_down([own])[0] for own in scores]
     adjusted = holm([*p, *[1.0] * pruned])[: len(p)]
     return adjusted, [intervals([own], 1 - (1 - level) / family)[0] for own in differences]
+
+
+def check_prune(prune: object, looks: object) -> Halving | None:
+    """The plan of pruning of a study.
+
+    Raises:
+        TypeError, ValueError: if it is no plan, or the study has planned looks.
+    """
+    if prune is None:
+        return None
+    if not isinstance(prune, Halving):
+        raise TypeError(f"Study(prune={prune!r}): expected a plan, such as Halving([1, 3])")
+    if looks is not None:
+        raise ValueError("Study(prune=..., looks=...): the error of planned looks does not cover pruning; give one")
+    return prune
 
 
 def check_left(method: str, pruned: Sequence[Pruned], needed: Collection[str]) -> None:

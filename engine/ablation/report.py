@@ -11,9 +11,10 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal
 
-from signalfire.checks import did_you_mean
+from signalfire.authoring.checks import check_choice, did_you_mean
 
-from ..markup import preformatted
+from ..authoring.markup import preformatted
+from .factors import factors_of
 from .formats import (
     WIDTH,
     aligned,
@@ -41,7 +42,7 @@ from .pruning import Pruned, check_left
 from .results import BASELINE, Result, Variant
 from .rows import Row, make_rows
 from .sentences import Sentences
-from .statistics import Comparison, Effect, compare, contributions, effects, fewest_seeds
+from .statistics import Comparison, Effect, compare, contributions, effects, seeds_needed
 from .verdicts import check_margin
 
 __all__ = ["Report"]
@@ -110,8 +111,7 @@ class Report:
         facts: Sequence[str] = (),
         limits: Sequence[str] = (),
     ) -> None:
-        if mode not in ("min", "max"):
-            raise ValueError(f"Report(mode={mode!r}): expected 'min' or 'max'")
+        check_choice("Report", "mode", mode, ("min", "max"))
         if not 0 < level < 1:
             raise ValueError(f"Report(level={level!r}): expected a number between 0 and 1, such as 0.95")
         self.metric, self.mode, self.baseline, self.level = metric, mode, baseline, level
@@ -138,13 +138,8 @@ class Report:
         if percent is None:
             percent = "accuracy" in metric.lower() and all(0 <= value <= 1 for value in values)
         self.percent = percent
-        try:
-            self.needed: int | None = fewest_seeds(self.comparisons if self.pruned else 1, self.alpha)
-        except ValueError:
-            self.needed = None
-        compared = [row.comparison for row in self.rows if row.comparison is not None]
-        half_widths = [(one.high - one.low) / 2 for one in compared]  # Student's, which are finite
-        self.digits = decimals([row.sd for row in self.rows] + half_widths, values)
+        self.needed = seeds_needed(self.comparisons if self.pruned else 1, self.alpha)
+        self.digits = _decimals_of(self.rows, values)
 
     @property
     def alpha(self) -> float:
@@ -175,7 +170,7 @@ class Report:
         check_left("effects", self.pruned, {one.variant.name for one in self.pruned if one.variant.level})
         if is_fraction(self._variants):
             return aliased_effects(self._results, self._variants, order, self.level)
-        factors = [name for name, _ in self._variants[0].level]
+        factors = factors_of(self._variants[0])
         return effects(
             self._results, factors, min(order, max(1, len(factors))), variants=self._variants, level=self.level
         )
@@ -496,3 +491,9 @@ class Report:
             path: File to write; its extension sets the format, such as .png, .pdf or .svg.
         """
         draw(self, path)
+
+
+def _decimals_of(rows: Sequence[Row], values: Sequence[float]) -> int | None:
+    compared = [row.comparison for row in rows if row.comparison is not None]
+    half_widths = [(one.high - one.low) / 2 for one in compared]  # Student's, which are finite
+    return decimals([row.sd for row in rows] + half_widths, values)

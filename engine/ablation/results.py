@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Result", "Variant"]
+__all__ = ["Result", "Variant", "finished_value"]
 
 BASELINE = "baseline"
 MOST_POINTS = 200
@@ -57,3 +58,10 @@ class Result:
     memory: int = 0
     error: str | None = None
     history: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+
+
+def finished_value(result: Result) -> float | None:
+    """The metric of a run; None if the run failed, or its metric is infinite or NaN."""
+    if result.error is not None or result.value is None:
+        return None
+    return result.value if math.isfinite(result.value) else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
 import statistics as plain
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, Protocol
 
@@ -14,8 +13,8 @@ from .failures import Failures, failures_of, signed_ranks
 from .joint import intervals, step_down
 from .looks import Looks, Sequential
 from .pruning import Pruned, adjusted_with_pruned
-from .results import BASELINE, Result, Variant
-from .statistics import Comparison, compare, exact
+from .results import BASELINE, Result, Variant, finished_value
+from .statistics import Comparison, compare, exact, finished_values, mean_of, sd_of
 from .verdicts import Conclusion, Verdict, conclude, conclude_failures
 
 __all__ = ["Findings", "Row", "make_rows", "sequence", "spread"]
@@ -186,13 +185,14 @@ def make_rows(
         tested = _tested(runs, seeds, mode, level, pruned)
     else:
         tested = _tested_at_looks(runs, _sequence(runs, seeds, mode, looks), seeds, mode, looks)
-    own = {baseline: seeds[: max((len(one.seeds) for one in tested.values()), default=len(seeds))]}
-    own |= {name: one.seeds for name, one in tested.items()}
+    most = max((len(one.seeds) for one in tested.values()), default=len(seeds))
     ordered = sorted(variants, key=lambda variant: variant.name != baseline)  # the others keep their order
-    return [
-        _row(variant, runs, own[variant.name], tested.get(variant.name), metric, mode, level, margin)
-        for variant in ordered
-    ]
+    rows = []
+    for variant in ordered:
+        own = tested.get(variant.name)
+        row = _row(variant, runs, seeds[:most] if own is None else own.seeds, metric)
+        rows.append(row if own is None else _compared(row, runs, own, mode, level, margin))
+    return rows
 
 
 def sequence(
@@ -210,15 +210,12 @@ def sequence(
 
 def spread(results: Sequence[Result], baseline: str = BASELINE) -> float | None:
     """The standard deviation of the paired differences, as the median over the variants; None with fewer than two pairs each."""
-    names = dict.fromkeys(result.variant for result in results)
-    values: dict[str, dict[int, Fraction | None]] = {name: {} for name in names}
-    for result in results:
-        values[result.variant][result.seed] = _number(result)
+    values = finished_values(results)
     found = []
-    for name in names:
-        pairs = [(value, values.get(baseline, {}).get(seed)) for seed, value in values[name].items()]
-        differences = [value - other for value, other in pairs if value is not None and other is not None]
-        if name != baseline and len(differences) > 1:
+    for name in {result.variant: None for result in results if result.variant != baseline}:
+        own = {seed: value for (variant, seed), value in values.items() if variant == name}
+        differences = [value - values[baseline, seed] for seed, value in own.items() if (baseline, seed) in values]
+        if len(differences) > 1:
             found.append(float(plain.stdev(differences)))
     return plain.median(found) if found else None
 
@@ -267,51 +264,57 @@ def _tested_at_looks(
     return tested
 
 
-def _row(
-    variant: Variant,
-    runs: _Runs,
-    seeds: Sequence[int],
-    tested: _Tested | None,
-    metric: str,
-    mode: Literal["min", "max"],
-    level: float,
-    margin: float | None,
-) -> Row:
-    name = variant.name
-    there = [(seed, run) for seed in seeds if (run := runs.found.get((name, seed))) is not None]
-    numbers = {seed: _number(run) for seed, run in there}
-    values = {seed: float(number) for seed, number in numbers.items() if number is not None}
-    finished = [run for seed, run in there if seed in values]
-    differences = {} if tested is None else runs.differences(name, seeds)
-    comparison = None if tested is None else compare(list(differences.values()), level=level)
-    failures = None if tested is None else runs.failures(name, seeds)
-    p, conclusion = None, None
-    if tested is not None and comparison is not None:
-        if failures is None:
-            p = comparison.p
-            conclusion = conclude(tested.interval, comparison.mean, tested.rejected, mode=mode, margin=margin)
-        else:
-            ranks = runs.scores(name, seeds, mode)
-            p = step_down([ranks])[0]
-            conclusion = conclude_failures(float(sum(ranks.values())), tested.rejected, failures, mode=mode)
+def _row(variant: Variant, runs: _Runs, seeds: Sequence[int], metric: str) -> Row:
+    """The runs of a variant, without a comparison."""
+    found = {seed: runs.found[variant.name, seed] for seed in seeds if (variant.name, seed) in runs.found}
+    outcomes = runs.outcomes(variant.name, seeds)
+    values = {seed: float(number) for seed, number in outcomes.items() if number is not None}
+    finished = [found[seed] for seed in values]
     return Row(
         variant=variant,
         values=values,
         planned=len(seeds),
-        failed={seed: _reason(run, metric) for seed, run in there if seed not in values},
-        missing=tuple(seed for seed in seeds if (name, seed) not in runs.found),
+        failed={seed: _reason(run, metric) for seed, run in found.items() if seed not in values},
+        missing=tuple(seed for seed in seeds if seed not in found),
+        differences={},
+        mean=mean_of(values.values()),
+        sd=sd_of(values.values()),
+        comparison=None,
+        failures=None,
+        p=None,
+        adjusted=None,
+        conclusion=None,
+        look=None,
+        seconds=mean_of([run.seconds for run in finished]),
+        steps=mean_of([run.steps for run in finished]),
+        memory=max((run.memory for run in finished), default=0),
+    )
+
+
+def _compared(
+    row: Row, runs: _Runs, tested: _Tested, mode: Literal["min", "max"], level: float, margin: float | None
+) -> Row:
+    """The row with the comparison of its variant with the baseline."""
+    name, seeds = row.variant.name, tested.seeds
+    differences = runs.differences(name, seeds)
+    comparison = compare(list(differences.values()), level=level)
+    failures = runs.failures(name, seeds)
+    if failures is None:
+        p = comparison.p
+        conclusion = conclude(tested.interval, comparison.mean, tested.rejected, mode=mode, margin=margin)
+    else:
+        ranks = runs.scores(name, seeds, mode)
+        p = step_down([ranks])[0]
+        conclusion = conclude_failures(float(sum(ranks.values())), tested.rejected, failures, mode=mode)
+    return replace(
+        row,
         differences={seed: float(one) for seed, one in differences.items()},
-        mean=plain.fmean(values.values()) if values else math.nan,
-        sd=plain.stdev(values.values()) if len(values) > 1 else math.nan,
         comparison=comparison,
         failures=failures,
         p=p,
-        adjusted=None if tested is None else tested.adjusted,
+        adjusted=tested.adjusted,
         conclusion=conclusion,
-        look=None if tested is None else tested.look,
-        seconds=plain.fmean(run.seconds for run in finished) if finished else math.nan,
-        steps=plain.fmean(run.steps for run in finished) if finished else math.nan,
-        memory=max((run.memory for run in finished), default=0),
+        look=tested.look,
     )
 
 
@@ -339,7 +342,8 @@ def _by_run(
 
 def _number(run: Result) -> Fraction | None:
     """The metric of a run; None if the run failed."""
-    return exact(run.value) if run.error is None and run.value is not None and math.isfinite(run.value) else None
+    value = finished_value(run)
+    return None if value is None else exact(value)
 
 
 def _reason(result: Result, metric: str) -> str:

@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, seed_everything
-from signalfire.batches import tensors_in
-from signalfire.randomness import unchanged_random_state
-from signalfire.state import as_numbers
+from signalfire.authoring.batches import tensors_in
+from signalfire.authoring.randomness import unchanged_random_state
+from signalfire.core.state import as_numbers
 
 from .beginnings import last_values_of
 from .results import MOST_POINTS
@@ -117,12 +117,7 @@ def compose(
         SharedError: if it has a handler, a model or anything else that an earlier run of the study had.
     """
     seed_everything(seed)
-    built = build(seed)
-    engine, own = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
-    if not isinstance(engine, Engine) or not (own is None or callable(own)):
-        raise TypeError(
-            f"build({seed}) returned {built!r}; expected an Engine, or an Engine and a function that runs it"
-        )
+    engine, own = _engine_of(build(seed), seed)
     run = own or run
     if run is None:
         raise TypeError(
@@ -141,6 +136,16 @@ def compose(
         for handler in engine.handlers.values():
             if writes_or_shows(handler):
                 handler.enabled = False
+    return engine, run
+
+
+def _engine_of(built: Any, seed: int) -> tuple[Engine, Run | None]:
+    """The engine that ``build`` returned, and the function that runs it, if it returned one."""
+    engine, run = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(engine, Engine) or not (run is None or callable(run)):
+        raise TypeError(
+            f"build({seed}) returned {built!r}; expected an Engine, or an Engine and a function that runs it"
+        )
     return engine, run
 
 

@@ -40,23 +40,28 @@ class Sentences:
                     f'"{row.variant.name}": {seeds_in_words(row.without_pair)} omitted from the differences, because the '
                     "baseline has no such run"
                 )
-        few: dict[int, list[str]] = {}
-        for row in self.report.rows:
-            # Without any finished pair, the sentences above give the reason.
-            if row.comparison and row.comparison.n and self._too_few(row.comparison.n):
-                few.setdefault(row.comparison.n, []).append(f'"{row.variant.name}"')
-        for n, names in few.items():
-            of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
-            sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
-                f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
-            )
+        sentences += self._few_seeds()
         if gone := sum(bool(one.variant.level) for one in self.report.pruned):
             sentences.append(
                 f"No effects of factors are stated: they need the runs of all combinations, of which {gone} "
                 f"{'was' if gone == 1 else 'were'} pruned."
             )
         return [*sentences, *self.report.limits, *self._looks()]
+
+    def _few_seeds(self) -> list[str]:
+        few: dict[int, list[str]] = {}
+        for row in self.report.rows:
+            # Without any finished pair, the sentences on failed and missing runs give the reason.
+            if row.comparison and row.comparison.n and self._too_few(row.comparison.n):
+                few.setdefault(row.comparison.n, []).append(f'"{row.variant.name}"')
+        sentences = []
+        for n, names in few.items():
+            of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
+            sentences.append(
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
+                f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
+            )
+        return sentences
 
     def _looks(self) -> list[str]:
         looks = self.report.looks
@@ -185,24 +190,23 @@ class Sentences:
         return [self._of_effect(one, len(found)) for one in found]
 
     def _of_effect(self, effect: Effect, family: int) -> str:
-        one, metric, n = effect.comparison, self.report.metric, effect.comparison.n
-        subject = effect.name if len(effect.factors) == 1 else f"the interaction {effect.name}"
-        if effect.aliases:
-            own, *others = " x ".join(effect.factors), *effect.alias_names
-            subject = f"the sum of {own} and its alias{'es' if len(others) > 1 else ''} {listed(others)}"
-        subject = subject[0].upper() + subject[1:] if len(effect.factors) > 1 or effect.aliases else subject
         omitted = ""
         if effect.left_out:
             seeds = seeds_in_words(effect.left_out).capitalize()
             omitted = f" ({seeds} omitted, as not all of the runs finished: conditional on that.)"
+        return f"{_subject(effect)}{self._predicate(effect, family)}.{omitted}"
+
+    def _predicate(self, effect: Effect, family: int) -> str:
+        """What an effect does, as the rest of a sentence that begins with its name."""
+        one, metric, n = effect.comparison, self.report.metric, effect.comparison.n
         if n == 0:
-            return f"{subject}: no seed has all of its runs.{omitted}"
+            return ": no seed has all of its runs"
         seeds = count(n, "seed")
         if one.sd == 0 and one.mean == 0:
-            return f"{subject} changed {metric} with no seed ({seeds}).{omitted}"
+            return f" changed {metric} with no seed ({seeds})"
         if self._too_few(n):
             are = "is" if n == 1 else "are"
-            return f"{subject}: {seeds} {are} too few to say in which direction {metric} changes: {self._needed()}.{omitted}"
+            return f": {seeds} {are} too few to say in which direction {metric} changes: {self._needed()}"
         conclusion = conclude(
             (effect.low, effect.high),
             one.mean,
@@ -213,17 +217,20 @@ class Sentences:
         p = self._p_text(effect.adjusted, family, exact=one.exact)
         change = f"{self._amount(one.mean, unit=True)}, {self._between(one, conclusion)}, {p}, {seeds}"
         if conclusion.verdict == "equivalent":
-            return f"{subject} changes {metric} by less than {self._margin()} ({change}).{omitted}"
+            return f" changes {metric} by less than {self._margin()} ({change})"
         if conclusion.verdict == "undecided":
-            found = self._would_have_found(n, one, family)
-            return f"{subject} has no significant effect on {metric} ({change}){found}.{omitted}"
+            return f" has no significant effect on {metric} ({change}){self._would_have_found(n, one, family)}"
+        return self._significant(effect, conclusion, f"{p}, {seeds}")
+
+    def _significant(self, effect: Effect, conclusion: Conclusion, facts: str) -> str:
+        one = effect.comparison
         verb = "raises" if conclusion.sign > 0 else "lowers"
         is_clear = len(effect.factors) == 1 and not effect.left_out and not effect.aliases
         better = f": {self._side(conclusion.verdict == 'better')}" if is_clear else ""
         size = self._amount(abs(one.mean), unit=True)
-        facts = f"{self._between(one, conclusion, conclusion.sign)}, {p}, {seeds}"
         over = "" if len(effect.factors) > 1 else ", averaged over the other factors"
-        return f"{subject} {verb} {metric} by {size}{over} ({facts}){better}.{omitted}"
+        facts = f"{self._between(one, conclusion, conclusion.sign)}, {facts}"
+        return f" {verb} {self.report.metric} by {size}{over} ({facts}){better}"
 
     def _side(self, better: bool) -> str:
         return "it contributes" if better else "the composition is better without it"
@@ -304,3 +311,11 @@ class Sentences:
         if better == bool(adds):
             return "it contributes" if one else "they contribute"
         return f"the composition is better without {'it' if one else 'them'}"
+
+
+def _subject(effect: Effect) -> str:
+    """The name of an effect at the beginning of a sentence."""
+    if effect.aliases:
+        own, *others = " x ".join(effect.factors), *effect.alias_names
+        return f"The sum of {own} and its alias{'es' if len(others) > 1 else ''} {listed(others)}"
+    return effect.name if len(effect.factors) == 1 else f"The interaction {effect.name}"

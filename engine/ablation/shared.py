@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Handler
-from signalfire.changeable import is_of_user, own_parameters
 from signalfire.data.loading import generators_of
-from signalfire.update import loss_module
+from signalfire.resuming.changeable import is_of_user, own_parameters
+from signalfire.updates.spec import loss_module
 
 from .contents import Content, contents, digest_of
 

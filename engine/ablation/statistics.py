@@ -27,15 +27,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from itertools import combinations, product
+from itertools import product
 
-from .factors import level_contrasts
+from .factors import contrasts_of, factors_of, has_levels, level_contrasts, subsets
 from .joint import EXACT_UP_TO, intervals, step_down
-from .results import Result, Variant
+from .results import Result, Variant, finished_value
 
 __all__ = [
     "Comparison",
@@ -48,6 +48,10 @@ __all__ = [
     "finished_values",
     "holm",
     "make_effects",
+    "mean_of",
+    "sd_of",
+    "seeds_needed",
+    "split_seeds",
 ]
 
 LARGEST_DENOMINATOR = 10**6
@@ -207,6 +211,14 @@ def fewest_seeds(comparisons: int, alpha: float = 0.05) -> int:
     )
 
 
+def seeds_needed(comparisons: int, alpha: float) -> int | None:
+    """As `fewest_seeds`; None if no number of seeds is enough."""
+    try:
+        return fewest_seeds(comparisons, alpha)
+    except ValueError:
+        return None
+
+
 @dataclass(frozen=True)
 class Effect:
     """A main effect or an interaction of a factorial design.
@@ -280,25 +292,20 @@ def effects(
     if not 1 <= order <= len(factors):
         raise ValueError(f"effects(order={order!r}): expected 1 to {len(factors)}, the number of factors")
     values = finished_values(results)
-    if any(not isinstance(on, bool) for variant in variants for _, on in variant.level):
+    if has_levels(variants):
         return _effects_of_levels(results, values, factors, order, variants, level)
     cells = _cells(factors, variants)
-    seeds = sorted({result.seed for result in results if result.variant in cells.values()})
-    complete = [seed for seed in seeds if all((name, seed) in values for name in cells.values())]
-    left_out = tuple(seed for seed in seeds if seed not in complete)
-    of_factors = [those for size in range(1, order + 1) for those in combinations(range(len(factors)), size)]
+    complete, left_out = split_seeds(results, cells.values(), values)
+    of_factors = subsets(len(factors), order)
+    contrasts = contrasts_of([_signs(cells, places) for places in of_factors], values, complete)
+    names = [tuple(factors[place] for place in places) for places in of_factors]
+    return make_effects(names, contrasts, left_out, level)
+
+
+def _signs(cells: Mapping[tuple[bool, ...], str], places: Sequence[int]) -> dict[str, Fraction]:
+    """The weight of each run in the contrast of the factors at these places."""
     share = Fraction(2, len(cells))
-    of_seeds = []
-    for those in of_factors:
-        contrasts = []
-        for seed in complete:
-            signed = (
-                values[name, seed] * math.prod(1 if on[index] else -1 for index in those) for on, name in cells.items()
-            )
-            contrasts.append(share * sum(signed))
-        of_seeds.append(dict(zip(complete, contrasts, strict=True)))
-    names = [tuple(factors[index] for index in those) for those in of_factors]
-    return make_effects(names, of_seeds, left_out, level)
+    return {name: share * math.prod(1 if on[place] else -1 for place in places) for on, name in cells.items()}
 
 
 def contributions(
@@ -319,13 +326,8 @@ def contributions(
     needed = sorted({name for those in weights.values() for name in those})
     if missing := [name for name in needed if name not in there]:
         raise ValueError(f"contributions(): there are no runs of {', '.join(missing)}; pass the design that was run")
-    seeds = sorted({result.seed for result in results if result.variant in needed})
-    complete = [seed for seed in seeds if all((name, seed) in values for name in needed)]
-    contrasts = [
-        {seed: sum((weight * values[name, seed] for name, weight in those.items()), Fraction()) for seed in complete}
-        for those in weights.values()
-    ]
-    left_out = tuple(seed for seed in seeds if seed not in complete)
+    complete, left_out = split_seeds(results, needed, values)
+    contrasts = contrasts_of(weights.values(), values, complete)
     return make_effects([(name,) for name in weights], contrasts, left_out, level)
 
 
@@ -337,14 +339,11 @@ def _effects_of_levels(
     variants: Sequence[Variant],
     level: float,
 ) -> list[Effect]:
-    if any([name for name, _ in variant.level] != factors for variant in variants):
+    if any(factors_of(variant) != factors for variant in variants):
         raise ValueError(
             f"effects(factors={list(factors)!r}): pass all factors of the design, and only variants of the design"
         )
-    names = [variant.name for variant in variants]
-    seeds = sorted({result.seed for result in results if result.variant in names})
-    complete = [seed for seed in seeds if all((name, seed) in values for name in names)]
-    left_out = tuple(seed for seed in seeds if seed not in complete)
+    complete, left_out = split_seeds(results, [variant.name for variant in variants], values)
     return make_effects(*level_contrasts(values, variants, complete, order), left_out, level)
 
 
@@ -393,11 +392,27 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
 
 def finished_values(results: Sequence[Result]) -> dict[tuple[str, int], Fraction]:
     """The values of the finished runs, by variant and seed."""
-    return {
-        (result.variant, result.seed): exact(result.value)
-        for result in results
-        if result.error is None and result.value is not None and math.isfinite(result.value)
-    }
+    values = {(result.variant, result.seed): finished_value(result) for result in results}
+    return {run: exact(value) for run, value in values.items() if value is not None}
+
+
+def split_seeds(
+    results: Sequence[Result], variants: Collection[str], values: Mapping[tuple[str, int], Fraction]
+) -> tuple[list[int], tuple[int, ...]]:
+    """The seeds of which the runs of all these variants finished, and the others."""
+    seeds = sorted({result.seed for result in results if result.variant in variants})
+    complete = [seed for seed in seeds if all((name, seed) in values for name in variants)]
+    return complete, tuple(seed for seed in seeds if seed not in complete)
+
+
+def mean_of(values: Collection[float]) -> float:
+    """The mean; NaN without values."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def sd_of(values: Collection[float]) -> float:
+    """The standard deviation; NaN for fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 @lru_cache(maxsize=256)

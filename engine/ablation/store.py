@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from signalfire.blame import warn
-from signalfire.checks import check_local
+from signalfire.authoring.checks import check_local
+from signalfire.core.blame import warn
 
 try:
     import fcntl

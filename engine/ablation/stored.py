@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from signalfire.checks import did_you_mean
+from signalfire.authoring.checks import did_you_mean
 
 from .lines import to_result
 from .pruning import Pruned, pruned_of
@@ -120,12 +120,7 @@ def _metric(
     asked = {line["metric"]: line["mode"] for line in lines if line.get("metric")}
     there = sorted({name for line in lines for name in line["metrics"]})
     if metric is None:
-        if len(asked) != 1:
-            raise ValueError(
-                f"which metric to compare is not known; give metric=, such as {_such(asked or there)}; there are: "
-                f"{', '.join(there) or 'none'}"
-            )
-        (metric,) = asked
+        metric = _asked(asked, there)
     elif metric not in there:
         raise KeyError(
             f"no run has the metric {metric!r}; there are: {', '.join(there) or 'none'}{did_you_mean(metric, there)}"
@@ -138,5 +133,12 @@ def _metric(
     return metric, mode
 
 
-def _such(names: Iterable[str]) -> str:
-    return repr(next(iter(names), "accuracy"))
+def _asked(asked: Iterable[str], there: list[str]) -> str:
+    """The metric that all studies compare."""
+    names = list(asked)
+    if len(names) != 1:
+        such = next(iter(names or there), "accuracy")
+        raise ValueError(
+            f"which metric to compare is not known; give metric=, such as {such!r}; there are: {', '.join(there) or 'none'}"
+        )
+    return names[0]

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from tqdm import tqdm
 
 from signalfire import Engine, Handler
-from signalfire.checks import check_bool, check_choice, check_int
-from signalfire.monitor import find_mode
-from signalfire.randomness import unchanged_random_state
+from signalfire.authoring.checks import check_bool, check_choice, check_int
+from signalfire.authoring.monitor import find_mode
+from signalfire.authoring.randomness import unchanged_random_state
 
 from .arguments import check_build, check_handlers, check_seeds, check_workers
 from .beginnings import Beginnings, report_equal_runs
@@ -27,7 +27,7 @@ from .looks import Looks
 from .plan import Plan, PlannedRun
 from .planned import planned_runs, stored_looks, stored_results, task_of
 from .provenance import composition
-from .pruning import Halving, Pruned, Pruning
+from .pruning import Halving, Pruned, Pruning, check_prune
 from .repeated import Built
 from .results import BASELINE, Result, Variant
 from .rows import sequence, spread
@@ -35,7 +35,7 @@ from .runs import Build, Run, Task, beginnings_of, compose, one_thread
 from .shared import SharedError
 from .store import Store, StoreError
 from .tasks import Ends, check_scores, check_task, joined_plan, task_builds
-from .trial import candidates, refuse_invalid, start, try_out
+from .trial import candidates, start, try_all
 from .verdicts import check_margin
 from .workers import outcomes
 
@@ -146,11 +146,7 @@ class Study:
         if self.looks is not None:
             self.looks.check(self._seeds)
         self.margin = check_margin("Study", margin)
-        if prune is not None and not isinstance(prune, Halving):
-            raise TypeError(f"Study(prune={prune!r}): expected a plan, such as Halving([1, 3])")
-        if prune is not None and looks is not None:
-            raise ValueError("Study(prune=..., looks=...): the error of planned looks does not cover pruning; give one")
-        self.prune = prune
+        self.prune = check_prune(prune, looks)
         self.store = Store(store)
         self.handlers = None if handlers is None else check_handlers("Study", handlers)
         if streams is not None:
@@ -186,10 +182,7 @@ class Study:
         """
         check_bool("plan", "retry_failed", retry_failed)
         if self.tasks:
-            plans = {name: one.plan(*designs, retry_failed=retry_failed) for name, one in self.tasks.items()}
-            for name, one in self.tasks.items():
-                check_task(name, one.build, plans[name].variants, self.scores[name], one.mode)
-            return joined_plan(plans)
+            return self._plan_of_tasks(designs, retry_failed)
         factories = factories_of(designs)
         self._identity.look_at_alternatives(factories)
         usual = baseline_of(designs)
@@ -205,25 +198,15 @@ class Study:
             if self.mode is None:
                 raise no_direction(self.metric, reference)
             variants = variants_of(designs, candidates(engine, reference, self.handlers))
-            enabled = {}
-            problems = []
-            for variant in variants:
-                try:
-                    if variant.arguments == usual.arguments:
-                        enabled[variant.name] = try_out(engine, run, variant, factories, reference, self.metric)
-                    else:
-                        with self._composed(self.seeds[0], variant) as (other, its_run):
-                            enabled[variant.name] = try_out(other, its_run, variant, factories, reference, self.metric)
-                except Exception as error:
-                    problems.append((variant.name, error))
-        refuse_invalid(problems)
+
+            def composed(variant: Variant) -> contextlib.AbstractContextManager[tuple[Engine, Run]]:
+                if variant.arguments == usual.arguments:
+                    return contextlib.nullcontext((engine, run))
+                return self._composed(self.seeds[0], variant)
+
+            enabled = try_all(variants, composed, factories, reference, self.metric)
         lines = self.store.read()
-        pruning = self._pruning(variants)
-        for variant in variants:
-            for seed in self.seeds:
-                comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
-                for key in (self._identity.key(variant, seed), *(pruning.keys(variant, seed) if pruning else ())):
-                    check_stored(lines.get(key), variant.name, enabled[variant.name], begins if comparable else [])
+        self._check_stored(lines, variants, enabled, begins, usual)
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
@@ -245,10 +228,8 @@ class Study:
         workers = check_workers("run", workers)
         if self.tasks:
             self.plan(*designs)  # an invalid variant of the last task is an error before the first one runs
-            made = {
-                name: one.run(*designs, workers=workers, retry_failed=retry_failed) for name, one in self.tasks.items()
-            }
-            return self._of_tasks(made)
+            options: dict[str, Any] = {"workers": workers, "retry_failed": retry_failed}
+            return self._of_tasks({name: one.run(*designs, **options) for name, one in self.tasks.items()})
         with self.store.writing():
             plan = self.plan(*designs, retry_failed=retry_failed)
             try:
@@ -334,12 +315,8 @@ class Study:
                 f"results(): the study has tasks; plan and ask one of them: study.tasks[{next(iter(self.tasks))!r}]"
             )
         pruned = {one.variant.name for one in self._pruned(plan.variants)}
-        runs = [
-            run
-            for variant in plan.variants
-            for run in plan.runs
-            if run.variant is variant and variant.name not in pruned
-        ]
+        kept = [variant for variant in plan.variants if variant.name not in pruned]
+        runs = [run for variant in kept for run in plan.runs if run.variant is variant]
         return stored_results(runs, self.store.read(), self.metric)
 
     def _pruning(self, variants: Sequence[Variant]) -> Pruning | None:
@@ -391,6 +368,28 @@ class Study:
                 if isinstance(error, SharedError):
                     raise
         self._identity.look_at(parts)
+
+    def _plan_of_tasks(self, designs: Sequence[Design], retry_failed: bool) -> Plan:
+        plans = {name: one.plan(*designs, retry_failed=retry_failed) for name, one in self.tasks.items()}
+        for name, one in self.tasks.items():
+            check_task(name, one.build, plans[name].variants, self.scores[name], one.mode)
+        return joined_plan(plans)
+
+    def _check_stored(
+        self,
+        lines: Mapping[str, Any],
+        variants: Sequence[Variant],
+        enabled: Mapping[str, Sequence[str]],
+        begins: Sequence[str],
+        usual: Variant,
+    ) -> None:
+        """Check that the stored runs had the handlers of their variants, and began alike where the seed is that of the plan."""
+        pruning = self._pruning(variants)
+        for variant in variants:
+            for seed in self.seeds:
+                comparable = seed == self.seeds[0] and variant.arguments == usual.arguments
+                for key in (self._identity.key(variant, seed), *(pruning.keys(variant, seed) if pruning else ())):
+                    check_stored(lines.get(key), variant.name, enabled[variant.name], begins if comparable else [])
 
     def _planned(self, variants: Sequence[Variant], lines: Mapping[str, Any], retry_failed: bool) -> Plan:
         runs = planned_runs(

@@ -10,7 +10,7 @@ from typing import NamedTuple, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from .pictures import new_figure, plain_text
+from .pictures import figure_of_panels, new_figure, plain_text
 from .results import BASELINE
 
 __all__ = ["Profile", "draw_aggregates", "draw_profiles"]
@@ -61,15 +61,10 @@ def draw_profiles(
     if not profiles:
         raise ValueError("plot_profiles(): no seed has runs of all variants and tasks; make the missing runs first")
     others = [name for name in profiles if name != baseline] or [baseline]
-    columns = min(len(others), 3 if len(others) <= 9 else 5)
-    rows = -(-len(others) // columns)
     names = {name: _wrapped(name, 30) for name in others}
     lines = max(one.count("\n") for one in names.values())
-    figure = new_figure(max(5.0, 2.6 * columns), 0.9 + (2.0 + 0.16 * lines) * rows)
-    panels = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
-    for axes in panels[len(others) :]:
-        axes.set_visible(False)
-    for axes, name in zip(panels, others, strict=False):
+    figure, panels = figure_of_panels(len(others), 0.9, 2.0 + 0.16 * lines)
+    for axes, name in zip(panels, others, strict=True):
         for which, colour in ((baseline, GREY), (name, BLUE)):
             if which in profiles:
                 one = profiles[which]
@@ -80,7 +75,7 @@ def draw_profiles(
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
     caption = f"score (grey: {baseline}; bands: pointwise {100 * level:g} % intervals of the bootstrap)"
-    figure.supxlabel("\n".join(textwrap.wrap(plain_text(caption), 60 if columns == 1 else 100)), fontsize="small")
+    figure.supxlabel("\n".join(textwrap.wrap(plain_text(caption), 60 if len(others) == 1 else 100)), fontsize="small")
     figure.supylabel("share of runs above", fontsize="small")
     figure.savefig(path, dpi=150, format=format)
 

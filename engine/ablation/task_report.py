@@ -315,31 +315,28 @@ class TasksReport(Report):
         rows = {(name, row.variant.name): row for name, task in self.tasks.items() for row in task.rows}
         for row in first.rows:
             variant = row.variant.name
+            of_tasks = {name: rows[name, variant] for name in self.tasks}
             for seed in first.seeds:
-                of_tasks = {name: rows[name, variant] for name in self.tasks}
-                failed = [f"{name}: {one.failed[seed]}" for name, one in of_tasks.items() if seed in one.failed]
-                values = [
-                    score(one.values[seed], self.scores[name]) for name, one in of_tasks.items() if seed in one.values
-                ]
-                if len(failed) + len(values) < len(self.tasks):
-                    continue
-                runs = [costs[name, variant, seed] for name in self.tasks]
-                value = None if failed else float(sum(values) / len(values))
-                found.append(
-                    Result(
-                        variant,
-                        seed,
-                        value,
-                        {f"score_{name}": float(one) for name, one in zip(self.tasks, values, strict=True)}
-                        if not failed
-                        else {},
-                        sum(run.steps for run in runs),
-                        math.fsum(run.seconds for run in runs),
-                        max(run.memory for run in runs),
-                        "; ".join(failed) or None,
-                    )
-                )
+                if all(seed in one.failed or seed in one.values for one in of_tasks.values()):
+                    runs = [costs[name, variant, seed] for name in self.tasks]
+                    found.append(self._joined(variant, seed, of_tasks, runs))
         return found
+
+    def _joined(self, variant: str, seed: int, of_tasks: Mapping[str, Row], runs: Sequence[Result]) -> Result:
+        """The result of the runs of all tasks with a seed, which failed if one of them did."""
+        failed = [f"{name}: {one.failed[seed]}" for name, one in of_tasks.items() if seed in one.failed]
+        finished = {} if failed else of_tasks
+        scores = {name: score(one.values[seed], self.scores[name]) for name, one in finished.items()}
+        return Result(
+            variant,
+            seed,
+            float(sum(scores.values()) / len(scores)) if scores else None,
+            {f"score_{name}": float(one) for name, one in scores.items()},
+            sum(run.steps for run in runs),
+            math.fsum(run.seconds for run in runs),
+            max(run.memory for run in runs),
+            "; ".join(failed) or None,
+        )
 
 
 def _text(part: Estimate | None) -> str:

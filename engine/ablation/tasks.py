@@ -42,16 +42,17 @@ def task_builds(
     for name, given in stages.items():
         if given is not None:
             raise ValueError(f"Study({name}={given!r}): not together with several tasks; leave {name}= or tasks= out")
-    builds: dict[str, Callable[..., Any]] = {}
-    for name, given in tasks.items():
-        if isinstance(given, Mapping) and build is not None:
-            builds[name] = functools.partial(build, **given)
-        elif callable(given) and build is None:
-            builds[name] = given
-        else:
-            expected = "a function of a seed, as there is no build" if build is None else "arguments of build by name"
-            raise TypeError(f"Study(tasks={{{name!r}: {given!r}}}): expected {expected}")
-    return builds
+    return {name: _task_build(name, given, build) for name, given in tasks.items()}
+
+
+def _task_build(name: str, given: Any, build: Callable[..., Any] | None) -> Callable[..., Any]:
+    if isinstance(given, Mapping) and build is not None:
+        return functools.partial(build, **given)
+    if callable(given) and build is None:
+        own: Callable[..., Any] = given
+        return own
+    expected = "a function of a seed, as there is no build" if build is None else "arguments of build by name"
+    raise TypeError(f"Study(tasks={{{name!r}: {given!r}}}): expected {expected}")
 
 
 def check_scores(scores: Mapping[str, Ends] | Ends | None, tasks: Mapping[str, object]) -> dict[str, Ends]:
@@ -121,16 +122,9 @@ def joined_plan(plans: Mapping[str, Plan]) -> Plan:
     Raises:
         ValueError: if the tasks have different variants.
     """
-    first = next(iter(plans.values()))
-    names = [variant.name for variant in first.variants]
-    for task, plan in plans.items():
-        if others := [variant.name for variant in plan.variants if variant.name not in names] or [
-            name for name in names if name not in {variant.name for variant in plan.variants}
-        ]:
-            raise ValueError(
-                f"the tasks have different variants: {', '.join(others)} of {task!r} and {next(iter(plans))!r}; name the "
-                "handlers to switch, as in LeaveOneOut(['ema'])"
-            )
+    (name, first), *others = plans.items()
+    for other, plan in others:
+        _check_same_variants(other, plan, name, first)
     return Plan(
         first.variants,
         first.seeds,
@@ -139,6 +133,18 @@ def joined_plan(plans: Mapping[str, Plan]) -> Plan:
         first.metric,
         tasks=tuple(plans),
     )
+
+
+def _check_same_variants(task: str, plan: Plan, first_task: str, first: Plan) -> None:
+    names, expected = ([variant.name for variant in one.variants] for one in (plan, first))
+    more, fewer = (
+        [name for name in ours if name not in theirs] for ours, theirs in ((names, expected), (expected, names))
+    )
+    if more or fewer:
+        raise ValueError(
+            f"the tasks have different variants: {', '.join(more or fewer)} of {task!r} and {first_task!r}; name the handlers "
+            "to switch, as in LeaveOneOut(['ema'])"
+        )
 
 
 def _ends(task: str, ends: object) -> Ends:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 from signalfire import Engine, Events, Handler, Phase
-from signalfire.acts import Override
-from signalfire.checks import did_you_mean
-from signalfire.handler import Subscription
-from signalfire.monitor import Monitor
+from signalfire.authoring.checks import did_you_mean
+from signalfire.authoring.monitor import Monitor
+from signalfire.core.handler import Subscription
+from signalfire.core.overrides import Override
 
 from .arguments import message_of
 from .results import Variant
 from .runs import Run, exchange, writes_or_shows
 
-__all__ = ["candidates", "close_match", "refuse_invalid", "start", "try_out"]
+__all__ = ["candidates", "close_match", "start", "try_all", "try_out"]
 
 _CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
 _BESIDE_TRAINING = {"metrics", "files", "processes", "signals", "state", "device", "random", "error"}
@@ -70,10 +71,7 @@ def try_out(
         ValueError: if the variant is invalid.
     """
     for name in (*sorted(variant.off), *(name for name, _ in variant.swapped)):
-        _check_attached(engine, name)
-        if not engine.handlers[name].enabled:
-            who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
-            raise ValueError(f"the handler {name!r} is already switched off, by {who}")
+        _check_enabled(engine, name)
     originals = [(engine.handlers[name], engine.handlers.place_of(name)) for name, _ in variant.swapped]
     others: list[Handler] = []
     try:
@@ -82,15 +80,7 @@ def try_out(
                 others.append(exchange(engine, swap[0], factories[swap]))
             announced = start(engine, run, f"the variant {variant.name!r}")
             on = [handler for handler in engine.handlers.values() if handler.enabled]
-            monitored = {
-                one.metric: f"{handler.name!r} monitors"
-                for handler in on
-                for one in vars(handler).values()
-                if isinstance(one, Monitor)
-            }
-            for needed, why in {**monitored, metric: "the study compares"}.items():
-                if needed in reference and needed not in announced:
-                    raise ValueError(f"the metric {needed!r}, which {why}, is missing without {reference[needed]!r}")
+            _check_announced(on, announced, reference, metric)
             return sorted(handler.name for handler in on)
     finally:
         for handler in others:
@@ -100,14 +90,52 @@ def try_out(
                 engine.handlers.attach([handler], place=place)
 
 
-def refuse_invalid(problems: Sequence[tuple[str, Exception]]) -> None:
-    """Raise a ValueError that names all invalid variants, if there are any."""
-    if not problems:
-        return
-    listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
-    raise ValueError(
-        f"these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n{listing}"
-    ) from problems[0][1]
+def _check_announced(
+    on: Sequence[Handler], announced: Mapping[str, str], reference: Mapping[str, str], metric: str
+) -> None:
+    """Raise an error if a metric that is monitored or compared is missing without the handlers that are off."""
+    monitored = {
+        one.metric: f"{handler.name!r} monitors"
+        for handler in on
+        for one in vars(handler).values()
+        if isinstance(one, Monitor)
+    }
+    for needed, why in {**monitored, metric: "the study compares"}.items():
+        if needed in reference and needed not in announced:
+            raise ValueError(f"the metric {needed!r}, which {why}, is missing without {reference[needed]!r}")
+
+
+def try_all(
+    variants: Sequence[Variant],
+    composed: Callable[[Variant], AbstractContextManager[tuple[Engine, Run]]],
+    factories: Mapping[tuple[str, str], Callable[[], Handler]],
+    reference: Mapping[str, str],
+    metric: str,
+) -> dict[str, list[str]]:
+    """Run each variant up to STARTED; returns the names of its enabled handlers, by its name.
+
+    Args:
+        composed: Gives the engine and the function that runs it, for the arguments of a variant.
+        variants, factories, reference, metric: As for `try_out`.
+
+    Raises:
+        ValueError: if some variants are invalid; it names all of them.
+    """
+    enabled = {}
+    problems: list[tuple[str, Exception]] = []
+    for variant in variants:
+        try:
+            with composed(variant) as (engine, run):
+                enabled[variant.name] = try_out(engine, run, variant, factories, reference, metric)
+        except Exception as error:
+            problems.append((variant.name, error))
+    if problems:
+        listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
+        raise ValueError(
+            "these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n"
+            f"{listing}"
+        ) from problems[0][1]
+    return enabled
 
 
 def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[str] | None) -> list[str]:
@@ -121,7 +149,7 @@ def candidates(engine: Engine, announced: Mapping[str, str], handlers: Sequence[
     for name, handler in engine.handlers.items():
         changes = any(map(_changes_training, handler.subscriptions))
         sets_up = engine.has(name, Events.MODEL_SETUP)
-        overrides = any(isinstance(one, Override) and one.is_function for one in engine.overrides.owned_by(name))
+        overrides = any(isinstance(one, Override) for one in engine.overrides.owned_by(name))
         omitted = writes_or_shows(handler) or sets_up or name in measuring
         if handler.enabled and not omitted and (overrides or changes):
             found.append(name)
@@ -139,6 +167,13 @@ def _check_attached(engine: Engine, name: str) -> None:
             f"build attaches no handler {name!r}; there are: {', '.join(engine.handlers) or 'none'}"
             f"{close_match(name, list(engine.handlers))}"
         )
+
+
+def _check_enabled(engine: Engine, name: str) -> None:
+    _check_attached(engine, name)
+    if not engine.handlers[name].enabled:
+        who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
+        raise ValueError(f"the handler {name!r} is already switched off, by {who}")
 
 
 def close_match(name: str, there: list[str]) -> str:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..blame import warn
+from ..core.blame import warn
 from .files import Files
 from .loading import load_newest
 

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checks import check_local
+from ..authoring.checks import check_local
 from ..distributed import SHARDS
-from ..keys import BASE
+from ..resuming.keys import BASE
 from .files import Files
 from .store import open_version
 

@@ -10,16 +10,16 @@ import json
 import math
 import platform
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..blame import warn
+from ..core.blame import warn
 from ..distributed.sharded import sha256_of
-from ..keys import BASE
+from ..resuming.keys import BASE
 from .files import Files, WrongSize
 from .state_file import load_and_hash
 
@@ -144,13 +144,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
         raise Damaged(f"{MANIFEST} has {error.size} bytes, which is no manifest") from None
     except NotADirectoryError:
         raise Damaged("it is not a folder") from None
-    begin = content.find(b'\n "sha256": ') + 1
-    end = content.find(b"\n", begin) + 1
-    sealed = content[begin:end] == _seal(content[:begin] + content[end:])
-    try:
-        manifest = json.loads(content) if sealed else None
-    except (ValueError, RecursionError):  # the sha256 is correct, but this library did not write it
-        manifest = None
+    manifest = _unsealed(content)
     if not isinstance(manifest, dict):
         raise Damaged(f"{MANIFEST} is not what was written: its sha256 differs")
     if manifest.get("format") != FORMAT:
@@ -158,33 +152,37 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
             f"{MANIFEST} has the format {manifest.get('format')!r}, which this version of Signalfire does not support"
         )
     wrong = [key for key, kind in _ENTRIES.items() if type(manifest.get(key)) is not kind]
-    if wrong := wrong or _impossible(manifest):
+    wrong = wrong or [key for key, is_possible in _POSSIBLE.items() if not is_possible(manifest.get(key))]
+    if wrong:
         raise Damaged(f"{MANIFEST} is not what was written: {', '.join(wrong)}")
     return manifest
 
 
-def _impossible(manifest: Mapping[str, Any]) -> list[str]:
-    """The entries of the right type whose values this library never writes."""
-    wrong = [key for key in ("epoch", "iteration") if manifest[key] < 0]
-    wrong += ["kind"] if manifest["kind"] not in ("state", "weights") else []
-    wrong += ["lineage"] if not all(isinstance(run, str) for run in manifest["lineage"]) else []
-    wrong += ["hyperparameters"] if not isinstance(manifest.get("hyperparameters"), dict | None) else []
-    wrong += [] if _is_value(manifest.get("value")) else ["value"]
-    base = manifest.get(BASE)
-    wrong += [BASE] if base is not None and not _is_base(base) else []
-    described = all(
-        type(entry) is dict and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
-        for entry in manifest["files"].values()
-    )
-    return wrong + ([] if described and STATE in manifest["files"] else ["files"])
+def _unsealed(content: bytes) -> Any:
+    """What a manifest holds; None if it differs from what was sealed."""
+    begin = content.find(b'\n "sha256": ') + 1
+    end = content.find(b"\n", begin) + 1
+    if content[begin:end] != _seal(content[:begin] + content[end:]):
+        return None
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):  # the sha256 is correct, but this library did not write it
+        return None
 
 
 def _is_base(base: Any) -> bool:
-    """Whether this is a valid entry for frozen parameters that the state leaves out."""
-    return (
-        isinstance(base, dict)
-        and isinstance(digests := base.get("sha256"), dict)
-        and all(isinstance(digest, str) for digest in digests.values())
+    """Whether this is a valid entry for frozen parameters that the state leaves out; None if it leaves out none."""
+    if base is None:
+        return True
+    digests = base.get("sha256") if isinstance(base, dict) else None
+    return isinstance(digests, dict) and all(isinstance(digest, str) for digest in digests.values())
+
+
+def _are_files(files: Mapping[str, Any]) -> bool:
+    """Whether the state is among these files, each with its size and sha256."""
+    return STATE in files and all(
+        type(entry) is dict and type(entry.get("size")) is int and isinstance(entry.get("sha256"), str)
+        for entry in files.values()
     )
 
 
@@ -196,6 +194,19 @@ def _is_value(value: Any) -> bool:
         return type(value) in (int, str) and isinstance(float(value), float)
     except (ValueError, OverflowError):
         return False
+
+
+_POSSIBLE: Mapping[str, Callable[[Any], bool]] = {
+    "epoch": lambda value: value >= 0,
+    "iteration": lambda value: value >= 0,
+    "kind": lambda value: value in ("state", "weights"),
+    "lineage": lambda value: all(isinstance(run, str) for run in value),
+    "hyperparameters": lambda value: isinstance(value, dict | None),
+    "value": _is_value,
+    BASE: _is_base,
+    "files": _are_files,
+}
+"""Whether the value of an entry, which has the right type, is one that this library writes."""
 
 
 def read_manifest_or_none(path: Path, files: Files) -> dict[str, Any] | None:
@@ -228,15 +239,20 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
     if isinstance(state, Exception):
         raise Damaged(f"{STATE} cannot be loaded: {type(state).__name__}: {state}") from state
     if manifest["kind"] == "state":
-        position = state.get("engine") if isinstance(state, dict) else None
-        if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():
-            raise Damaged(f"{STATE} is not the state of an engine, as {MANIFEST} says")
-        for key in ("epoch", "iteration"):
-            if position[key] != manifest[key]:
-                raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
+        _check_position(state, manifest)
     if not isinstance(state, dict):
         raise Damaged(f"{STATE} is a {type(state).__name__}, and no weights by name, as {MANIFEST} says")
     return dict(state)
+
+
+def _check_position(state: Any, manifest: Mapping[str, Any]) -> None:
+    """Raise an error unless this is the state of an engine at the position that the manifest gives."""
+    position = state.get("engine") if isinstance(state, dict) else None
+    if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():
+        raise Damaged(f"{STATE} is not the state of an engine, as {MANIFEST} says")
+    for key in ("epoch", "iteration"):
+        if position[key] != manifest[key]:
+            raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
 
 
 def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checks import did_you_mean
+from ..authoring.checks import did_you_mean
+from ..core.state import as_number
 from ..distributed.liveness import identity
-from ..state import as_number
 
 if TYPE_CHECKING:
-    from ..state import MetricStore
+    from ..core.state import MetricStore
 
 __all__ = [
     "DEFAULT_FILENAME",

@@ -209,10 +209,7 @@ class Retention:
             reached: The iteration from which it went back, inside the process: the versions up to there are superseded, too.
         """
         past = {name: manifest for name, manifest in manifests.items() if manifest["iteration"] <= iteration}
-        for one in self.planned:
-            names = [name for name, manifest in past.items() if _is_version_of(one, name, manifest)]
-            if names:
-                self.names[one.iteration] = max(names, key=lambda name: (len(name), name))
+        self._find_names(past)
         if (missing := self.missing(iteration)) is not None:
             self.written = [one for one in self.planned if one is not missing]
         kept = set(self.names.values())
@@ -220,6 +217,12 @@ class Retention:
         self.superseded, self.held = (others, []) if oldest is None else ([], [(iteration, name) for name in others])
         if reached is not None:  # of what the run went back behind, nothing is needed any more
             self.held += [(0, name) for name, one in manifests.items() if iteration < one["iteration"] <= reached]
+
+    def _find_names(self, manifests: Mapping[str, Mapping[str, Any]]) -> None:
+        for one in self.planned:
+            names = [name for name, manifest in manifests.items() if _is_version_of(one, name, manifest)]
+            if names:
+                self.names[one.iteration] = max(names, key=lambda name: (len(name), name))
 
     def missing(self, iteration: int) -> Entry | None:
         """The planned entry of an iteration, if it is not on disk."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..distributed import Processes, ShardFiles, split_shards
-from ..keys import BASE
+from ..resuming.keys import BASE
 from .files import Files
 from .manifest import environment
 from .ownership import Ownership, find_owned_versions

@@ -8,11 +8,11 @@ import itertools
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..blame import warn
+from ..core.blame import warn
 from ..distributed.liveness import identity, is_alive
 from .files import Files, remove_folder
 from .manifest import (
@@ -32,6 +32,10 @@ __all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version"
 _STALE = 24 * 3600.0  # seconds after which an unfinished write of another machine counts as abandoned
 _ATTEMPTS = 100  # to read a version that is replaced or removed meanwhile
 _being_written: set[str] = set()  # hidden names that this process is writing
+
+
+# A version: its name, its path, its manifest, and the mark of its files when that was read.
+_Found = tuple[str, Path, dict[str, Any], tuple[int, int] | None]
 
 
 class Taken(Exception):
@@ -344,7 +348,7 @@ def _open_version(
             manifest = read_manifest(version, files)
             state = read_state(version, manifest, files)
         except (Damaged, OSError) as error:
-            if files.mark(version) != mark or not files.exists(version):
+            if _has_changed(version, mark, files):
                 raise _Changed from error
             if not isinstance(error, Damaged):
                 raise
@@ -375,20 +379,19 @@ def _open_newest(
     """Open the newest intact version in a folder; complete states are preferred to weights only."""
     bad: list[str] = []
     damaged: list[Path] = []
-    good = []
-    gone = False
     unreadable: list[OSError] = []
 
-    def skip(label: str, path: Path, error: Exception, mark: tuple[int, int] | None) -> None:
-        nonlocal gone
-        if files.mark(path) != mark or not files.exists(path):
-            gone = True  # another run has removed or replaced it meanwhile
-            return
+    def skip(label: str, path: Path, error: Exception, mark: tuple[int, int] | None) -> bool:
+        """Skip a damaged version; False if another run has removed or replaced it meanwhile."""
+        if _has_changed(path, mark, files):
+            return False
         warn(f"{where}: the checkpoint {label!r} is damaged and skipped: {error}", RuntimeWarning)
         bad.append(f"{label}: {error}")
         if isinstance(error, Damaged):
             damaged.append(path)
+        return True
 
+    good, gone = [], False
     for label, path in find(folder, files, unreadable):
         if label in without:
             continue
@@ -397,16 +400,15 @@ def _open_newest(
             manifest = read_manifest(path, files)
         except (Damaged, OSError) as error:
             if name is None or label.startswith(name):
-                skip(label, path, error, mark)
+                gone |= not skip(label, path, error, mark)
             continue
         if name is None or manifest["handler"] == name:
             good.append((label, path, manifest, mark))
-    runs = {manifest["run"] for _, _, manifest, _ in good}
-    for label, path, manifest, mark in sorted(good, key=lambda one: _order(one[0], one[2], runs), reverse=True):
+    for label, path, manifest, mark in _newest_first(good):
         try:
             state = read_state(path, manifest, files)
         except (Damaged, OSError) as error:
-            skip(label, path, error, mark)
+            gone |= not skip(label, path, error, mark)
             if gone:
                 raise _Changed from error  # the newest one now may be a newer one
             continue
@@ -414,12 +416,26 @@ def _open_newest(
             warn(f"{where}: this entry of the folder cannot be read and is skipped: {problem}", RuntimeWarning)
         _compare_names(label, manifest, where)
         return path, manifest, state, damaged
-    of_name = "" if name is None else f" of {name!r}"
     if gone:
         raise _Changed
+    raise _none_intact(bad, name, where)
+
+
+def _has_changed(path: Path, mark: tuple[int, int] | None, files: Files) -> bool:
+    """Whether another run has removed or replaced a version since it had this mark."""
+    return files.mark(path) != mark or not files.exists(path)
+
+
+def _newest_first(versions: Sequence[_Found]) -> list[_Found]:
+    runs = {manifest["run"] for _, _, manifest, _ in versions}
+    return sorted(versions, key=lambda one: _order(one[0], one[2], runs), reverse=True)
+
+
+def _none_intact(bad: Sequence[str], name: str | None, where: str) -> Exception:
+    of_name = "" if name is None else f" of {name!r}"
     if not bad:
-        raise FileNotFoundError(f"{where}: the folder contains no checkpoint{of_name}")
-    raise ValueError(f"{where}: all checkpoints{of_name} in the folder are damaged: {'; '.join(bad)}")
+        return FileNotFoundError(f"{where}: the folder contains no checkpoint{of_name}")
+    return ValueError(f"{where}: all checkpoints{of_name} in the folder are damaged: {'; '.join(bad)}")
 
 
 def _order(label: str, manifest: Mapping[str, Any], runs: set[str]) -> tuple[Any, ...]:

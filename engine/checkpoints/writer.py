@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..blame import warn
+from ..core.blame import warn
 from ..distributed import Processes, ShardFiles
 from .files import Files
 from .names import numbered

@@ -6,8 +6,8 @@ import inspect
 
 import signalfire.handlers
 
-from ..handler import Handler
-from ..plugins import GROUP, find_handler, handlers_of_packages, package_of
+from ..authoring.plugins import GROUP, find_handler, handlers_of_packages, package_of
+from ..core.handler import Handler
 
 __all__ = ["list_handlers"]
 

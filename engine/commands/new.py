@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 from pathlib import Path
 
-from ..checks import check_local
+from ..authoring.checks import check_local
 
 __all__ = ["new_project"]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from signalfire import Engine
 from signalfire.ablation import LeaveOneOut, Study
-from signalfire.checks import did_you_mean
+from signalfire.authoring.checks import did_you_mean
 
 if TYPE_CHECKING:
     from signalfire.ablation import Report
@@ -142,23 +142,8 @@ def find_function(name: str, argument: str, call: str) -> Callable[..., Any]:
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
         raise ValueError(f"{argument} {name!r}: expected a module and a function of it, such as train:build")
-    if module.endswith(".py"):
-        file = Path(module)
-        if not file.is_file():
-            raise ImportError(f"{argument} {name!r}: there is no file {module!r} in {Path.cwd()}")
-        sys.path.insert(0, str(file.resolve().parent))
-        module = file.stem
-    elif "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    found: Any = _imported(module, name, argument)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            there = [one for one, value in vars(found).items() if callable(value) and not one.startswith("_")]
-            raise AttributeError(
-                f"{argument} {name!r}: {module!r} has no {attribute!r}{did_you_mean(attribute, there)}; its functions: "
-                f"{', '.join(sorted(there)) or 'none'}"
-            )
-        found = getattr(found, part)
+    module = _on_path(module, name, argument)
+    found = _attribute_of(_imported(module, name, argument), attribute, f"{argument} {name!r}: {module!r}")
     if isinstance(found, Engine) or not callable(found):
         raise TypeError(f"{argument} {name!r} is {found!r}; expected a function {attribute}{call}")
     try:
@@ -168,6 +153,33 @@ def find_function(name: str, argument: str, call: str) -> Callable[..., Any]:
     except ValueError:  # no signature, as of some functions in C
         pass
     return found  # type: ignore[no-any-return]
+
+
+def _attribute_of(module: Any, attribute: str, where: str) -> Any:
+    """What a module has under a name, which may have dots."""
+    found = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            there = [one for one, value in vars(found).items() if callable(value) and not one.startswith("_")]
+            raise AttributeError(
+                f"{where} has no {attribute!r}{did_you_mean(attribute, there)}; its functions: "
+                f"{', '.join(sorted(there)) or 'none'}"
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _on_path(module: str, name: str, argument: str) -> str:
+    """The name of a module, or of that in a file; its folder is added to those from which modules are imported."""
+    if module.endswith(".py"):
+        file = Path(module)
+        if not file.is_file():
+            raise ImportError(f"{argument} {name!r}: there is no file {module!r} in {Path.cwd()}")
+        sys.path.insert(0, str(file.resolve().parent))
+        return file.stem
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    return module
 
 
 def _imported(module: str, name: str, argument: str) -> Any:

@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import torch
 
-from ..checks import check_choice, check_int
-from ..randomness import derived_seed, seed_everything, unchanged_random_state
+from ..authoring.checks import check_choice, check_int
+from ..authoring.randomness import derived_seed, seed_everything, unchanged_random_state
 from .loading import SkippingLoader, generators_of, skippable
 from .streamed import Streamed
 

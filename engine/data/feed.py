@@ -5,23 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..blame import warn
+from ..authoring.randomness import unchanged_random_state
+from ..core.blame import warn
+from ..core.feed import PlainFeed
 from ..distributed.processes import Processes
-from ..randomness import unchanged_random_state
+from ..models.streams import batch_streams
 from .left_out import LeftOut
 from .same import same_data
 from .source import DataError, Source
 from .streamed import END, inner
 
 if TYPE_CHECKING:
-    from ..state import State
+    from ..core.state import State
+    from ..engine import Engine
 
 __all__ = ["Feed"]
 
 _NONE_LEFT_OUT = LeftOut(), 0, 0
 
 
-class Feed:
+class Feed(PlainFeed):
     """Provides the batches of a run, and tracks the position in the data.
 
     Attributes:
@@ -50,7 +53,20 @@ class Feed:
 
     # ---- a run ----------------------------------------------------------------------------------------------------
 
-    def open(
+    def open(self, engine: Engine, data: Any, epoch_length: int | None, given: Any) -> Source:
+        """What `opened` returns for a run of this engine."""
+        return self.opened(
+            data,
+            epoch_length,
+            seed=engine.seed,
+            processes=engine.group.data,
+            shard_policy=engine.group.shard_policy,
+            training=engine.training,
+            reseed=batch_streams(engine) if engine.streams == "separate" else None,
+            given=given,
+        )
+
+    def opened(
         self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
         reseed: Callable[[int, int], None] | None, given: Any,
     ) -> Source:  # fmt: skip

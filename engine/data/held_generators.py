@@ -35,8 +35,8 @@ def held_generators(data: Any, *, fetching: bool = False) -> dict[str, Any]:
     """
     if is_plain(data) or isinstance(data, Iterator):
         return {}
-    known = {id(one) for one in (random.random.__self__, np.random.get_state.__self__, torch.default_generator)}  # type: ignore[attr-defined]
-    known |= {id(one) for one in generators_of(data)}
+    globals_ = (random.random.__self__, np.random.get_state.__self__, torch.default_generator)  # type: ignore[attr-defined]
+    known = set(map(id, (*globals_, *generators_of(data))))
     found: dict[str, Any] = {}
     waiting = deque((where, item, 0) for where, item in _roots(data, fetching))
     seen: set[int] = set()
@@ -74,11 +74,16 @@ def _inside(item: Any) -> Iterator[tuple[str, Any]]:
     else:
         yield from ((f".{name}", inner) for name, inner in list(getattr(item, "__dict__", {}).items()))
         for kind in type(item).__mro__:
-            own = vars(kind)
-            yield from ((f".{name}", inner) for name, inner in list(own.items()) if isinstance(inner, _KINDS))
-            if not kind.__module__.startswith(("torch.", "builtins")):
-                called = (own[name] for name in _CALLED if isinstance(own.get(name), FunctionType))
-                yield from ((f".{function.__name__}", function) for function in called)
+            yield from _inside_class(kind)
+
+
+def _inside_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """The generators that a class holds, and its own functions that are called while samples are fetched."""
+    own = vars(kind)
+    yield from ((f".{name}", inner) for name, inner in list(own.items()) if isinstance(inner, _KINDS))
+    if not kind.__module__.startswith(("torch.", "builtins")):
+        called = (own[name] for name in _CALLED if isinstance(own.get(name), FunctionType))
+        yield from ((f".{function.__name__}", function) for function in called)
 
 
 def _named_in(function: FunctionType) -> Iterator[tuple[str, Any]]:

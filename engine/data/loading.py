@@ -34,7 +34,7 @@ from torch.utils.data import (
     default_convert,
 )
 
-from ..randomness import derived_seed, random_state
+from ..authoring.randomness import derived_seed, random_state
 from .seeded import Collating, Keyed, Seeded, begin_worker
 
 __all__ = [

@@ -98,7 +98,8 @@ def _equal(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and one.equal(other)
+        is_alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return is_alike and one.equal(other)
     if isinstance(one, np.ndarray):
         return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, list | tuple):

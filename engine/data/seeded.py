@@ -11,7 +11,7 @@ import torch
 from numpy.random.mtrand import get_bit_generator, set_bit_generator
 from torch.utils.data import Dataset, get_worker_info
 
-from ..randomness import derived_seed, mixed, reseed
+from ..authoring.randomness import derived_seed, mixed, reseed
 
 __all__ = ["Collating", "Keyed", "Seeded", "begin_worker"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from ..batches import samples_in
+from ..authoring.batches import samples_in
 from ..distributed.processes import Processes
 from .loading import SkippingLoader, record_share, skippable
 

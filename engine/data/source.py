@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, count, islice, repeat
 from typing import Any
 
-from ..blame import warn
+from ..authoring.randomness import derived_seed, packed, set_random_state, unchanged_random_state
+from ..core.blame import warn
 from ..distributed.processes import SINGLE_PROCESS, Processes, SameData
-from ..randomness import derived_seed, packed, set_random_state, unchanged_random_state
 from .extent import DataError, check_same_extent, extent_of, length_of
 from .first_batches import FirstBatches
 from .held_generators import HeldGenerators, draws_in_workers
@@ -444,14 +444,15 @@ class Source:
             return now
         if self.completed:
             now["completed"] = True
-        saved = self.saved | {"random": packed(self.saved["random"])}
+        return self.saved | {"random": packed(self.saved["random"])} | now | self._places()
+
+    def _places(self) -> dict[str, Any]:
+        """The places in data that keeps its position: of the last batch, and the one that was reached."""
         iterator = self.iterator
         if not isinstance(iterator, Streamed) or not keeps_position(inner(self.data)):
-            return saved | now
+            return {}
         place = iterator.place()
-        if place is None:
-            return saved | now
-        return saved | now | {"place": iterator.before if iterator.read else place, "place_now": place}
+        return {} if place is None else {"place": iterator.before if iterator.read else place, "place_now": place}
 
     def prepare_next_pass(self, saved: Mapping[str, Any], *, announced: bool) -> None:
         """Set the generators so that the next `begin` draws the order that the saved run would have drawn.

@@ -7,19 +7,11 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
-from ..randomness import random_state, seed_everything, set_random_state, unchanged_random_state
+from ..authoring.randomness import random_state, seed_everything, set_random_state, unchanged_random_state
+from ..core.feed import END
 from .held_generators import HeldGenerators
 
 __all__ = ["END", "RereadingWarning", "Streamed", "inner", "items", "keeps_position"]
-
-
-class _End:
-    def __repr__(self) -> str:
-        return "END"
-
-
-END: Any = _End()
-"""Returned in place of a batch when the data is exhausted; None is a batch to skip."""
 
 
 class RereadingWarning(UserWarning):

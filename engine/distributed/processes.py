@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..batches import map_leaves, tensors_in
+from ..authoring.batches import map_leaves, tensors_in
 from .rendezvous import bounded, ended_peers, join, launched, launched_in_part, peers
 from .watch import Watch
 

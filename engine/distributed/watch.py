@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from ..events import Events
+from ..core.events import Events
 from .liveness import find_process, is_alive, machine
 
 __all__ = ["Watch", "cut_connections"]

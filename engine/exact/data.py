@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
+from ..authoring.randomness import check_seed, unchanged_random_state
 from ..data.source import DataError, Source
-from ..randomness import check_seed, unchanged_random_state
 from .random import restore_random_state
 
 __all__ = ["ResumableData"]

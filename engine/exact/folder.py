@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..authoring.checks import check_bool, check_int, check_local
 from ..checkpoints import Files, Taken, clean, commit, find, make_folders, open_version
 from ..checkpoints.manifest import environment, read_manifest_or_none
 from ..checkpoints.state_file import SerializedState
 from ..checkpoints.store import prune
-from ..checks import check_bool, check_int, check_local
-from ..saving import copied
+from ..resuming.saving import copied
 
 __all__ = ["CheckpointFolder", "Saved"]
 

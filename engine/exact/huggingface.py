@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from ..blame import warn
+from ..core.blame import warn
 from ..data.held_generators import held_generators
 from .random import as_text, from_text, random_state, restore_random_state
 from .samples import SeededSamples

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from ..blame import warn
+from ..core.blame import warn
 from .data import ResumableData
 from .random import random_state, restore_random_state
 

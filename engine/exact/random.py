@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .. import randomness
+from ..authoring import randomness
 
 __all__ = ["as_text", "from_text", "random_state", "restore_random_state"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
+from ..authoring.randomness import check_seed, derived_seed
 from ..data.seeded import Collating, Keyed, Seeded
-from ..randomness import check_seed, derived_seed
 
 __all__ = ["SeededSamples"]
 

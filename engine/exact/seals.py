@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ..blame import warn
 from ..checkpoints import Files
+from ..core.blame import warn
 
 __all__ = ["fingerprint", "newest_sealed", "seal"]
 

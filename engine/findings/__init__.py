@@ -5,7 +5,7 @@ called `..._rules`. In a run, `first_steps` looks at the first losses, by their 
 (`layouts`, `dropout`); `data_checks` and `epoch_checks` compare what epochs leave; `evaluation_findings`, `late_scores`,
 `own_evaluations`, `own_schedulers`, `own_weights`, `unattached`, `returned` and `resumption` look at what their names say.
 
-`signalfire.codes` lists the codes.
+`signalfire.findings.codes` lists the codes.
 """
 
 from .reports import (

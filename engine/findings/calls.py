@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..batches import tensors_in
-from ..devices import is_readable
+from ..authoring.batches import tensors_in
+from ..authoring.devices import is_readable
 from .dropout import EagerMode
 from .function_rules import names_in
-from .loss_graph import Problem
+from .loss_graph import Problem, are_scaled, is_term_of, note_pairs
 from .target_counts import Mean, mean_over
 
 if TYPE_CHECKING:
@@ -28,6 +29,27 @@ _ABOVE_GUESSING = 5.0
 _PADDING = "the end of the longest one, which is padding in others"
 
 
+@dataclass(frozen=True)
+class _Sequence:
+    """What a recurrent layer returned for each step.
+
+    Attributes:
+        output: the tensor.
+        samples_first: whether its first dimension is that of the samples.
+        kind: "forward", "both" for two directions, or what its last step is.
+        taken: the steps that were taken out of it by their index, whole.
+    """
+
+    output: Tensor
+    samples_first: bool
+    kind: str
+    taken: set[int] = field(default_factory=set)
+
+    @property
+    def length(self) -> int:
+        return self.output.shape[int(self.samples_first)]
+
+
 class FirstCalls(EagerMode):
     """Looks at the calls of torch's functions inside the ``with`` block.
 
@@ -39,16 +61,19 @@ class FirstCalls(EagerMode):
     Attributes:
         problems: what looked wrong.
         means: what its cross entropies are means over.
+        points: by what derivatives were taken, such as the inputs of a differential equation.
     """
 
     def __init__(self, engine: Engine, samples: int | None, *, counts_targets: bool = False) -> None:
         super().__init__()
         self.problems: list[Problem] = []
         self.means: list[Mean] = []
+        self.points: list[Tensor] = []
         self._engine = engine
         self._counts_targets = counts_targets
         self._samples = samples
-        self._recurrent: list[tuple[Tensor, bool, str]] = []  # outputs, whether samples come first, and what they are
+        self._recurrent: list[_Sequence] = []
+        self._constant: list[tuple[Tensor, float]] = []  # sums of numbers, with a summand that has no gradient
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
         self._hooks = ExitStack()
         self._failed = False
@@ -84,9 +109,13 @@ class FirstCalls(EagerMode):
         if (look := _LOOKS.get(name)) is not None:
             self.problems += look(self, args, named, result)
         elif name == "_pad_packed_sequence" and len(set(result[1].tolist())) > 1:
-            self._recurrent.append((result[0], bool(args[2]), _PADDING))
+            self._recurrent.append(_Sequence(result[0], bool(args[2]), _PADDING))
         elif name == "index_select":  # as pad_packed_sequence puts sequences back in their order
-            self._recurrent += [(result, first, kind) for one, first, kind in self._recurrent if one is args[0]]
+            found = [one for one in self._recurrent if one.output is args[0]]
+            self._recurrent += [_Sequence(result, one.samples_first, one.kind) for one in found]
+        elif name == "grad":
+            self.points += tensors_in(_argument(args, named, 1, "inputs"))
+        note_pairs(args, result)
         self._follow(args, named, result)
 
     def _follow(self, args: Any, named: Any, result: Any) -> None:
@@ -97,9 +126,12 @@ class FirstCalls(EagerMode):
             if one.is_floating_point() and not one.requires_grad:
                 self._cut_off[id(one)] = one
 
-    def found(self) -> list[Problem]:
-        """What looked wrong."""
-        return [*self.problems, *_targets_among_inputs(self._engine.state.batch)]
+    def found(self, loss: Tensor | None) -> list[Problem]:
+        """What looked wrong on the way to this loss."""
+        steps = [problem for one in self._recurrent for problem in _steps_without_others(one)]
+        constant = [value for total, value in self._constant if loss is not None and is_term_of(total, loss)]
+        terms = [_term_without_gradient(value) for value in constant[:1]]
+        return [*self.problems, *steps, *terms, *_targets_among_inputs(self._engine.state.batch)]
 
     # ---- losses ---------------------------------------------------------------------------------------------------
 
@@ -120,29 +152,33 @@ class FirstCalls(EagerMode):
             return
         ignored = int(named.get("ignore_index", -100))
         mean = named.get("reduction", "mean") == "mean"
-        yield from self._padding(target, ignored, scores.shape[1])
+        if named.get("reduction", "mean") != "none":  # what a mask may leave out
+            yield from self._padding(target, ignored, scores.shape[1], named.get("weight"))
         self._note_mean(args, named, result)
         classes = scores.shape[1]
         guessing = math.log(max(classes, 2))
         value = float(result.detach()) if mean and result.dim() == 0 else 0.0
-        if value > _ABOVE_GUESSING * guessing and self._engine.state.iteration == 1:
+        too_large = value > _ABOVE_GUESSING * guessing and not are_scaled(scores)
+        if too_large and self._engine.state.iteration == 1:
             yield (
                 "W97",
                 f"the first cross entropy is {value:.3g}, but {guessing:.3g} by guessing among {classes} classes: the first "
                 "outputs are far too large",
-                "normalise the inputs, and leave the initial weights to PyTorch, or make them smaller",
+                "normalise the inputs, and leave the initial weights to PyTorch, or make them smaller; for weights that were "
+                "trained for other classes, allow W97",
             )
         given = tensors_in(self._engine.state.batch)
         inputs = [one for one in given if one is not target and one.shape == target.shape and one.dtype == target.dtype]
         repeated = sum(one is target for one in given) > 1 or any(torch.equal(one, target) for one in inputs)
-        if repeated and target.dim() > 1:
+        if repeated and target.dim() > 1 and bool((target != target.flatten()[0]).any()):
             yield (
                 "W98",
                 "the targets are equal to an input of the same batch: a model that copies it has no loss",
-                "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]",
+                "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]; for a model that is to "
+                "give its inputs back, allow W98",
             )
 
-    def _padding(self, target: Tensor, ignored: int, classes: int) -> Iterator[Problem]:
+    def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
         """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
         parts = (part for root in self._engine.modules.values() for part in root.modules())
         padding = {
@@ -151,6 +187,8 @@ class FirstCalls(EagerMode):
             if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.num_embeddings == classes
         }
         for index in padding - {ignored}:
+            if weight is not None and not weight[index]:
+                continue
             share = int(torch.eq(target, index).sum()) / target.numel()
             if share > _PADDED and target.numel() > 1:
                 yield (
@@ -170,16 +208,12 @@ class FirstCalls(EagerMode):
             self.means.append(mean)
 
     def _sum(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
-        """A term without a gradient that is added to a loss."""
+        """A sum with a number that has no gradient, which may be a term of the loss."""
         terms = [one for one in args[:2] if isinstance(one, Tensor) and one.dim() == 0]
         constant = [one for one in terms if not one.requires_grad]
         if len(terms) == 2 and len(constant) == 1 and id(constant[0]) in self._cut_off and float(constant[0]) != 0:
-            yield (
-                "W99",
-                f"a term of the loss ({float(constant[0]):.3g}) has no gradient, so that it changes nothing in training",
-                "compute it from the parameters without .data, .detach(), .item() and no_grad(); gradients of gradients need "
-                "create_graph=True",
-            )
+            self._constant.append((result, float(constant[0])))
+        yield from ()
 
     # ---- what is mixed up -----------------------------------------------------------------------------------------
 
@@ -192,6 +226,8 @@ class FirstCalls(EagerMode):
             and shape[0] == self._samples
             and shape[0] > 1
             and shape[0] not in shape[1:]
+            and math.prod(shape[1:]) > 1  # one score for each sample is no score of classes
+            and not isinstance(args[0], nn.Parameter)
         ):
             yield (
                 "W93",
@@ -201,7 +237,10 @@ class FirstCalls(EagerMode):
 
     def _reshape(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         before, after = list(args[0].shape), list(result.shape)
-        if len(before) > 2 and before != after and sorted(before) == sorted(after) and before[0] == after[0]:
+        if len(before) < 3 or before[:1] != after[:1] or self._samples not in (None, before[0]):
+            return
+        moved = [size for size in before if size > 1] != [size for size in after if size > 1]
+        if moved and sorted(before) == sorted(after):
             yield (
                 "W93",
                 f"a tensor of shape {before} is reshaped to {after}, which keeps the order of its values: they belong to other "
@@ -212,31 +251,14 @@ class FirstCalls(EagerMode):
     def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
         output = returned[0] if isinstance(returned, tuple) and returned else None
         if isinstance(output, Tensor) and output.dim() == 3:
-            self._recurrent.append((output, layer.batch_first, "both" if layer.bidirectional else "forward"))
+            self._recurrent.append(_Sequence(output, layer.batch_first, "both" if layer.bidirectional else "forward"))
 
     def _step(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         """One step of what a recurrent layer returned."""
-        for output, samples_first, kind in self._recurrent:
-            if output is not args[0] or (place := _place(args, samples_first)) is None:
-                continue
-            length = output.shape[int(samples_first)]
-            last = place in (-1, length - 1)
-            if kind == "forward" and place == 0 and length > 1:
-                what = "the first step of a recurrent layer is used, which has seen no other step"
-                yield "W94", what, "use the last step, output[:, -1], or the hidden state that the layer returns"
-            elif kind == "both" and last and length > 1:
-                what = "the last step of a bidirectional layer is used, whose backward direction has seen no other step"
-                yield (
-                    "W94",
-                    what,
-                    "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)",
-                )
-            elif kind not in ("forward", "both") and last:
-                yield (
-                    "W94",
-                    f"one step of padded sequences is used: {kind}",
-                    "use the hidden state that the layer returns",
-                )
+        for one in self._recurrent:
+            if one.output is args[0] and (place := _place(args, one.samples_first)) is not None:
+                one.taken.add(place % one.length)
+        yield from ()
 
 
 _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
@@ -251,10 +273,47 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 """What looks at a call, by the name of torch's function."""
 
 
+def _term_without_gradient(value: float) -> Problem:
+    return (
+        "W99",
+        f"a term of the loss ({value:.3g}) has no gradient, so that it changes nothing in training",
+        "compute it from the parameters without .data, .detach(), .item() and no_grad(); gradients of gradients need "
+        "create_graph=True",
+    )
+
+
+def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
+    """The only step that is taken of a recurrent layer, if it has seen no other one, or padding."""
+    first, last = one.taken == {0}, one.taken == {one.length - 1}
+    if one.length < 2:
+        return
+    if one.kind == "forward" and first:
+        yield (
+            "W94",
+            f"of {one.length} steps of a recurrent layer, only the first is used, which has seen no other step",
+            "use the last step, output[:, -1], or the hidden state that the layer returns",
+        )
+    elif one.kind == "both" and last:
+        yield (
+            "W94",
+            f"of {one.length} steps of a bidirectional layer, only the last is used, whose backward direction has seen no other "
+            "step",
+            "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)",
+        )
+    elif one.kind not in ("forward", "both") and last:
+        yield (
+            "W94",
+            f"one step of padded sequences is used: {one.kind}",
+            "use the hidden state that the layer returns",
+        )
+
+
 def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
     tensors = [one for one in tensors_in(batch)[:2] if _has_values(one)]
     if len(tensors) < 2 or tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
+        return
+    if not tensors[0].is_floating_point():  # tokens, which have places, and no columns
         return
     inputs, targets = tensors[0].detach(), tensors[1].detach().reshape(-1, 1).to(tensors[0].dtype)
     same = (inputs == targets).all(0)
@@ -288,7 +347,8 @@ class MetricCalls(EagerMode):
             self._last = name, result
         if len(given) == 2 and isinstance(result, Tensor) and result.dim() == 2 and len(result) > 1:
             shapes = sorted(tuple(one.shape) for one in given)
-            if shapes == [(len(result),), (len(result), 1)] and result.shape[1] == len(result):
+            pairs = given[0].untyped_storage().data_ptr() == given[1].untyped_storage().data_ptr()  # of one tensor
+            if shapes == [(len(result),), (len(result), 1)] and result.shape[1] == len(result) and not pairs:
                 self.problems.append(
                     (
                         "W73",
@@ -341,5 +401,9 @@ def _place(args: Any, samples_first: bool) -> int | None:
     if len(args) > 2:  # select(dimension, index)
         return args[2] if args[1] == int(samples_first) and isinstance(args[2], int) else None
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not all(
+        isinstance(one, slice) and one == slice(None) for one in index[1 + samples_first :] if one is not Ellipsis
+    ):
+        return None  # of some features, such as those of one direction
     wanted = index[1:2] if samples_first and index[0] == slice(None) else () if samples_first else index[:1]
     return wanted[0] if wanted and type(wanted[0]) is int else None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from ..randomness import unchanged_random_state
+from ..authoring.randomness import unchanged_random_state
 from .composition import Composition
 from .reports import Finding, Findings, failed_look
 from .rules import OF_BATCHES, OF_COMPOSITIONS
@@ -89,7 +89,9 @@ def _bounded(engine: Engine, data: Any, bounds: dict[str, Any]) -> Iterator[Any]
         if unknown := sorted(set(bounds) - set(arguments)):
             raise TypeError(f"check({unknown[0]}=): expected the bounds of run(): {', '.join(arguments)}")
         if bounds:
-            state.set_bounds(engine.training, True, **(arguments | bounds))
+            given = arguments | bounds
+            given["seconds"] = engine._seconds(given.pop("max_time"))
+            state.set_bounds(engine.training, True, **given)
         state.epoch_length = (
             bounds.get("epoch_length") or _length_of(data) or (None if data is not None else state.epoch_length)
         )

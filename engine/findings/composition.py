@@ -8,7 +8,7 @@ Handlers are recognised by attributes: ``evaluator`` and ``data_sets`` (evaluate
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..connection import Connection
+from ..authoring.monitor import Monitor
+from ..authoring.randomness import unchanged_random_state
+from ..core.connection import Connection
+from ..core.handler import Handler
 from ..data.loading import generators_of, skippable
-from ..handler import Handler
-from ..monitor import Monitor
-from ..randomness import unchanged_random_state
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Composition", "Evaluation", "first_batch", "listed", "own_generators", "unchanged_generators"]
+__all__ = ["Composition", "Evaluation", "first_batch", "own_generators", "unchanged_generators"]
 
 
 @dataclass(frozen=True)
@@ -229,18 +229,6 @@ def unchanged_generators(generators: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for act in put_back:
             act()
-
-
-def listed(names: Iterable[str], most: int = 4) -> str:
-    """The first few of some names, and how many more there are.
-
-    Example:
-        >>> listed(["a", "b", "c"], most=2)
-        'a, b and 1 more'
-    """
-    names = list(names)
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _flat(groups: Any) -> Iterator[Any]:

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..batches import tensors_in
+from ..authoring.batches import tensors_in
+from ..authoring.devices import is_readable, widened
+from ..core.update import NO_GRADIENT
 from ..data.extent import extent_of
 from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
-from ..devices import widened
 from ..distributed.processes import SameData
-from ..update import NO_GRADIENT
 from .composition import first_batch
 
 if TYPE_CHECKING:
@@ -165,7 +165,8 @@ def _refuse_unknown_to_workers(data: Any) -> None:
 
 
 def _report_samples(engine: Engine, data: Any) -> None:
-    whole = isinstance(data, tuple) and len(data) > 1 and all(isinstance(one, Tensor) for one in data)
+    tensors = isinstance(data, tuple) and len(data) > 1 and all(isinstance(one, Tensor) for one in data)
+    whole = tensors and not _are_batches(data)
     samples = isinstance(data, TensorDataset | Subset) or (
         engine.training and isinstance(data, Tensor) and data.dim() < 3
     )
@@ -176,6 +177,14 @@ def _report_samples(engine: Engine, data: Any) -> None:
             f"the data is a {type(data).__name__}, of which each {what} is taken for a batch",
             "give a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
         )
+
+
+def _are_batches(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the tensors of a tuple are parts of one, as `torch.split` returns them, or at least three that are alike."""
+    if len({(one.shape[1:], one.dtype) for one in tensors}) > 1 or tensors[0].dim() < 2:
+        return False
+    first = tensors[0]
+    return len(tensors) > 2 or (is_readable(first) and first._base is not None and first._base is tensors[1]._base)
 
 
 def _report_workers(engine: Engine, data: Any) -> None:
@@ -206,6 +215,7 @@ def _reads_all_in_each_worker(loader: Any) -> bool:
     if library or loader.worker_init_fn is not None:
         return False
     plain = (str, bytes, list, tuple, dict, set, range, Tensor)
+    holds = any(not isinstance(one, int | float | None) and not callable(one) for one in vars(dataset).values())
     if any(hasattr(type(one), "__iter__") and not isinstance(one, plain) for one in vars(dataset).values()):
         return False
     named: set[str] = set()
@@ -215,7 +225,22 @@ def _reads_all_in_each_worker(loader: Any) -> bool:
         own = {name for value in vars(kind).values() for name in _names_in(value)}
         module = vars(sys.modules.get(kind.__module__, sys))
         named |= own | {inner for name in own for inner in _names_in(module.get(name))}
-    return not any("worker" in name or "rank" in name for name in named)
+    draws = not holds and named & _DRAWS  # made of random numbers alone, which are others in each worker
+    return not draws and not any("worker" in name or "rank" in name for name in named)
+
+
+_DRAWS = {
+    "rand",
+    "randn",
+    "randint",
+    "rand_like",
+    "randn_like",
+    "normal",
+    "standard_normal",
+    "uniform",
+    "integers",
+    "gauss",
+}
 
 
 def _names_in(function: Any) -> set[str]:
@@ -228,9 +253,8 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
         return
     for name, root in engine.modules.items():
         for place, module in root.named_modules():
-            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and any(
-                parameter.requires_grad for parameter in module.parameters()
-            ):
+            norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.training
+            if norm and any(parameter.requires_grad for parameter in module.parameters()):
                 engine.findings.report(
                     "W27",
                     f"the batches have one sample, and {name}.{place} ({type(module).__name__}) normalises over the batch",

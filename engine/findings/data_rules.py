@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
-from ..batches import tensors_in
+from ..authoring.batches import tensors_in
 from .composition import Composition, Evaluation, first_batch, own_generators
 from .reports import Finding, finding
 
@@ -72,6 +72,8 @@ def _labels(data: Any) -> Tensor | None:
 
 
 def _is_sorted_by_class(labels: Tensor) -> bool:
+    if not len(labels) or int(labels.min()) != 0:  # such as lengths
+        return False
     changes = int((labels[1:] != labels[:-1]).sum())
     classes = len(labels.unique())
     return 1 < classes == changes + 1 and len(labels) >= 4 * classes

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..devices import widened
+from ..authoring.devices import widened
+from ..core.events import Events
+from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
-from ..events import Events
-from ..update import needs_closure
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
-    from ..update import UpdateState
 
 __all__ = [
     "EpochChecks",
@@ -124,7 +124,7 @@ class EpochChecks:
         names = names_of(engine)
         said = f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}"
         if len(left) == len(parameters):
-            engine.findings.report(
+            engine.remark(
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("got a gradient" if before.counts_versions else "changed"),
@@ -134,7 +134,7 @@ class EpochChecks:
             )
         elif whole and before.counts_versions:
             total, missing = (sum(p.numel() for p in several) for several in (parameters, left))
-            engine.findings.report(
+            engine.remark(
                 "W13",
                 f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) got no gradient",
                 "if they are to be trained, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
@@ -149,7 +149,7 @@ class EpochChecks:
         engine, update = self.engine, before.update
         if before.samples and all(before.rates) and all(map(torch.equal, before.samples, _samples(before.sampled))):
             types = ", ".join(sorted({str(p.dtype) for p in before.sampled}))
-            engine.findings.report(
+            engine.remark(
                 "W84",
                 f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight has changed: "
                 f"the gradients are zero, or the steps smaller than what {types} resolves",
@@ -165,7 +165,7 @@ class EpochChecks:
         known = set(self._known)
         new = unheld if stale else [p for p in unheld if p not in known]
         if new:
-            engine.findings.report(
+            engine.remark(
                 "W11",
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
                 f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: a layer was made or replaced after the "
@@ -180,14 +180,15 @@ class EpochChecks:
         roots = self._roots or {}
         off = [name for name, root in engine.modules.items() if roots.get(name) and not root.training]
         names = {part: path for root in engine.modules.values() for path, part in root.named_modules()}
+        frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}
         parts = [
             names.get(part, type(part).__name__)
             for part, was in zip(self._parts, self._modes, strict=True)
-            if was and not part.training and not _frozen(part) and not isinstance(part, _NORMS)
+            if was and not part.training and part not in frozen and not isinstance(part, _NORMS)
         ]
         if off or parts:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
-            engine.findings.report(
+            engine.remark(
                 "W14",
                 f"{what} was put into eval mode during training and left in it (seen at the end of epoch "
                 f"{engine.state.epoch}): dropout and batch statistics are off",
@@ -208,7 +209,7 @@ class EpochChecks:
         if has_nan([*parameters, *losses]):
             bad = [p for p in parameters if has_nan([p])]
             what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
-            engine.findings.report(
+            engine.remark(
                 "W15",
                 f"at the end of epoch {engine.state.epoch}, "
                 + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
@@ -222,7 +223,7 @@ class EpochChecks:
         steps = update.steps - before.steps
         counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
-            engine.findings.report(
+            engine.remark(
                 "W17",
                 f"the optimizer of update {update.name!r} made {counted_now - before.counted} steps in epoch "
                 f"{engine.state.epoch}, of which the engine made {steps}",
@@ -231,14 +232,14 @@ class EpochChecks:
             )
         rates = [*before.rates, *rates_of(update)]
         if steps and rates and not any(rates) and before.is_unchanged():
-            engine.findings.report(
+            engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
                 "check lr= and the schedule: its warm-up, and in what unit its total is given",
                 key=update.name,
             )
         if any(rate < 0 for rate in rates):
-            engine.findings.report(
+            engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: {min(rates):.3g}, so "
                 "that steps increase the loss",

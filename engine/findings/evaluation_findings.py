@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
 
-from ..batches import tensors_in
+from ..authoring.batches import tensors_in
+from ..authoring.devices import widened
 from ..data.loading import draws_at_random
-from ..devices import widened
 from ..distributed.sharded import is_sharded, local_part
 
 if TYPE_CHECKING:

@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..acts import Override
-from ..batches import tensors_in
+from ..authoring.batches import tensors_in
+from ..core.events import Events, Filter
+from ..core.overrides import Override
+from ..core.update import UpdateState
+from ..core.window import ONE
+from ..core.words import listed
 from ..distributed.sharded import is_sharded, local_part
-from ..events import Events
-from ..step import Step
-from ..update import UpdateState
-from ..window import ONE
 from .calls import FirstCalls
-from .composition import listed
 from .dropout import ActiveDropout, is_compiled
 from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, report_other_scale
 from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
+from .parameter_rules import ends_frozen
+from .taken_states import UnsavedValues
 from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["FirstEvaluation", "FirstStep"]
+__all__ = ["FirstEvaluation", "FirstLosses"]
 
 _ITERATIONS = 4
 _OF_COMPUTE = (
@@ -42,88 +44,93 @@ _OF_COMPUTE = (
 )
 
 
-class FirstStep(Step):
-    """A `Step` that looks at the losses of the first iterations, and then becomes a plain one, which costs nothing more."""
+class FirstLosses:
+    """Looks at the losses of the first iterations of a run that trains; its receivers are called in these only.
 
-    __slots__ = ()
+    Args:
+        engine: the engine.
+        unsaved: takes note of what no state holds, after the first forward.
+    """
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self.look = _Look(engine)
+    def __init__(self, engine: Engine, unsaved: UnsavedValues) -> None:
+        self._look = _Look(engine, unsaved)
+        self._loss: Tensor | None = None  # as it was computed, before receivers change it
+        first = engine.state.iteration + 1
+        self.when = Filter(once=frozenset(range(first, first + _ITERATIONS)))
 
-    def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
-        """As `Step` does it."""
-        look = self.look
-        assert look is not None
-        findings = self.engine.findings
+    def forward(self, engine: Engine) -> None:
+        """Look at what follows, up to the loss, from the outermost place inside the region of FORWARD_STARTED."""
+        engine.regions.enter(self._looking(engine, engine.state.update))
+
+    @contextmanager
+    def _looking(self, engine: Engine, update: UpdateState) -> Iterator[None]:
+        look, findings = self._look, engine.findings
         if findings.look(look.begins, update):
-            samples = findings.look(samples_of, self.engine, self.state.batch)
+            samples = findings.look(samples_of, engine, engine.state.batch)
             with (
-                looking_for_mixed_up_layouts(self.engine, samples),
-                FirstCalls(self.engine, samples, counts_targets=are_averaged(self.engine, update)) as calls,
+                looking_for_mixed_up_layouts(engine, samples),
+                FirstCalls(engine, samples, counts_targets=are_averaged(engine, update)) as calls,
             ):
-                loss = super().compute_loss(update, batch, iteration, listened)
-            findings.look(_report_calls, self.engine, update, calls)
+                yield
+            findings.look(_report_calls, engine, update, calls)
             findings.look(look.note_means, update, calls.means)
-        elif update.name in look.counts and iteration <= look.last:
-            with TargetCalls(self.engine) as counted:
-                loss = super().compute_loss(update, batch, iteration, listened)
+            look.points = calls.points
+        elif update.name in look.counts:
+            with TargetCalls(engine) as counted:
+                yield
             findings.look(look.note_means, update, counted.means)
         else:
-            loss = super().compute_loss(update, batch, iteration, listened)
-        if iteration > look.last:
-            self.look_no_more()
-        elif update.evaluation == 0 and isinstance(loss, Tensor):
+            yield
+        loss, self._loss = self._loss, None
+        if update.evaluation == 0 and isinstance(loss, Tensor):
             findings.look(look.at, update, loss)
-        return loss
 
-    def compute_gradients(self, update: UpdateState, iteration: int, listened: bool) -> None:
-        """As `Step` does it."""
-        try:
-            Step.compute_gradients(
-                self, update, iteration, listened
-            )  # a `Step` itself by now, if this is a later piece
-        finally:
-            if update.window.given is not None:
-                update.window.given.end_backward()
+    def loss(self, engine: Engine) -> None:
+        """Note a loss as it was computed."""
+        self._loss = engine.state.update.raw_loss
 
-    def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
-        """As `Step` does it."""
-        super().let_compute(function, update, iteration, listened)
-        if self.look is not None and iteration > self.look.last:
-            self.look_no_more()
-        elif self.look is not None and update.raw_loss is not None and self.look.sees_first(update):
-            self.engine.findings.look(report_unheard, self.engine, update)
+    def backward(self, engine: Engine) -> None:
+        """Note that a backward has given its gradients."""
+        if (given := engine.state.update.window.given) is not None:
+            given.end_backward()
 
-    def look_no_more(self) -> None:
-        """Become a plain `Step`."""
-        self.look = None
-        self.__class__ = Step  # type: ignore[assignment]
+    def update(self, engine: Engine) -> None:
+        """Look at an update whose gradients a handler has computed alone."""
+        update = engine.state.update
+        if engine.overrides.gradients is not None and update.raw_loss is not None and self._look.sees_first(update):
+            engine.findings.look(report_unheard, engine, update)
 
 
-class FirstEvaluation(Step):
-    """A `Step` that looks at the first batch of an evaluation, whose forward should compute no dropout; then a plain one."""
+class FirstEvaluation:
+    """Looks at the first batch of an evaluation, whose forward should compute no dropout.
 
-    __slots__ = ()
+    Args:
+        leave: called at the first batch, so that no other is looked at.
+    """
 
-    def compute_loss(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> Tensor | None:
-        """As `Step` does it."""
-        self.__class__ = Step  # type: ignore[assignment]
-        self.engine.findings.look(report_other_scale, self.engine, self.state.batch)
-        if is_compiled(self.engine):  # a mode around it would have it compiled again
-            return self.compute_loss(update, batch, iteration, listened)
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self._leave = leave
+
+    def forward(self, engine: Engine) -> None:
+        """Look at what follows, up to the loss."""
+        self._leave()
+        engine.findings.look(report_other_scale, engine, engine.state.batch)
+        if not is_compiled(engine):  # a mode around it would have it compiled again
+            engine.regions.enter(self._looking(engine, engine.state.update))
+
+    @contextmanager
+    def _looking(self, engine: Engine, update: UpdateState) -> Iterator[None]:
         with ActiveDropout() as dropout:
-            loss = self.compute_loss(update, batch, iteration, listened)
-        modules = (part for root in self.engine.modules.values() for part in root.modules())
+            yield
+        modules = (part for root in engine.modules.values() for part in root.modules())
         if dropout.seen and not any(part.training for part in modules):  # these are reported when the evaluation ends
-            self.engine.findings.report(
+            engine.findings.report(
                 "W57",
                 f"the forward of update {update.name!r} computes dropout in an evaluation: a function is called that does not "
                 "know of the mode",
                 "give it the mode: F.dropout(x, training=self.training); allow W57 where the randomness is meant",
                 key=update.name,
             )
-        return loss
 
 
 def report_unheard(engine: Engine, update: UpdateState) -> None:
@@ -145,7 +152,7 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
 
 
 def _report_calls(engine: Engine, update: UpdateState, calls: FirstCalls) -> None:
-    report_problems(engine, update, calls.found())
+    report_problems(engine, update, calls.found(update.raw_loss))
 
 
 def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Problem]) -> None:
@@ -162,23 +169,27 @@ class _Look:
     """What was seen of the losses of a run.
 
     Attributes:
-        last: the last iteration that is looked at.
         counts: by update, how many targets its losses are means over, where these may count otherwise.
+        points: by what the latest first forward took derivatives.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, unsaved: UnsavedValues) -> None:
         self.engine = weakref.ref(engine)
-        self.last = engine.state.iteration + _ITERATIONS
+        self._unsaved = unsaved
         self._seen: set[str] = set()
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
         self._leaves: dict[str, list[weakref.ref[Tensor]]] = {}
         self.counts: dict[str, TargetCounts] = {}
+        self.points: list[Tensor] = []
 
     def begins(self, update: UpdateState) -> bool:
         """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
         engine = self.engine()
-        return update.name not in self._seen and engine is not None and not is_compiled(engine)
+        first = update.name not in self._seen
+        if first:
+            self._streams[update.name] = [torch.get_rng_state()]
+        return first and engine is not None and not is_compiled(engine)
 
     def note_means(self, update: UpdateState, means: list[Mean]) -> None:
         """Note what a loss is a mean over, once the receivers of LOSS_COMPUTED have weighted it."""
@@ -199,16 +210,19 @@ class _Look:
         assert engine is not None
         if not self._seen:
             engine.findings.look(note_scale, engine, engine.state.batch)
-            engine.findings.look(engine.snapshots.note_unsaved)
+            engine.findings.look(self._unsaved.note, engine)
         if update.name not in self._seen:
             self._seen.add(update.name)
             changed = [update.backward_loss] if isinstance(update.backward_loss, Tensor) else []
             output = next(iter(tensors_in(update.output)), None)
             counts = output is not None and output.dim() > 0 and update.weight is ONE
             samples = len(output) if output is not None and counts else None
-            window, adversarial = update.window.length, len(engine.updates) > 1
+            window = update.window.length
+            # Another update, or a trained input of a frozen model, may make the loss large on purpose.
+            adversarial = len(engine.updates) > 1 or any(map(ends_frozen, engine.modules.values()))
             for one in (loss, *changed):  # a receiver may divide
-                report_problems(engine, update, problems_of(one, window, samples, adversarial=adversarial))
+                problems = problems_of(one, window, samples, adversarial=adversarial, received=one is not loss)
+                report_problems(engine, update, problems)
             if update.backward_loss is loss and isinstance(update.raw_loss, Tensor) and update.raw_loss is not loss:
                 self._report_reported_loss(engine, update)
         look = engine.findings.look
@@ -235,7 +249,7 @@ class _Look:
         if (found is not None and not found) or any(map(is_sharded, update.parameters)):
             return  # of sharded parameters, whole ones are made for each forward
         held = held_by_optimizers(engine) | set(names_of(engine))
-        given = tensors_in(engine.state.batch)
+        given = [*tensors_in(engine.state.batch), *self.points]
         leaves = [one for one in leaves_of(loss) if one not in held and not any(one is other for other in given)]
         lasting = [one for one in leaves if any(one is ref() for ref in found or ())]
         self._leaves[update.name] = [] if found is not None else [weakref.ref(one) for one in leaves]
@@ -300,9 +314,11 @@ class _Look:
         drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and 0 < part.p < 1]
         if not drops or engine.streams != "shared" or engine.device.type != "cpu":
             return
-        streams = self._streams.setdefault(update.name, [])
-        streams.append(torch.get_rng_state())
-        if len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
+        before, *streams = self._streams[update.name] = [*self._streams[update.name], torch.get_rng_state()]
+        drew = not torch.equal(
+            before, streams[0]
+        )  # a forward that computes no dropout leaves the generator where it was
+        if drew and len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
             engine.findings.report(
                 "W78",
                 f"after each of the first {len(streams)} iterations, the global generator is where it was, though the model has "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dis
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
 from typing import Any
 
-from ..connection import Connection
-from ..events import Events
+from torch.optim import Optimizer
+
+from ..core.connection import Connection
+from ..core.events import Events
 from .composition import Composition
 from .reports import Finding, finding
 
@@ -22,7 +23,7 @@ _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 def two_clips(it: Composition) -> Iterator[Finding]:
     clipping = [handler for handler in it.handlers if getattr(handler, "clips_gradients", False)]
     for one in it.functions:
-        if clipping and _CLIPS & names_in(one.receiver):
+        if clipping and _clips(one.receiver):
             yield finding(
                 "C04",
                 f"the function {one!r} clips gradients, and {clipping[0].name!r} clips them, too",
@@ -47,7 +48,7 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
     for unscale in (one for one in ready if "scale" in (one.writes or ())):
         before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
         for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
-            if one.owner is None and _CLIPS & names_in(one.receiver):
+            if one.owner is None and _clips(one.receiver):
                 what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
                 way_out = "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where they are unscaled"
                 yield finding("C25", what, way_out, [str(unscale.owner)])
@@ -65,6 +66,14 @@ def names_in(function: Any) -> set[str]:
     return names
 
 
+def _clips(function: Any) -> bool:
+    """Whether a function clips gradients; not where its bound is infinite, by which their norm is measured."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    infinite = {"inf", float("inf")} & {one for one in getattr(code, "co_consts", ()) if isinstance(one, str | float)}
+    names = names_in(function)
+    return bool(_CLIPS & names) and not infinite and "inf" not in names
+
+
 _WITH_GRADIENTS = {Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED}
 
 
@@ -73,7 +82,7 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     way_out = "clip at GRADIENTS_READY, where those of a whole window are averaged, or attach GradientClipping"
     for signal in it.engine.signals.all():
         for one in signal.connections:
-            if not is_users(one) or not it.engine.training or not _CLIPS & names_in(one.receiver):
+            if not is_users(one) or not it.engine.training or not _clips(one.receiver):
                 continue
             if signal.event not in _WITH_GRADIENTS:
                 yield finding("C26", f"the function {one!r} clips gradients where there are none, or not all", way_out)
@@ -102,14 +111,30 @@ def _steps_an_optimizer(it: Composition, function: Any) -> bool:
     known = {**variables.globals, **variables.nonlocals}
     own = [update.optimizer for update in it.engine.updates if update.optimizer is not None]
     loads = [one for one in dis.get_instructions(function) if one.opname.startswith("LOAD_")]
-    return any(
-        after.argval == "step"
-        and (
-            (one.opname == "LOAD_ATTR" and one.argval == "optimizer")
-            or (one.opname != "LOAD_ATTR" and any(known.get(one.argval) is optimizer for optimizer in own))
-        )
-        for one, after in itertools.pairwise(loads)
-    )
+    for place, one in enumerate(loads[:-1]):
+        after = loads[place + 1]
+        if after.argval != "step" or after.opname not in _ATTRIBUTES:
+            continue
+        if one.opname not in _ATTRIBUTES:
+            optimizer = known.get(one.argval)
+        elif one.argval == "optimizer":
+            optimizer = _held(known.get(loads[place - 1].argval) if place else None)
+            if optimizer is None:  # of what the function gets, such as the engine
+                return True
+        else:
+            continue
+        if any(optimizer is one for one in own):
+            return True
+    return False
+
+
+def _held(holder: Any) -> Optimizer | None:
+    """The optimizer of an object, such as what trains something beside the model; no property is called."""
+    optimizer = None if holder is None else inspect.getattr_static(holder, "optimizer", None)
+    return optimizer if isinstance(optimizer, Optimizer) else None
+
+
+_ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
 def is_users(connection: Connection) -> bool:

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..events import Events
+from ..core.events import Events
 from .function_rules import is_users
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
-    from ..update import UpdateState
 
 __all__ = ["GivenGradients"]
 

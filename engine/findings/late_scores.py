@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..monitor import Monitor
+from ..authoring.monitor import Monitor
 
 if TYPE_CHECKING:
     from ..engine import Engine

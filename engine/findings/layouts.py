@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from ..batches import tensors_in
+from ..authoring.batches import tensors_in
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -29,7 +29,11 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
 
     def look(layer: Any, args: tuple[Any, ...]) -> None:
         first = args[0] if args else None
-        if isinstance(first, Tensor) and first.dim() == 3 and len(first) == samples != first.shape[1]:
+        if not isinstance(first, Tensor) or first.dim() != 3 or not len(first) == samples != first.shape[1]:
+            return
+        data = engine.feed.current.data
+        loaded = isinstance(data, DataLoader) and data.batch_size == samples
+        if first.shape[1] > 1 or loaded:  # another batch may be one sequence, with a target for each step
             engine.findings.report(
                 "W88",
                 f"the layer {layers[layer]!r} ({type(layer).__name__}) takes inputs of shape {list(first.shape)} as "

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Problem", "functions_of", "leaves_of", "problems_of"]
+__all__ = [
+    "Problem",
+    "are_scaled",
+    "functions_of",
+    "ignored_by",
+    "is_term_of",
+    "leaves_of",
+    "note_pairs",
+    "problems_of",
+]
 
 Problem = tuple[str, str, str]
 """The code of a finding, its sentence, and the way out."""
@@ -30,6 +39,7 @@ _SAME_VALUES = frozenset(
 )
 _PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
 _ELEMENTWISE = frozenset(("SubBackward0", "RsubBackward1", "MulBackward0", "AddBackward0", "DivBackward0"))
+_LINEAR = _ELEMENTWISE | {"NegBackward0"}
 _RANGES = {"TanhBackward0": ("tanh", -1.0, 1.0), "ReluBackward0": ("relu", 0.0, float("inf"))} | {
     node: (name, 0.0, 1.0) for node, name in _PROBABILITIES.items()
 }
@@ -40,7 +50,7 @@ _DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "SmoothL1Loss"
 
 
 def problems_of(
-    loss: Tensor, window: int, samples: int | None = None, *, adversarial: bool = False
+    loss: Tensor, window: int, samples: int | None = None, *, adversarial: bool = False, received: bool = False
 ) -> Iterator[Problem]:
     """What looks wrong about a loss before its backward.
 
@@ -49,6 +59,7 @@ def problems_of(
         window: the length of the accumulation window, over which the gradients are averaged.
         samples: the number of samples in the batch; None if it is unknown, or if the window weights its batches.
         adversarial: whether other updates may train against it, so that it may be meant to grow.
+        received: whether a receiver has made it of the loss that the update computed.
 
     Example:
         >>> output = torch.zeros(4, 1, requires_grad=True) * 2
@@ -59,7 +70,7 @@ def problems_of(
         return
     if not adversarial:
         yield from _negated(loss.grad_fn)
-    yield from _divided(loss.grad_fn, window)
+    yield from _divided(loss.grad_fn, window, received=received)
     yield from _summed(loss.grad_fn, window, samples)
     for node in _nodes(loss.grad_fn):
         name = node.name()
@@ -96,6 +107,18 @@ def functions_of(loss: Tensor) -> set[str]:
     )
 
 
+def ignored_by(loss: Tensor) -> int | None:
+    """The class that a negative log-likelihood nearest to a loss ignores; None without one.
+
+    Example:
+        >>> ignored_by(torch.nn.functional.cross_entropy(torch.ones(1, 2, requires_grad=True), torch.zeros(1).long()))
+        -100
+    """
+    nodes = _nodes(loss.grad_fn) if loss.grad_fn is not None else ()
+    found = (getattr(node, "_saved_ignore_index", None) for node in nodes)
+    return next((_signed(index) for index in found if index is not None), None)
+
+
 def leaves_of(loss: Tensor) -> list[Tensor]:
     """The tensors that the backward of a loss gives gradients to; of a very large graph, those nearest to the loss.
 
@@ -117,6 +140,52 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 
 
 _LARGEST_GRAPH = 20_000
+
+
+def is_term_of(term: Tensor, loss: Tensor) -> bool:
+    """Whether a loss is a sum of numbers, weighted or not, of which this one is a part.
+
+    Example:
+        >>> term = torch.ones((), requires_grad=True) * 2
+        >>> is_term_of(term, 0.5 * term + 1), is_term_of(term, (term * torch.ones(2)).sum())
+        (True, False)
+    """
+    queue: list[Any] = [loss.grad_fn]
+    for node in islice(queue, _MOST_NODES):  # grows meanwhile
+        if node is term.grad_fn:
+            return True
+        if node is not None and node.name() in _LINEAR | _SAME_VALUES:
+            queue += [child for child, place in node.next_functions if child is not None and _shape(child, place) == ()]
+    return False
+
+
+def are_scaled(scores: Tensor) -> bool:
+    """Whether scores are multiplied with a number, or divided by a temperature, so that they are meant to be large.
+
+    Example:
+        >>> cosines = torch.ones(2, 3, requires_grad=True) * torch.ones(3)
+        >>> are_scaled(cosines), are_scaled((cosines / 0.07).T)
+        (False, True)
+    """
+    node: Any = scores.grad_fn
+    if node is None:
+        return False
+    node = _child(node) if node.name() in _SAME_VALUES else node
+    factors = [_saved(node, name) for name in ("self", "other")] if node.name() in _SCALES else []
+    return any(one is not None and one.dim() == 0 for one in factors)
+
+
+def note_pairs(args: Any, result: Any) -> None:
+    """Note at the node of a result that an operand of it has an entry for each pair of samples, such as a mask."""
+    node = getattr(result, "grad_fn", None)
+    if node is None or result.dim() != 2 or node.name() not in _ELEMENTWISE:
+        return
+    if any(isinstance(one, Tensor) and one.shape == result.shape and not one.requires_grad for one in args):
+        node.metadata[_PAIRS] = True
+
+
+_PAIRS = "signalfire pairs"
+_SCALES = frozenset(("MulBackward0", "DivBackward0"))
 
 
 def _nodes(root: Any) -> Iterator[Any]:
@@ -157,7 +226,10 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
             "remove the relu behind the last layer",
         )
     result = _saved(node, "result")
-    if result is not None and _dimension(node) == 0 and result.dim() == 2 and result.shape[0] != result.shape[1]:
+    over_samples = result is not None and result.dim() == 2 and _dimension(node) == 0
+    if (
+        result is not None and over_samples and result.shape[1] not in (1, result.shape[0])
+    ):  # 1: of a list, not of classes
         yield (
             "W72",
             f"log_softmax is over dimension 0 of shape {list(result.shape)}, so that the samples of a batch compete with each "
@@ -175,8 +247,11 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
 
 def _dimension(node: Any) -> int:
     """The saved dimension, which torch gives as an unsigned number."""
-    dimension: int = node._saved_dim
-    return dimension if dimension < 2**63 else dimension - 2**64
+    return _signed(node._saved_dim)
+
+
+def _signed(number: int) -> int:
+    return number if number < 2**63 else number - 2**64
 
 
 def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
@@ -191,7 +266,9 @@ def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
 
 def _nll_loss(node: Any) -> Iterator[Problem]:
     scores = _saved(node, "self")
-    if scores is None or _child(node).name() == "LogSoftmaxBackward0":
+    child = _child(node)
+    weighted = child.name() == "MulBackward0" and _child(child).name() == "LogSoftmaxBackward0"  # as with rewards
+    if scores is None or weighted or child.name() == "LogSoftmaxBackward0":
         return
     classes = 1 if scores.dim() > 1 else 0
     sums = scores[:_SAMPLES].detach().float().exp().sum(classes)
@@ -205,7 +282,7 @@ def _nll_loss(node: Any) -> Iterator[Problem]:
 
 def _out_of_reach(node: Any) -> Iterator[Problem]:
     target, last = _saved(node, "target"), _RANGES.get(_child(node).name())
-    if target is None or last is None or target.numel() == 0:
+    if target is None or last is None or target.numel() == 0 or _may_be_masked(node):
         return
     function, least, most = last
     smallest, largest = (float(one) for one in target[:_SAMPLES].detach().float().aminmax())
@@ -221,7 +298,7 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
 def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Problem]:
     """Targets outside of a range; for a loss of margins, which takes -1 and 1, zeros as well."""
     target = _saved(node, "target")
-    if target is None or target.numel() == 0:
+    if target is None or target.numel() == 0 or _may_be_masked(node):
         return
     values = target[:_SAMPLES].detach().float()
     smallest, largest = (float(one) for one in values.aminmax())
@@ -230,6 +307,11 @@ def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Pr
         expected = "of -1 or 1" if least == -1.0 else "from 0 to 1"
         found = f"those of the first batch lie between {smallest:.4g} and {largest:.4g}"
         yield "W77", f"{function} expects targets {expected}, but {found}", f"convert the targets to numbers {expected}"
+
+
+def _may_be_masked(node: Any) -> bool:
+    """Whether a loss function leaves its values, or weights them: those of missing targets may be left out."""
+    return getattr(node, "_saved_reduction", None) == _NONE or _saved(node, "weight") is not None
 
 
 def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
@@ -249,13 +331,13 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
         )
 
 
-_SUM = 2  # what torch's kernels call reduction="sum"
+_NONE, _SUM = 0, 2  # what torch's kernels call reduction="none" and reduction="sum"
 
 
 def _broadcast(node: Any) -> Iterator[Problem]:
     """An output of shape [N] or [N, 1] that meets something constant of the other one of these shapes."""
     operands = [(child, place) for child, place in node.next_functions if child is not None]
-    if len(operands) != 1:
+    if len(operands) != 1 or _PAIRS in node.metadata:
         return
     child, place = operands[0]
     own, before = _shape(node, 0), _shape(child, place)
@@ -272,8 +354,12 @@ def _broadcast(node: Any) -> Iterator[Problem]:
 
 def _negated(node: Any) -> Iterator[Problem]:
     factor = _number(_saved(node, "other")) if node.name() == "MulBackward0" else None
+    child = _child(node)
+    kind = re.sub(r"Backward\d+$", "", child.name())
+    if factor is not None and kind == "NllLoss" and (factor != -1 or _is_of_one_target(child)):
+        return  # the reward of an action
     negative = node.name() == "NegBackward0" or (factor is not None and factor < 0)
-    if negative and (kind := re.sub(r"Backward\d+$", "", _child(node).name())) in _NEVER_NEGATIVE:
+    if negative and kind in _NEVER_NEGATIVE:
         yield (
             "W90",
             f"the loss is the negative of {kind}, so that training makes {kind} as large as it can",
@@ -281,11 +367,18 @@ def _negated(node: Any) -> Iterator[Problem]:
         )
 
 
-def _divided(node: Any, window: int) -> Iterator[Problem]:
+def _is_of_one_target(node: Any) -> bool:
+    target = _saved(node, "target")
+    return target is not None and target.numel() == 1
+
+
+def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
     if window < 2 or node.name() not in ("DivBackward0", "MulBackward0"):
         return
     number, terms = _number(_saved(node, "other")), _child(node).name()
     if number is None or terms in ("AddBackward0", "SumBackward0", ""):  # the mean of several terms, or of the batch
+        return
+    if window == 2 and not received and _is_square(_child(node)):  # half a square, whose gradient is the difference
         return
     factor = number if node.name() == "DivBackward0" else 1.0 / (number or float("inf"))
     if abs(factor - window) < 1e-6:
@@ -294,6 +387,12 @@ def _divided(node: Any, window: int) -> Iterator[Problem]:
             f"the loss is divided by {window}, the length of the accumulation window, over which gradients are averaged already",
             "return the loss as it is: as it stands, the gradients are divided twice",
         )
+
+
+def _is_square(node: Any) -> bool:
+    return node.name() == "MseLossBackward0" or (
+        node.name() in ("MeanBackward0", "SumBackward0") and _child(node).name() == "PowBackward0"
+    )
 
 
 def _number(operand: Tensor | None) -> float | None:

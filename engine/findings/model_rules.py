@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -13,8 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..optimizers import optimizers_of
-from ..update import UpdateState
+from ..core.update import UpdateState
+from ..updates.optimizers import optimizers_of
 from .composition import Composition
 from .reports import Finding, finding
 
@@ -99,7 +100,8 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
         if not isinstance(part, nn.Sequential | nn.ModuleList):
             continue
         layers = list(part._modules.values())
-        held = [id(one) for one in layers if one is not None and any(True for _ in one.parameters())]
+        shared = [one for one in layers if one is not None and not isinstance(one, nn.PReLU)]  # an activation
+        held = [id(one) for one in shared if any(True for _ in one.parameters())]
         if len(set(held)) < len(held):
             yield finding(
                 "C36",
@@ -138,13 +140,14 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
     for update in it.engine.updates:
         for kind, group in _groups(update):
             lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
-            lr = _number(group.get("initial_lr", lr))  # before a schedule has changed it
-            if 0 < lr < _LEAST_RATE:
+            begins = _number(group.get("initial_lr", lr))  # before a schedule has changed it
+            if 0 < begins < _LEAST_RATE:
                 yield _option(
                     update.name,
-                    f"lr={lr:g} hardly changes any weight",
+                    f"lr={begins:g} hardly changes any weight",
                     "use a rate such as 0.1 for SGD or 1e-3 for Adam",
                 )
+            lr = min(lr, begins)  # a rate of 1 may be that of a schedule's factors
             if lr >= 1 and kind in _ADAPTIVE:
                 yield _option(
                     update.name,
@@ -228,9 +231,12 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
                 f"the layer {name!r} drops {part.p:.0%} of its inputs",
                 "p is the share that is dropped, such as 0.1, and not the one that is kept",
             )
-    weights = {name: part.weight for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
+    # The units of a convolution in groups see other inputs each.
+    layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
+    weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
-    hidden = {name: one for name, one in list(weights.items())[:-1] if _is_compared(one)}
+    ends = _ends(it, list(weights.values()))
+    hidden = {name: one for name, one in weights.items() if _is_compared(one) and not any(one is end for end in ends)}
     alike = [name for name, one in hidden.items() if _has_units_alike(one)]
     constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
     if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
@@ -243,6 +249,14 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
 
 
 _MOST_DROPPED = 0.8
+
+
+def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
+    """The weights of the last layer, and in no sequence of those right before it that are as large, and may be beside it."""
+    ends = weights[-1:]
+    if not all(isinstance(root, nn.Sequential) for root in it.engine.modules.values()):
+        ends += itertools.takewhile(lambda one: one.shape == weights[-1].shape, reversed(weights[:-1]))
+    return ends
 
 
 def _is_compared(weight: Tensor) -> bool:

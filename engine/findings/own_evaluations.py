@@ -13,13 +13,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
-from ..connection import Connection, guarded
-from ..events import Events
-from ..part import Reference
+from ..core.connection import Connection, guarded
+from ..core.events import Events
+from ..core.part import Reference
 
 if TYPE_CHECKING:
+    from ..core.signals import Signal
     from ..engine import Engine
-    from ..signals import Signal
 
 __all__ = ["look_at_forwards"]
 
@@ -64,7 +64,7 @@ def _look(reference: Reference, who: str, module: nn.Module, inputs: Any) -> Non
     if (engine := reference()) is None or torch.is_grad_enabled() or not module.training:
         return
     if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
-        engine.findings.report(
+        engine.remark(
             "W91",
             f"{who} calls the model without gradients, as an evaluation does, but in training mode, in which {found!r} does "
             "something else",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..events import Events
+from ..core.events import Events
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -59,7 +59,7 @@ class OwnSchedulers:
                 "attach LRScheduling with a factory in its place, such as LRScheduling(partial(StepLR, step_size=30))"
             )
             if all(one.last_epoch == before for one, before in found):
-                engine.findings.report(
+                engine.remark(
                     "W86",
                     f"the optimizer of update {update.name!r} was given a scheduler ({names}) before the run, which nobody has "
                     "stepped: the learning rate is that of its start",
@@ -67,7 +67,7 @@ class OwnSchedulers:
                     key=update.name,
                 )
             elif engine.signal(Events.CHECKPOINT_SAVED).fired:
-                engine.findings.report(
+                engine.remark(
                     "W87",
                     f"the optimizer of update {update.name!r} has a scheduler ({names}) that a function steps: checkpoints lack "
                     "its position, and a resumed run would begin it again",

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from ..core.events import Events
+from ..core.part import Reference
 from ..distributed.sharded import is_sharded
-from ..events import Events
-from ..part import Reference
 from .function_rules import is_users
 
 if TYPE_CHECKING:
+    from ..core.connection import Connection
     from ..engine import Engine
 
-__all__ = ["OwnLoads", "watching_starts"]
+__all__ = ["OwnLoads", "changed_at_start", "versions_before_start"]
 
 
 class OwnLoads:
@@ -57,20 +57,25 @@ def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: s
         )
 
 
-@contextmanager
-def watching_starts(engine: Engine) -> Iterator[None]:
-    """Report functions that change the weights inside the ``with`` block, at the start of a run that continues an earlier one."""
-    functions = [one for one in engine.signal(Events.STARTED).connections if is_users(one) and one.owner is None]
+def versions_before_start(engine: Engine) -> list[int] | None:
+    """The versions of the weights before STARTED, for `changed_at_start`; None where functions may change them."""
     continues = engine.training and engine.state.iteration > 0 and not engine.snapshots.has_loaded_state
-    before = _versions(engine) if continues and functions else None
-    yield
+    return _versions(engine) if continues and _functions(engine) else None
+
+
+def changed_at_start(engine: Engine, before: list[int] | None) -> None:
+    """Report functions that change the weights at the start of a run that continues an earlier one."""
     if before is not None and before != _versions(engine):
         engine.findings.report(
             "W68",
-            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED ({functions[0]!r}) changes "
-            "the weights that were trained",
+            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED ({_functions(engine)[0]!r}) "
+            "changes the weights that were trained",
             "initialise the weights before the first run(); STARTED comes at the start of each",
         )
+
+
+def _functions(engine: Engine) -> list[Connection]:
+    return [one for one in engine.signal(Events.STARTED).connections if is_users(one) and one.owner is None]
 
 
 def _versions(engine: Engine) -> list[int]:

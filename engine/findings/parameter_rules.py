@@ -9,12 +9,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..core.words import listed
 from ..distributed import expected_processes
-from ..modules import frozen_copies
-from .composition import Composition, listed
+from ..models.modules import frozen_copies
+from .composition import Composition
 from .reports import Finding, finding
 
-__all__ = ["OF_PARAMETERS"]
+__all__ = ["OF_PARAMETERS", "ends_frozen"]
 
 
 def foreign_parameters(it: Composition) -> Iterator[Finding]:
@@ -77,7 +78,7 @@ def frozen_parameters(it: Composition) -> Iterator[Finding]:
     meant = any(getattr(handler, "freezes", False) for handler in it.handlers) or any(
         update.spec.parameters is not None for update in it.engine.updates
     )
-    last = any(_ends_frozen(module) for module in it.engine.modules.values())
+    last = any(ends_frozen(module) and not _is_named_otherwise(module) for module in it.engine.modules.values())
     yield finding(
         "C09",
         f"{len(frozen)} of {len(it.parameters)} parameters are frozen: {listed(frozen)}"
@@ -87,17 +88,26 @@ def frozen_parameters(it: Composition) -> Iterator[Finding]:
     )
 
 
-def _ends_frozen(module: nn.Module) -> bool:
+def ends_frozen(module: nn.Module) -> bool:
     """Whether only the first parameters are trained; not for a module that is frozen as a whole, such as a teacher.
 
     Adapters lie between frozen layers: only one block of trained parameters, with nothing trained behind it, is suspicious.
     """
     if isinstance(module, nn.ModuleDict):  # of which no part comes after another
-        return any(_ends_frozen(part) for part in module.values())
+        return any(ends_frozen(part) for part in module.values())
     copies = frozen_copies(module)
     trained = [one.requires_grad for one in module.parameters() if one not in copies]
     count = sum(trained)
     return 0 < count < len(trained) and all(trained[:count])
+
+
+def _is_named_otherwise(module: nn.Module) -> bool:
+    """Whether what is trained has no place among the layers, such as a prompt, or is made before layers that it comes after."""
+    trained = {name.rpartition(".")[0].casefold() for name, p in module.named_parameters() if p.requires_grad}
+    return all(not path or any(word in path for word in _LAST) for path in trained)
+
+
+_LAST = ("head", "classifier", "prompt", "adapter")
 
 
 def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
@@ -111,13 +121,19 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
         samples = len(data.sampler)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return
-    norms = [name for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training]
+    norms = {name: part for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training}
     if norms and samples % size == 1 and not it.engine.processes.distributed:
+        over_samples = [name for name, part in norms.items() if not isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d)]
         yield finding(
             "C21",
-            f"the last batch of each epoch has one sample ({samples} samples in batches of {size}), for which BatchNorm "
-            f"({listed(norms)}) has no variance",
+            f"the last batch of each epoch has one sample ({samples} samples in batches of {size}), "
+            + (
+                f"for which BatchNorm ({listed(over_samples)}) has no variance"
+                if over_samples
+                else f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
+            ),
             "use DataLoader(drop_last=True), or another batch size",
+            severity=None if over_samples else "info",  # places have a variance, too
         )
 
 

@@ -13,10 +13,10 @@ from contextvars import ContextVar
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from .. import blame
-from ..codes import CODES, PRINTED, REPEATS, Severity
-from ..markup import preformatted
-from ..part import Part
+from ..authoring.markup import preformatted
+from ..core import blame
+from ..core.part import Part
+from .codes import CODES, PRINTED, REPEATS, Severity
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -176,7 +176,9 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
         raise TypeError(f"{where}: {codes!r} is not a sequence of codes, such as ['W10']")
     found = frozenset(codes)
     if unknown := sorted(str(code) for code in found if code not in CODES):
-        raise ValueError(f"{where}: {unknown[0]!r} is no code of a finding, such as 'W10'; signalfire.codes lists them")
+        raise ValueError(
+            f"{where}: {unknown[0]!r} is no code of a finding, such as 'W10'; signalfire.findings.codes lists them"
+        )
     return found
 
 
@@ -186,14 +188,20 @@ def warn(found: Finding) -> None:
         blame.warn(FindingWarning(found))
 
 
-class Reports(Part):
+_NOT_IN_REHEARSALS = ("W15", "W31", "W32", "W34", "W35", "W84")
+
+
+class Reports(Part["Engine"]):
     """The findings of an engine's runs. An evaluator reports to the engine that runs it.
 
     Attributes:
         allowed: codes that are never reported.
         checked: whether the composition was checked, as it is at the start of the first run.
         prints: whether this engine's runs print lines; those of studies and searches do not.
+        silent: whether nothing is looked at and nothing reported, as while the service "findings" is detached.
     """
+
+    silent = False
 
     def __init__(self, engine: Engine, allowed: Iterable[str]) -> None:
         super().__init__(engine)
@@ -210,6 +218,16 @@ class Reports(Part):
         self._failed = set()
         if self._parent is None:
             self._of_run = {}
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Print no line, and report nothing about weights that are put back and about a run that is yet to come."""
+        before, self.prints = self.prints, False
+        try:
+            with allow(*_NOT_IN_REHEARSALS):
+                yield
+        finally:
+            self.prints = before
 
     @contextmanager
     def within(self, engine: Engine) -> Iterator[None]:
@@ -288,7 +306,7 @@ class Reports(Part):
         by which a finding stops the run are raised.
         """
         name = function.__qualname__
-        if name in self._failed:
+        if self.silent or name in self._failed:
             return None
         try:
             return function(*arguments, **options)
@@ -310,7 +328,7 @@ class Reports(Part):
     def is_allowed(self, code: str) -> bool:
         """Whether a code is silenced: by this engine, by the one that runs it, or by `allow`."""
         parent = self._parent is not None and self._parent.is_allowed(code)
-        return code in self.allowed or code in _allowed.get() or parent
+        return self.silent or code in self.allowed or code in _allowed.get() or parent
 
     def of_run(self) -> Findings:
         """What was found in the latest run, information included."""

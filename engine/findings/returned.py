@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..batches import tensors_in
-from ..connection import Connection
-from ..events import Events
+from ..authoring.batches import tensors_in
+from ..core.connection import Connection
+from ..core.events import Events
 
 if TYPE_CHECKING:
+    from ..core.signals import Signal
     from ..engine import Engine
-    from ..signals import Signal
 
 __all__ = ["look_at_return"]
 
@@ -48,7 +48,7 @@ def _report(engine: Engine, signal: Signal, connection: Connection, returned: An
         meant = isinstance(returned, Tensor) and returned.requires_grad and returned.dim() == 0
     tensors = list(tensors_in(returned))
     if meant and tensors and not {id(one) for one in tensors} <= {id(one) for one in tensors_in(own)}:
-        engine.findings.report(
+        engine.remark(
             "W85",
             f"{connection!r} returns {what} at {signal.event}, which nobody uses",
             f"assign it: {'engine.state.batch' if batch else 'engine.state.update.backward_loss'} = ...",

@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..connection import Connection
-from ..events import AnyEvent, Events
-from ..interval import Interval
-from ..planning import comes_up
-from ..settings import is_default
-from .composition import Composition, listed
+from ..authoring.interval import Interval
+from ..authoring.planning import comes_up
+from ..core.connection import Connection
+from ..core.events import AnyEvent, Events
+from ..core.settings import is_default
+from ..core.words import listed
+from .composition import Composition
 from .data_rules import OF_BATCHES, OF_DATA
 from .function_rules import OF_FUNCTIONS
 from .model_rules import OF_MODELS

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..devices import is_readable
+from ..authoring.devices import is_readable
 from .dropout import EagerMode
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
-    from ..update import UpdateState
 
 __all__ = ["Mean", "TargetCalls", "TargetCounts", "are_averaged", "mean_over"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from ..keys import UNSAVED
+from ..resuming.keys import UNSAVED
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -26,7 +26,7 @@ def report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
         engine: The engine.
         state: Its state; tensors are left out of what is tried.
     """
-    from ..saving import copied  # which needs this package itself
+    from ..resuming.saving import copied  # which needs this package itself
 
     content = io.BytesIO()
     try:
@@ -37,7 +37,7 @@ def report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
     content.seek(0)
     if refused := sorted(get_unsafe_globals_in_checkpoint(content)):
         place, kind = next(((place, kind) for place, kind in _types(state) if kind in refused), ("", refused[0]))
-        engine.findings.report(
+        engine.remark(
             "W47",
             f"the state holds a {kind} ({place}), which torch.load refuses: no run can resume from what is saved",
             f"if you trust {', '.join(refused)}, pass it to torch.serialization.add_safe_globals before the run, and before "

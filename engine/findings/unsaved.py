@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..changeable import ATOMS, CONTAINERS, GENERATORS, Holder, holders, unsaved_buffers
+from ..core.words import listed
 from ..data.held_generators import state_of
-from .composition import listed
+from ..resuming.changeable import ATOMS, CONTAINERS, GENERATORS, Holder, holders, unsaved_buffers
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
@@ -42,8 +42,13 @@ _DEPTH = 3
 
 def marks_of(engine: Engine) -> dict[str, Hashable]:
     """Marks of all that the forward may carry from one batch to the next, and that the modules do not save."""
-    marks: dict[str, Hashable] = {f"buffer {name}": mark_of(buffer) for name, buffer in unsaved_buffers(engine)}
-    found = [one for one in holders(engine) if not _saves_more(one.item)]
+    every = list(holders(engine))
+    every_kind: set[Any] = {type(one.item) for one in every}
+    read, written = (set[str]().union(*(_names(kind)[place] for kind in every_kind)) for place in (2, 3))
+    shown = written - read  # each forward writes them before anything reads them
+    buffers = [(name, buffer) for name, buffer in unsaved_buffers(engine) if name.rpartition(".")[2] not in shown]
+    marks: dict[str, Hashable] = {f"buffer {name}": mark_of(buffer) for name, buffer in buffers}
+    found = [one for one in every if not _saves_more(one.item)]
     kinds: set[Any] = {type(one.item) for one in found}
     carried, used, held = (set[str]().union(*(_names(kind)[place] for kind in kinds)) for place in range(3))
     for holder in found:
@@ -143,8 +148,9 @@ def _mark_of_tensor(tensor: Tensor) -> Hashable:
 
 
 @lru_cache(maxsize=256)
-def _names(kind: type) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """Attributes that the code of a class reads before it stores them; all that it reads; those that it reads before any store.
+def _names(kind: type) -> tuple[frozenset[str], ...]:
+    """Attributes that the code of a class reads before it stores them; all that it reads; those that it reads before any store,
+    and those that it stores before any read.
 
     Of a module it is the code of its forward, and of what that calls; of other classes that of all methods.
     """
@@ -170,7 +176,7 @@ def _names(kind: type) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
         read |= code.read
         stored |= code.stored
         waiting += read - seen
-    return frozenset(first_read & stored), frozenset(read), frozenset(first_read)
+    return frozenset(first_read & stored), frozenset(read), frozenset(first_read), frozenset(stored - first_read)
 
 
 class Code:

@@ -13,9 +13,9 @@ from functools import lru_cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..changeable import GENERATORS
-from ..handler import Handler
-from .composition import listed
+from ..core.handler import Handler
+from ..core.words import listed
+from ..resuming.changeable import GENERATORS
 from .reports import Finding, finding
 from .unsaved import Code, mark_of
 

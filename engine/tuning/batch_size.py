@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from ..acts import Override
-from ..connection import Phase
-from ..events import Events
-from ..explain import is_out_of_memory
-from ..handler import Handler, on
-from ..markup import preformatted
-from ..rehearsal import check_engine, rehearsal
-from ..restore import attempt
+from ..authoring.markup import preformatted
+from ..core.connection import Phase
+from ..core.events import Events
+from ..core.handler import Handler, on
+from ..core.overrides import Override
+from ..models.explain import is_out_of_memory
+from ..runs.rehearsal import check_engine, rehearsal
+from ..runs.restore import attempt
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
-    from ..update import UpdateState
 
 __all__ = ["BatchSizes", "Trial", "find_batch_size"]
 

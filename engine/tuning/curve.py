@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from os import PathLike, fspath
 from typing import Any, Literal
 
-from ..markup import preformatted
+from ..authoring.checks import check_choice
+from ..authoring.markup import preformatted
 
 __all__ = ["LearningRateCurve"]
 
@@ -59,8 +60,7 @@ class LearningRateCurve:
         Source:
             Smith, "Cyclical Learning Rates for Training Neural Networks" (WACV 2017), for the sweep.
         """
-        if method not in ("steepest", "minimum"):
-            raise ValueError(f"suggestion(method={method!r}): expected 'steepest' or 'minimum'")
+        check_choice("suggestion", "method", method, ("steepest", "minimum"))
         if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing < math.inf:
             raise ValueError(f"suggestion(smoothing={smoothing!r}): expected a number of points, 0 or more")
         rates, losses = self._finite()

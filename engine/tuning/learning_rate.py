@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from ..blame import warn
-from ..connection import Phase
-from ..events import Events
-from ..handler import Handler, on
-from ..rehearsal import check_engine, rehearsal
+from ..core.blame import warn
+from ..core.connection import Phase
+from ..core.events import Events
+from ..core.handler import Handler, on
+from ..runs.rehearsal import check_engine, rehearsal
 from .curve import LearningRateCurve
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
-    from ..update import UpdateState
 
 __all__ = ["find_learning_rate"]
 

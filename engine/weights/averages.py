@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from torch import Tensor
 
-from ..changeable import own_parameters
-from ..optimizer_modes import weights_to_evaluate
+from ..resuming.changeable import own_parameters
+from ..updates.optimizer_modes import weights_to_evaluate
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -55,11 +55,7 @@ def find_averaging(engine: Engine, average: str | Literal[False] | None, where: 
     Raises:
         ValueError: For a name that no averaging handler has, or None where there are several.
     """
-    found: dict[str, Any] = {
-        name: one
-        for name, one in engine.handlers.items()
-        if one.enabled and callable(getattr(one, "in_place", None)) and callable(getattr(one, "swap", None))
-    }
+    found: dict[str, Any] = {name: one for name, one in engine.handlers.items() if one.enabled and _averages(one)}
     names = ", ".join(map(repr, found))
     if average is None and len(found) > 1:
         raise ValueError(
@@ -74,6 +70,11 @@ def find_averaging(engine: Engine, average: str | Literal[False] | None, where: 
         return None
     averaging: Averaging = found[average or next(iter(found))]
     return averaging
+
+
+def _averages(handler: object) -> bool:
+    """Whether a handler is an `Averaging`."""
+    return all(callable(getattr(handler, name, None)) for name in ("in_place", "swap"))
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
+from ..authoring.checks import check_local
 from ..checkpoints import Files, hidden_name, make_folders
 from ..checkpoints.names import match_hidden
-from ..checks import check_local
 from ..distributed.liveness import is_alive
 
 if TYPE_CHECKING:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..batches import map_leaves
+from ..authoring.batches import map_leaves
+from ..authoring.checks import check_int, did_you_mean
+from ..authoring.randomness import unchanged_random_state
 from ..checkpoints import Files
-from ..checks import check_int, did_you_mean
 from ..distributed.sharded import is_sharded
-from ..randomness import unchanged_random_state
-from ..restore import Buffers, Modes
+from ..runs.restore import Buffers, Modes
 from .averages import averages_in_place, check_average
 from .onnx_program import needs_onnx, onnx_bytes, open_onnx
 from .placing import check_target, place_on_rank_zero

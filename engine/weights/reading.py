@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from .. import checkpoints
+from ..authoring.checks import check_local
 from ..checkpoints.manifest import MANIFEST, STATE
-from ..checks import check_local
 from ..distributed.sharded import read_shards, whole_tensor
-from ..keys import BASE, OWN_PARAMETERS
+from ..resuming.keys import BASE, OWN_PARAMETERS
 
 __all__ = ["WeightFile", "needs_safetensors", "read_weights"]
 
@@ -110,28 +110,35 @@ def _read_checkpoint(path: Path, where: str) -> WeightFile:
 
 def _of_state(label: str, state: Mapping[str, Any]) -> WeightFile:
     """The weights of a training state, or of weights alone."""
-    left_out = state.get(BASE, {}).get("sha256", {})
-    handlers = state.get("handlers", {})
     parts = {key: value for key, value in state.items() if key not in ("handlers", "updates")}
     modules = read_shards(parts, parameters=(), device=_CPU)
     modules = modules["modules"] if "format" in modules else modules
     own, modules = modules.get(OWN_PARAMETERS), {k: v for k, v in modules.items() if k != OWN_PARAMETERS}
+    return WeightFile(label, _flattened(modules), _notes_on(state, own or {}))
+
+
+def _flattened(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors by name; those of a module have its name before theirs, unless it is the only model beside losses."""
     models = [name for name in modules if name != "loss" and not name.endswith("_loss")] or list(modules)
-    notes = []
-    if own:
-        notes.append(f"its {len(own)} trained tensors in no module are not used")
-    if left_out:
-        notes.append(f"it leaves out {len(left_out)} frozen parameters")
-    for name, part in handlers.items():
-        if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
-            notes.append(f"the averages of {name!r} are not used, but the weights of the last step")
-    tensors = {
+    return {
         key if [name] == models else f"{name}.{key}": value
         for name, root in modules.items()
         for key, value in root.items()
         if isinstance(value, Tensor)
     }
-    return WeightFile(label, tensors, notes)
+
+
+def _notes_on(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+    """What of a state is not used, in words."""
+    notes = []
+    if own:
+        notes.append(f"its {len(own)} trained tensors in no module are not used")
+    if left_out := state.get(BASE, {}).get("sha256", {}):
+        notes.append(f"it leaves out {len(left_out)} frozen parameters")
+    for name, part in state.get("handlers", {}).items():
+        if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
+            notes.append(f"the averages of {name!r} are not used, but the weights of the last step")
+    return notes
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
@@ -217,6 +224,18 @@ def _unwrapped(label: str, content: Any, where: str) -> WeightFile:
     if isinstance(content, Mapping) and isinstance(content.get("modules"), Mapping) and "format" in content:
         found = _of_state(label.strip("'"), content)
         return found if found.tensors else refuse("holds no tensors")
+    content, notes = _entry_of(content)
+    if not isinstance(content, Mapping):
+        refuse(f"holds a {type(content).__name__}, not tensors by name")
+    tensors = {str(name): _whole(value) for name, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        names = ", ".join(map(repr, list(content)[:8]))
+        refuse(f"holds no tensors by name; its entries are {names or 'none'}: pass the mapping that holds them")
+    return WeightFile(label.strip("'"), tensors, notes)
+
+
+def _entry_of(content: Any) -> tuple[Any, list[str]]:
+    """The entry that holds tensors, in mappings that are known to wrap one; with notes on which that is."""
     notes = []
     entry = ""
     while isinstance(content, Mapping) and not any(isinstance(value, Tensor) for value in content.values()):
@@ -225,15 +244,7 @@ def _unwrapped(label: str, content: Any, where: str) -> WeightFile:
             break
         entry, content = f"{entry}.{inside[0]}".lstrip("."), content[inside[0]]
         notes += [f"its entry {other!r} is not used" for other in inside[1:]]
-    if entry:
-        notes.insert(0, f"the weights are its entry {entry!r}")
-    if not isinstance(content, Mapping):
-        refuse(f"holds a {type(content).__name__}, not tensors by name")
-    tensors = {str(name): _whole(value) for name, value in content.items() if isinstance(value, Tensor)}
-    if not tensors:
-        names = ", ".join(map(repr, list(content)[:8]))
-        refuse(f"holds no tensors by name; its entries are {names or 'none'}: pass the mapping that holds them")
-    return WeightFile(label.strip("'"), tensors, notes)
+    return content, [f"the weights are its entry {entry!r}", *notes] if entry else notes
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -21,10 +21,10 @@ from sphinx.addnodes import pending_xref
 import signalfire
 import signalfire.handlers
 from signalfire import Events, Handler, ablation, exact, testing, tuning
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.codes import CODES, PRINTED
-from signalfire.declarations import THINGS
+from signalfire.authoring.capture import Capture
+from signalfire.core.declarations import THINGS
+from signalfire.core.overrides import Override
+from signalfire.findings.codes import CODES, PRINTED
 
 _HANDLERS = Path(signalfire.handlers.__file__ or "").parent
 
@@ -257,7 +257,11 @@ VALUES = {
 }
 """Public names that are neither classes nor functions: their types have docstrings of their own, which say nothing of these."""
 
-MEANT_HERE = ["signalfire.log.Log", "signalfire.log.Entry", "signalfire.handlers.remote_logger.Item"]
+MEANT_HERE = [
+    "signalfire.authoring.log.Log",
+    "signalfire.authoring.log.Entry",
+    "signalfire.handlers.remote_logger.Item",
+]
 """What public names have as attributes or are given: ``engine.log`` and what loggers of one's own get."""
 
 OF_THE_LOOP = {"UpdateState": "restart, reset, abandon, discard, end_run, take_optimizer, order_parameters"}
@@ -289,37 +293,57 @@ def interface_page() -> str:
 
 
 PARTS = {
-    "engine.regions": ("signalfire.regions.Regions", "enter"),
-    "engine.overrides": ("signalfire.acts.Overrides", "claim, replace, compute_gradients_once, owner_of, owned_by"),
+    "engine.regions": ("signalfire.core.regions.Regions", "enter"),
+    "engine.overrides": (
+        "signalfire.core.overrides.Overrides",
+        "claim, replace, compute_gradients_once, owner_of, owned_by",
+    ),
     "engine.snapshots": (
-        "signalfire.snapshots.Snapshots",
+        "signalfire.resuming.snapshots.Snapshots",
         "take, restore, report_saved, add_write, wait_for_earlier_writes, has_loaded_state",
     ),
-    "engine.boundary": ("signalfire.boundary.Boundary", "stop, withdraw, end_epoch, preempt, seconds_left"),
+    "engine.boundary": ("signalfire.core.boundary.Boundary", "stop, withdraw, end_epoch, preempt, seconds_left"),
     "engine.processes": ("signalfire.distributed.Processes", ""),
-    "engine.group": ("signalfire.group.Group", "join, read_alike, now, has_come"),
+    "engine.group": ("signalfire.distributed.group.Group", "join, read_alike, now, has_come"),
     "engine.feed": ("signalfire.data.feed.Feed", "on_last_batch, share"),
-    "engine.signals": ("signalfire.bus.Bus", "call_through"),
-    "update.window": ("signalfire.window.Window", None),
+    "engine.signals": ("signalfire.core.bus.Bus", "call_through"),
+    "update.window": ("signalfire.core.window.Window", None),
 }
 """The parts of the engine by what they are called in code: the class, and which of its methods are for handlers ("" for all)."""
 
 TOOLS = [
-    *("signalfire.acts.Override", "signalfire.capture.Capture", "signalfire.monitor.Monitor"),
-    *("signalfire.interval.check_every", "signalfire.restore.attempt", "signalfire.restore.Buffers"),
-    *("signalfire.restore.Modes", "signalfire.evaluation.prepare_batch", "signalfire.evaluation.inherited"),
+    *(
+        "signalfire.core.overrides.Override",
+        "signalfire.core.overrides.Claim",
+        "signalfire.authoring.capture.Capture",
+        "signalfire.authoring.monitor.Monitor",
+    ),
+    *(
+        "signalfire.authoring.interval.check_every",
+        "signalfire.runs.restore.attempt",
+        "signalfire.runs.restore.Buffers",
+    ),
+    *(
+        "signalfire.runs.restore.Modes",
+        "signalfire.runs.evaluation.prepare_batch",
+        "signalfire.runs.evaluation.inherited",
+    ),
     *("signalfire.distributed.spread_like", "signalfire.distributed.local_part"),
-    *("signalfire.randomness.derived_seed", "signalfire.randomness.unchanged_random_state"),
-    *("signalfire.findings.finding", "signalfire.frozen.FrozenBase", "signalfire.devices.DeviceFeature"),
+    *("signalfire.authoring.randomness.derived_seed", "signalfire.authoring.randomness.unchanged_random_state"),
+    *(
+        "signalfire.findings.finding",
+        "signalfire.resuming.frozen.FrozenBase",
+        "signalfire.authoring.devices.DeviceFeature",
+    ),
 ]
 """Classes and functions for authors of handlers; of the modules below all that they export."""
 
-TOOL_MODULES = ["signalfire.checks", "signalfire.planning", "signalfire.batches"]
+TOOL_MODULES = ["signalfire.authoring.checks", "signalfire.authoring.planning", "signalfire.authoring.batches"]
 
 
 def parts_page() -> str:
     """What handlers of one's own use besides the interface: the parts of the engine, and tools."""
-    introduction = inspect.getdoc(importlib.import_module("signalfire.handler")) or ""
+    introduction = inspect.getdoc(importlib.import_module("signalfire.authoring")) or ""
     text = ["# The parts of the engine", "", "```{eval-rst}", introduction.partition("\n\n")[2], ""]
     for part, (path, methods) in PARTS.items():
         members = [] if methods is None else [f"   :members: {methods}".rstrip()]
@@ -456,7 +480,7 @@ def named(role: str, raw: str, text: str, line: int, inliner: Any, options: Any 
     path = text
     if part in PARTS:
         path = f"{PARTS[part][0].rpartition('.')[2]}{text.removeprefix(part)}"
-    elif f"signalfire.{text}" in TOOLS:
+    elif any(tool.endswith(f".{text}") for tool in TOOLS):
         path = text.rpartition(".")[2]
     first, _, rest = path.removeprefix("signalfire.").removesuffix("()").partition(".")
     code = nodes.literal(text, text, classes=["xref", "py"])

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.changeable import is_own_parameter, own_parameters
-from signalfire.checks import check_bool, check_name
+from signalfire.authoring import check_bool, check_name
 from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.findings.evaluation_findings import watch_averages
-from signalfire.interrupts import without_interrupts
-from signalfire.modules import bare_name, named_like
+from signalfire.models.modules import bare_name, named_like
+from signalfire.resuming.changeable import is_own_parameter, own_parameters
+from signalfire.runs.interrupts import without_interrupts
+
+from .claims import EVALUATED_WEIGHTS
 
 __all__ = ["AveragedWeights", "Averages"]
 
@@ -60,7 +61,7 @@ class AveragedWeights(Handler):
         engine.find_update(self.update)
         if self.evaluate:
             try:
-                engine.overrides.claim(Override.EVALUATED_WEIGHTS, by=self)
+                engine.overrides.claim(EVALUATED_WEIGHTS, by=self)
             except ValueError as error:
                 raise ValueError(f"{error}, or give one of them evaluate=False") from None
 
@@ -217,17 +218,12 @@ class Averages:
         parameters = {name: holder[key] for name, holder, key in self._parameters}
         live = {name: tensor for name, tensor in (parameters | buffers).items() if tensor is not None}
         self.values = dict(named_like(live, self.values))
-        unbuilt = any(update.optimizer is None for update in engine.updates)
-        waiting = {name for name in self.values if unbuilt and is_own_parameter(name)}
+        waiting = self._waiting(engine)
         for name, tensor in parameters.items():
             if is_own_parameter(name):  # of a state that was saved before these were averaged
                 self.values.setdefault(name, _wide(tensor).clone())
-        different = [
-            name for name, tensor in parameters.items()
-            if name not in self.values or tensor.shape != self.values[name].shape
-        ]  # fmt: skip
-        different += (name for name, tensor in buffers.items() if tensor is not None and name not in self.values)
-        different += self.values.keys() - parameters.keys() - buffers.keys() - waiting
+        different = self._unlike(parameters) | (live.keys() - self.values.keys())
+        different |= self.values.keys() - parameters.keys() - buffers.keys() - waiting
         if different:
             raise ValueError(
                 f"{owner!r}: the saved averages do not match the modules: they differ in {', '.join(sorted(different))}"
@@ -235,6 +231,17 @@ class Averages:
         for name, tensor in live.items():
             value = self.values[name].to(tensor.device)
             self.values[name] = spread_like(value, tensor) if value.shape == tensor.shape else value
+
+    def _waiting(self, engine: Engine) -> set[str]:
+        """The names of averages of trained tensors in no module, which are not known before all optimizers are built."""
+        if all(update.optimizer is not None for update in engine.updates):
+            return set()
+        return set(filter(is_own_parameter, self.values))
+
+    def _unlike(self, parameters: Mapping[str, Tensor]) -> set[str]:
+        """The names of the parameters whose averages have another shape."""
+        averaged = self.values.keys() & parameters.keys()
+        return {name for name in averaged if parameters[name].shape != self.values[name].shape}
 
     def _group(self) -> None:
         """Find which of the tensors that there are now are averaged, and which are copied."""
@@ -249,7 +256,10 @@ class Averages:
 
     def _follow_buffers(self, layout: list[Any]) -> None:
         """Begin again with copies of the buffers that have another shape or type than their averages, or that were None."""
+        self._layout = layout
         self._group()
+        if not self.values:
+            return
         averaged = {name for name, *_ in self._moving}
         for (name, holder, key), kind in zip(self._buffers, layout, strict=True):
             if kind is None:
@@ -266,16 +276,11 @@ class Averages:
         if self._frozen:
             self._begin_trained()
         if self._buffers and (layout := _layout_of(self._buffers)) != self._layout:
-            self._layout = layout
-            if self.values:
-                self._follow_buffers(layout)
-            else:
-                self._group()
-        moving, copied = _tensors(self._moving), _tensors(self._copied)
+            self._follow_buffers(layout)
         if not self.values:
-            self.values = {place[0]: _wide(t).clone() for place, t in zip(self._moving, moving, strict=True)}
-            self.values |= {place[0]: t.detach().clone() for place, t in zip(self._copied, copied, strict=True)}
+            self._begin()
         else:
+            moving, copied = _tensors(self._moving), _tensors(self._copied)
             if moving:
                 direct = self._direct and not any(t.dtype in _HALF for t in moving)  # may be converted since `bind`
                 followed = moving if direct else [local_part(_wide(t)) for t in moving]
@@ -284,6 +289,14 @@ class Averages:
                 torch._foreach_copy_(self._parts(self._copied), [local_part(t) for t in copied])
         self.count += 1
         self.overruled = False
+
+    def _begin(self) -> None:
+        """Begin with copies of the tensors."""
+        self.values = {
+            place[0]: _wide(t).clone() for place, t in zip(self._moving, _tensors(self._moving), strict=True)
+        }
+        copied = zip(self._copied, _tensors(self._copied), strict=True)
+        self.values |= {place[0]: t.detach().clone() for place, t in copied}
 
     def _begin_trained(self) -> None:
         """Average the parameters that require a gradient now, beginning with what they are."""
@@ -316,17 +329,15 @@ class Averages:
         reshard(self._roots)
         places = [place for place in self._parameters + self._buffers if place[0] in self.values]
         held = [holder.get(key) for _, holder, key in places]
-        fits = [_takes(tensor, self.values[place[0]]) for place, tensor in zip(places, held, strict=True)]
-        tensors = [tensor for tensor, one in zip(held, fits, strict=True) if one and tensor is not None]
-        kept = [local_part(tensor.detach()).clone() for tensor in tensors]
+        fitting = {
+            place[0]: tensor
+            for place, tensor in zip(places, held, strict=True)
+            if tensor is not None and _takes(tensor, self.values[place[0]])
+        }
+        kept = [local_part(tensor.detach()).clone() for tensor in fitting.values()]
         self.swapped = True
         try:
-            # Through `data`, autograd does not see a change: a pending backward finds the original values again.
-            averages = self._parts([place for place, one in zip(places, fits, strict=True) if one])
-            torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], averages)
-            for (name, holder, key), one in zip(places, fits, strict=True):
-                if not one:  # such as a buffer that has another shape since the last update
-                    holder[key] = self.values[name].clone()
+            self._put_in(places, fitting)
             yield
         finally:
             with without_interrupts():
@@ -334,8 +345,17 @@ class Averages:
                 for (_, holder, key), tensor in zip(places, held, strict=True):
                     if holder.get(key) is not tensor:
                         holder[key] = tensor
-                torch._foreach_copy_([local_part(tensor.data) for tensor in tensors], kept)
+                torch._foreach_copy_([local_part(tensor.data) for tensor in fitting.values()], kept)
                 self.swapped = False
+
+    def _put_in(self, places: list[_Place], fitting: Mapping[str, Tensor]) -> None:
+        """Copy the averages into the tensors that take them, and put them in place of the others."""
+        # Through `data`, autograd does not see a change: a pending backward finds the original values again.
+        averages = self._parts([place for place in places if place[0] in fitting])
+        torch._foreach_copy_([local_part(tensor.data) for tensor in fitting.values()], averages)
+        for name, holder, key in places:
+            if name not in fitting:  # such as a buffer that has another shape since the last update
+                holder[key] = self.values[name].clone()
 
     def differ_from(self, engine: Engine) -> bool:
         """Whether there are averages to swap in, and a parameter of the engine that is not equal to its average."""
@@ -387,9 +407,9 @@ def _tensors(places: list[_Place]) -> list[Tensor]:
     return [holder[key] for _, holder, key in places]
 
 
-def _takes(tensor: Tensor | None, average: Tensor) -> bool:
+def _takes(tensor: Tensor, average: Tensor) -> bool:
     """Whether an average can be copied into a tensor; else it takes its place in the module."""
-    if tensor is None or tensor.shape != average.shape:
+    if tensor.shape != average.shape:
         return False
     steps = tensor.stride() if tensor.layout is torch.strided else tensor.shape
     expanded = any(step == 0 and size > 1 for step, size in zip(steps, tensor.shape, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Engine, Handler
-from signalfire.places import PlaceError, described, value_at
+from signalfire.updates.places import PlaceError, described, value_at
 
 __all__ = ["check_data", "check_place", "find_target", "tensor_at"]
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Interval, checkpoints
-from signalfire.blame import warn
+from signalfire.authoring import Monitor, warn
 from signalfire.checkpoints.manifest import read_manifest_or_none
 from signalfire.distributed import is_sharded
-from signalfire.frozen import FrozenBase
-from signalfire.monitor import Monitor
+from signalfire.resuming.frozen import FrozenBase
 
 __all__ = [
     "refuse_shards",

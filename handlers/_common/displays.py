@@ -90,9 +90,7 @@ def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
         >>> fitted(view, 40)[:2]
         ('epoch 1/3:  35% [00:12 left, loss=0.512]', '')
     """
-    known = {"rate": view.rate, "samples": view.samples, "left": view.left, "note": view.note}
-    parts = {key: text for key, text in known.items() if text}
-    parts |= {f"={name}": f"{name}={value}" for name, value in view.values.items()}
+    parts = _parts_of(view)
     values = [f"={name}" for name in view.values]
     least_first = ["samples", "rate", "bar", *reversed(values[1:]), "count", "left", *values[:1], "note"]
     share = "" if view.fraction is None else f" {100 * view.fraction:3.0f}%"
@@ -108,6 +106,13 @@ def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
         if width is None or (taken <= width and number >= omit):
             return Fitted(before, after, bar, number)
     return Fitted(disp_trim(before, width or 0), omitted=len(least_first))
+
+
+def _parts_of(view: View) -> dict[str, str]:
+    """What is in brackets behind the bar, by what it is; a value has the key ``=name``."""
+    known = {"rate": view.rate, "samples": view.samples, "left": view.left, "note": view.note}
+    parts = {key: text for key, text in known.items() if text}
+    return parts | {f"={name}": f"{name}={value}" for name, value in view.values.items()}
 
 
 class Fit:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_choice, check_number
-from signalfire.devices import DeviceFeature, refusal
+from signalfire.authoring import Capture, DeviceFeature, check_choice, check_number, refusal
 from signalfire.distributed import (
     SINGLE_PROCESS,
     Processes,
@@ -24,6 +22,7 @@ from signalfire.distributed import (
     note_failure,
     process_group,
 )
+from signalfire.distributed.group import PROCESS_GROUP
 from signalfire.findings import Finding, finding
 
 from .displays import in_notebook
@@ -83,7 +82,7 @@ class Distribution(Handler):
                 f"{self.name!r}: the model {engine.modules.wrapped[0]!r} is wrapped in torch's {engine.modules.wrapper} already, "
                 f"which {type(self).__name__} does itself during a run: build the Engine with the model itself"
             )
-        other = engine.overrides.owner_of(Override.PROCESS_GROUP)
+        other = engine.overrides.owner_of(PROCESS_GROUP)
         if self._joins and other not in (None, self.name):
             raise ValueError(
                 f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of the two. "
@@ -97,6 +96,32 @@ class Distribution(Handler):
         self.device_features = type(self).device_features if several else frozenset()
         self.loss_event = Events.LOSS_COMPUTED if several else None
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
+
+    def _check_factories(self, engine: Engine, change: str) -> None:
+        """Raise ValueError for an optimizer whose parameters are replaced as the model is sharded or split."""
+        for update in engine.updates:
+            if isinstance(update.spec.optimizer, Optimizer):
+                kind = type(update.spec.optimizer).__name__
+                raise ValueError(
+                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is {change}, with "
+                    f"parameters that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
+                )
+
+    def _check_same_model(self, engine: Engine) -> None:
+        """Raise ValueError if the ranks have different models. Collective."""
+        shapes = {f"{root}.{key}": (tuple(value.shape), str(value.dtype))
+                  for root, module in engine.modules.items() for key, value in module.state_dict().items()
+                  if isinstance(value, Tensor)}  # fmt: skip
+        self._check_same("model", shapes)
+
+    def _check_same(self, what: str, mine: Mapping[str, Any]) -> None:
+        """Raise ValueError if the ranks have built different ones. Collective."""
+        for rank, other in enumerate(self.processes.gather(mine)):
+            if different := [key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key)]:
+                raise ValueError(
+                    f"{self.name!r}: the {what} of rank {rank} differs from that of this rank in "
+                    f"{', '.join(sorted(different)[:5])}; build the same {what} on all ranks"
+                )
 
     def _check_device(self, engine: Engine) -> None:
         """Raise ValueError before the first collective on a device without them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from signalfire import Engine, Handler
-from signalfire.randomness import mixed
+from signalfire.authoring.randomness import mixed
 
 __all__ = ["Draws"]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from signalfire import Handler
+from signalfire.authoring import check_local
 from signalfire.checkpoints import hidden_name
-from signalfire.checks import check_local
 from signalfire.distributed import Processes
 
 __all__ = ["check_folder", "check_shared", "open_folder", "read_together"]

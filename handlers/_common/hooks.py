@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from signalfire import Engine, Handler
-from signalfire.acts import Override
-from signalfire.modules import bare_name
+from signalfire.models.modules import bare_name
+
+from .claims import COMPILATION
 
 __all__ = ["check_not_compiled", "named_modules"]
 
@@ -23,7 +24,7 @@ def named_modules(engine: Engine) -> dict[str, nn.Module]:
 
 def check_not_compiled(handler: Handler, engine: Engine) -> None:
     """Raise ValueError for a compiled model, which leaves out hooks that come and go; also for one that is going to be."""
-    if (other := engine.overrides.owner_of(Override.COMPILATION)) is not None:
+    if (other := engine.overrides.owner_of(COMPILATION)) is not None:
         raise ValueError(
             f"{handler.name!r} needs hooks that come and go, which the modules that {other!r} compiles do not call; detach one "
             "of the two"

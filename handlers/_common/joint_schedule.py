@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from signalfire.optimizers import JointOptimizer
+from signalfire.updates.optimizers import JointOptimizer
 
 from .torch_schedulers import missing_total, step, takes_metric, unwrap_step
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Phase, UpdateState
-from signalfire.connection import Connection
+from signalfire.core.connection import Connection
+from signalfire.core.signals import Signal
 from signalfire.findings.dropout import ActiveDropout
-from signalfire.signals import Signal
 
 from .watching import trained_elsewhere
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.checks import check_name
+from signalfire.authoring import check_name
 
 from .updates import selected_updates
 

@@ -12,9 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from signalfire.batches import rebuilt, samples_in, tensors_in
-from signalfire.checks import check_bool, check_int, check_number
-from signalfire.devices import as_signed, widened
+from signalfire.authoring import (
+    as_signed,
+    check_bool,
+    check_int,
+    check_number,
+    rebuilt,
+    samples_in,
+    tensors_in,
+    widened,
+)
 
 __all__ = ["Accuracy", "Average", "MovingAverage", "all_ignored", "ignored_class", "in_float32"]
 

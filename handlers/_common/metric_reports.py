@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.monitor import Monitor
+from signalfire.authoring import Monitor
 
 from .ranks import CHECK_METRIC
 

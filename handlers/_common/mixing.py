@@ -10,12 +10,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.acts import Override
-from signalfire.capture import Capture
-from signalfire.checks import check_number
-from signalfire.from_model import loss_in_output
-from signalfire.places import with_value_at
-from signalfire.randomness import derived_seed
+from signalfire.authoring import Capture, Claim, check_number, derived_seed
+from signalfire.updates.from_model import loss_in_output
+from signalfire.updates.places import with_value_at
 
 from .batches import check_place, find_target, tensor_at
 from .ranks import MIX, MIX_LOSS
@@ -79,7 +76,7 @@ class SampleMixing(Handler):
         raise NotImplementedError
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.MIXING, by=self, target=f"by {type(self).__name__}")
+        engine.overrides.claim(Claim("the mixing of samples"), by=self, target=f"by {type(self).__name__}")
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def check(self, engine: Engine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from signalfire import Engine
-from signalfire.modules import bare_name
+from signalfire.models.modules import bare_name
 
 __all__ = ["Pattern", "check_modules", "find_modules", "named_modules", "outermost"]
 

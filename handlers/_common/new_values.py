@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from signalfire import Engine
-from signalfire.state import as_numbers
+from signalfire.core.state import as_numbers
 
 __all__ = ["NewValues", "Record"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, UpdateState, on
-from signalfire.checks import check_bool
+from signalfire.authoring import check_bool
 from signalfire.distributed import is_sharded
 
 from .parameters import all_names, check_patterns, longest_match, unmatched
@@ -55,12 +55,12 @@ class ParameterPenalty(Penalizing):
     @on(Events.STARTED, reads=["modules", "optimizer"], writes=[])
     def find_parameters(self, engine: Engine) -> None:
         """Find the parameters, and raise an error if there are none, or if they are sharded."""
-        updates, names = selected_updates(engine, self.update), all_names(engine.modules)
-        trained = {id(p) for update in updates for p in update.parameters}
-        own = {p: several for p, several in names.items() if id(p) in trained}
+        updates = selected_updates(engine, self.update)
+        own = _names_of(engine, [p for update in updates for p in update.parameters])
         every = [name for several in own.values() for name in several]
-        if unfit := [one for one in self.parameters or () if longest_match(every, [one]) is None]:
-            raise ValueError(f"{self.name!r}: {unmatched(unfit[0], every)}")
+        for pattern in self.parameters or ():
+            if longest_match(every, [pattern]) is None:
+                raise ValueError(f"{self.name!r}: {unmatched(pattern, every)}")
         chosen, left_out = self._chosen(engine, own)
         if not chosen:
             but = f", but norms and biases: {', '.join(left_out[:5])}; pass norms_and_biases=True"
@@ -91,9 +91,7 @@ class ParameterPenalty(Penalizing):
         return total if self.factor == 1 else self.factor * total
 
     def _of_update(self, engine: Engine, update: UpdateState) -> list[nn.Parameter]:
-        held = {id(p) for p in update.parameters}
-        chosen, _ = self._chosen(engine, {p: names for p, names in all_names(engine.modules).items() if id(p) in held})
-        return chosen
+        return self._chosen(engine, _names_of(engine, update.parameters))[0]
 
     def _chosen(self, engine: Engine, own: dict[nn.Parameter, list[str]]) -> tuple[list[nn.Parameter], list[str]]:
         """The parameters to penalize, and the names of those that only `norms_and_biases` leaves out."""
@@ -102,13 +100,7 @@ class ParameterPenalty(Penalizing):
         ]
         if self.norms_and_biases:
             return fitting, []
-        norms = {
-            p
-            for root in engine.modules.values()
-            for part in root.modules()
-            if isinstance(part, _NORMS)
-            for p in part.parameters(recurse=False)
-        }
+        norms = _parameters_of_norms(engine)
         left_out = [p for p in fitting if p.dim() < 2 or p in norms or own[p][0].rpartition(".")[2] == "bias"]
         out = set(left_out)
         return [p for p in fitting if p not in out], [own[p][0] for p in left_out]
@@ -123,3 +115,13 @@ class ParameterPenalty(Penalizing):
 
     def __getstate__(self) -> dict[str, object]:
         return super().__getstate__() | {"_found": {}}
+
+
+def _names_of(engine: Engine, parameters: Iterable[Tensor]) -> dict[nn.Parameter, list[str]]:
+    held = {id(p) for p in parameters}
+    return {p: names for p, names in all_names(engine.modules).items() if id(p) in held}
+
+
+def _parameters_of_norms(engine: Engine) -> set[nn.Parameter]:
+    parts = (part for root in engine.modules.values() for part in root.modules() if isinstance(part, _NORMS))
+    return {p for part in parts for p in part.parameters(recurse=False)}

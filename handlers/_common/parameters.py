@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, UpdateState
-from signalfire.modules import Modules, bare_name
-from signalfire.norms import any_sharded, norms
+from signalfire.distributed.norms import any_sharded, norms
+from signalfire.models.modules import Modules, bare_name
 
 __all__ = [
     "alike",
@@ -21,6 +21,7 @@ __all__ = [
     "gradients_of",
     "longest_match",
     "matches",
+    "moments_of",
     "named_parameters",
     "norm_of_all",
     "norms",
@@ -89,6 +90,15 @@ def unmatched(pattern: str, names: Iterable[str]) -> str:
 def gradients_of(update: UpdateState) -> list[Tensor]:
     """The gradients of an update's parameters, in order; parameters without a gradient are skipped."""
     return [parameter.grad for parameter in update.parameters if parameter.grad is not None]
+
+
+def moments_of(engine: Engine, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What optimizers hold of these parameters in their shapes, such as momentum, each after its parameter."""
+    states = [update.optimizer.state for update in engine.updates if update.optimizer is not None]
+    for parameter in parameters:
+        for value in (value for state in states for value in state.get(parameter, {}).values()):
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                yield parameter, value
 
 
 def alike(gradients: Sequence[Tensor]) -> bool:

@@ -9,8 +9,7 @@ from numbers import Real
 from torch import Tensor
 
 from signalfire import Engine, Events, UpdateState, on
-from signalfire.capture import Capture
-from signalfire.checks import check_number
+from signalfire.authoring import Capture, check_number
 
 from .loss_terms import LossTerm
 from .ranks import ADD_PENALTY

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from signalfire import Engine, Events, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.blame import warn
-from signalfire.checks import check_bool, check_int, check_name, check_number
+from signalfire.authoring import check_bool, check_int, check_name, check_number, warn
 
+from .claims import FILE
 from .event_files import drawn, png
 from .folders import check_folder, open_folder
 from .kept_file import Item, KeptFile, Kind
@@ -170,7 +169,7 @@ class RemoteLogger(ScalarLogger):
         return f"{self._run}-{self._forks}" if self._forks else self._run
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.FILE, by=self, target=repr(os.path.abspath(self.path)))
+        engine.overrides.claim(FILE, by=self, target=repr(os.path.abspath(self.path)))
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def begin(self, engine: Engine) -> None:

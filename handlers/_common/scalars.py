@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.capture import Capture
-from signalfire.interval import check_every
-from signalfire.settings import is_default
+from signalfire.authoring import Capture, check_every
+from signalfire.core.settings import is_default
 
 from .new_values import NewValues, Record
 

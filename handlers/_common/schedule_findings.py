@@ -9,8 +9,8 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from signalfire import Finding
-from signalfire.codes import Severity
 from signalfire.findings import finding
+from signalfire.findings.codes import Severity
 
 __all__ = ["ScheduledRun", "schedule_findings"]
 
@@ -71,26 +71,30 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
     total = run.total
     name = _name(scheduler)
     if (left := _rate_left(scheduler, total)) is not None and left < _TINY:
-        yield finding(
-            "C05",
-            f"{run.handler!r}: {name} is stepped {total} times, after {run.counted}, so that the rate ends at {left:.0e} of "
-            "its start",
-            "step it after epochs with LRScheduling(..., every='1ep'), or give its numbers in optimizer steps"
-            if run.unit == "st"
-            else "use a larger gamma, or a larger step_size",
-            [run.handler],
-        )
+        yield _decays(scheduler, run, left)
     milestones = sorted(getattr(scheduler, "milestones", None) or ())
     if milestones and milestones[0] > total:
         yield _length(run, f"its first milestone is {milestones[0]}", "use smaller milestones", "info")
-    elif milestones and run.unit == "st" and _in_epochs(run, milestones[-1], total):
+    elif milestones and _in_epochs(run, milestones[-1], total):
         yield _unit(run, f"the milestones of {name} ({', '.join(map(str, milestones))})")
     elif isinstance(scheduler, lr_scheduler.StepLR) and scheduler.step_size > total:
         yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", "info")
-    elif run.unit == "st" and (cycle := _first_cycle(scheduler)) is not None and _in_epochs(run, cycle, total):
+    elif (cycle := _first_cycle(scheduler)) is not None and _in_epochs(run, cycle, total):
         yield _unit(run, f"the first cycle of {name}, of {cycle},")
     if type(scheduler).__module__ == lr_scheduler.__name__:  # of others it is not known what they do at their end
         yield from _of_total(scheduler, run, total)
+
+
+def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
+    return finding(
+        "C05",
+        f"{run.handler!r}: {_name(scheduler)} is stepped {run.total} times, after {run.counted}, so that the rate ends at "
+        f"{left:.0e} of its start",
+        "step it after epochs with LRScheduling(..., every='1ep'), or give its numbers in optimizer steps"
+        if run.unit == "st"
+        else "use a larger gamma, or a larger step_size",
+        [run.handler],
+    )
 
 
 def _first_cycle(scheduler: Any) -> int | None:
@@ -106,22 +110,23 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
         given = getattr(scheduler, argument, None)
         if not isinstance(given, int) or isinstance(given, bool):
             continue
+        what = f"{argument}={given} of {name}"
         way_out = _CORRECTED if argument == "total_iters" else _FILLED
-        if given > total * _SLACK and given > total + 2:
-            what = f"{argument}={given} of {name}"
+        if _exceeds(given, total):
             if run.unit == "st" and given == run.batches:
                 yield _unit(run, what, "batches")
             else:
                 yield _length(run, f"{what} is more than that: the schedule does not reach its end", way_out)
-        elif (
-            given * _SLACK < total
-            and given + 2 < total
-            and (repeats or isinstance(scheduler, lr_scheduler.PolynomialLR))
-        ):
-            if run.unit == "st" and _in_epochs(run, given, total):
-                yield _unit(run, f"{argument}={given} of {name}")
+        elif _exceeds(total, given) and (repeats or isinstance(scheduler, lr_scheduler.PolynomialLR)):
+            if _in_epochs(run, given, total):
+                yield _unit(run, what)
             else:
-                yield _length(run, f"{argument}={given} of {name} is less than that: {_RESTS[argument]}", way_out)
+                yield _length(run, f"{what} is less than that: {_RESTS[argument]}", way_out)
+
+
+def _exceeds(one: int, other: int) -> bool:
+    """Whether a number of steps is larger than another by more than rounding explains."""
+    return one > other * _SLACK and one > other + 2
 
 
 _FILLED = "omit it, and LRScheduling fills in the length of the run; or correct it"
@@ -135,7 +140,7 @@ _RESTS = {
 
 def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
     """Whether a number is one of epochs though the scheduler is stepped more often."""
-    return run.epochs is not None and given <= run.epochs and total >= 3 * run.epochs
+    return run.unit == "st" and run.epochs is not None and given <= run.epochs and total >= 3 * run.epochs
 
 
 def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:

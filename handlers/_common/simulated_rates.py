@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from signalfire import Interval
-from signalfire.checks import check_int
+from signalfire.authoring import check_int
 
 __all__ = ["plot_rates", "steps_of_scheduler"]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
-from signalfire.acts import Override
-from signalfire.checks import check_bool, check_local
+from signalfire.authoring import check_bool, check_local
 
+from .claims import FILE
 from .folders import open_folder
 from .scalars import Record, ScalarLogger
 
@@ -68,7 +68,7 @@ class TextLogger(ScalarLogger):
         """
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Override.FILE, by=self, target=repr(os.path.abspath(self.path)))
+        engine.overrides.claim(FILE, by=self, target=repr(os.path.abspath(self.path)))
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def begin(self, engine: Engine) -> None:

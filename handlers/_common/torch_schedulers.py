@@ -14,11 +14,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from signalfire import Interval
-from signalfire.optimizers import optimizers_of
+from signalfire.updates.optimizers import optimizers_of
 
 __all__ = [
     "base_of",
     "check_drivable",
+    "check_factory",
     "check_kind",
     "different_arguments",
     "given_argument",
@@ -48,6 +49,20 @@ def base_of(factory: Any) -> Any:
     while isinstance(factory, partial):
         factory = factory.func
     return factory
+
+
+def check_factory(scheduler: Any) -> None:
+    """Raise TypeError for what builds no scheduler as ``LRScheduling(scheduler)``."""
+    if not callable(scheduler):
+        raise TypeError(
+            f"LRScheduling({scheduler!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler, "
+            "because the optimizer may not exist yet"
+        )
+    if inspect.isfunction(base := base_of(scheduler)) and base.__module__ == "signalfire.handlers.schedules":
+        given = ", ".join(f"{name}={value!r}" for name, value in getattr(scheduler, "keywords", {}).items())
+        raise TypeError(
+            f"LRScheduling({scheduler!r}): {base.__name__} returns the factory; call it: {base.__name__}({given or '...'})"
+        )
 
 
 def given_argument(factory: Any, name: str) -> Any:

@@ -13,10 +13,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from signalfire import Engine, UpdateState
-from signalfire.batches import tensors_in
-from signalfire.devices import as_signed, is_readable, widened
+from signalfire.authoring import as_signed, is_readable, tensors_in, widened
 from signalfire.distributed import is_sharded, local_part
-from signalfire.modules import frozen_copies
+from signalfire.findings.epoch_checks import held_by_optimizers, names_of
+from signalfire.findings.loss_graph import functions_of, ignored_by
+from signalfire.models.modules import frozen_copies
 
 __all__ = [
     "Facts",
@@ -29,11 +30,13 @@ __all__ = [
     "labels_of",
     "left_in_eval",
     "moving_frozen_norms",
+    "one_class",
     "out_of_range",
     "same_for_all",
     "statistics_of",
     "total",
     "trained_elsewhere",
+    "unheld_since",
     "untrained_spectral_norms",
 ]
 
@@ -54,6 +57,7 @@ class Facts:
         largest_rate: the largest learning rate.
         largest_gradient: the largest of the gradients.
         norms: the first gradient norms.
+        has_classes: whether the loss takes its targets for classes.
         epoch_losses: the losses of this epoch, with the number of classes.
     """
 
@@ -63,12 +67,20 @@ class Facts:
     largest_rate: float = 0.0
     largest_gradient: float = 0.0
     norms: list[float] = field(default_factory=list)
+    has_classes: bool = False
     epoch_losses: list[tuple[float, int]] = field(default_factory=list)
 
     def again(self, code: str, seen: bool) -> int:
         """How many looks in a row, this one included, saw it."""
         self.streak[code] = self.streak.get(code, 0) + 1 if seen else 0
         return self.streak[code]
+
+    def see(self, loss: Tensor, output: Any, labels: Tensor | None) -> None:
+        """Note a loss, and whether it is that of classes."""
+        self.has_classes = _has_classes(loss)
+        scores = isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1
+        if self.has_classes and scores and labels is not None and labels.dim() == 1:
+            self.epoch_losses.append((float(loss.detach()), output.shape[1]))
 
     def has_converged(self, largest: float) -> bool:
         """Whether the largest gradient of this look is tiny beside the largest so far."""
@@ -119,15 +131,37 @@ def same_for_all(output: Any, inputs: Tensor | None) -> bool:
     return differ and bool((output == output[:1]).all())
 
 
-def out_of_range(output: Any, labels: Tensor | None) -> tuple[int, int, int] | None:
-    """The smallest and largest label, and the number of classes, if labels lie outside of it."""
+def out_of_range(output: Any, labels: Tensor | None, loss: Tensor | None = None) -> tuple[int, int, int] | None:
+    """The smallest and largest label, and the number of classes, if the loss takes labels for classes that lie outside of it."""
+    if loss is not None and not _has_classes(loss):
+        return None
     if labels is None or not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2:
         return None
     classes = output.shape[1]
     if classes < 2 or labels.shape != output.shape[:1] + output.shape[2:]:
         return None
-    wrong = set(labels[(labels < 0) | (labels >= classes)].unique().tolist()) - IGNORED
+    wrong = (
+        set(labels[(labels < 0) | (labels >= classes)].unique().tolist())
+        - IGNORED
+        - {None if loss is None else ignored_by(loss)}
+    )
     return (int(labels.min()), int(labels.max()), classes) if wrong else None
+
+
+_OF_CLASSES = {"LogSoftmax", "Softmax", "NllLoss", "NllLoss2D", "MultiMarginLoss", "SoftMarginLoss"} | {
+    "BinaryCrossEntropy",
+    "BinaryCrossEntropyWithLogits",
+}
+
+
+def _has_classes(loss: Tensor) -> bool:
+    """Whether a loss takes its targets for classes, by the functions of torch in it."""
+    return bool(functions_of(loss) & _OF_CLASSES)
+
+
+def one_class(labels: Sequence[tuple[int, int]], facts: Iterable[Facts]) -> bool:
+    """Whether the smallest and the largest label were the same at three looks, and some loss takes them for classes."""
+    return len(labels) == 3 and all(low == high for low, high in labels) and any(one.has_classes for one in facts)
 
 
 # ---- models -----------------------------------------------------------------------------------------------------------
@@ -138,13 +172,16 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> str | None:
     for name, root in engine.modules.items():
         if modes.get(root) and not root.training:
             return f"the model {name!r}"
-    for root in engine.modules.values():
-        for path, part in root.named_modules():
-            if modes.get(part) and not part.training and not isinstance(part, _NormBase):
-                parameters = list(part.parameters())
-                if not parameters or any(p.requires_grad for p in parameters):
-                    return f"the part {path!r} of the model"
-    return None
+    parts = {part: path for root in engine.modules.values() for path, part in root.named_modules()}
+    off = [part for part in parts if modes.get(part) and not part.training and not isinstance(part, _NormBase)]
+    frozen = {inner for part in parts if off and _is_frozen(part) for inner in part.modules()}
+    left = next((part for part in off if part not in frozen), None)
+    return None if left is None else f"the part {parts[left]!r} of the model"
+
+
+def _is_frozen(part: nn.Module) -> bool:
+    parameters = list(part.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
 def moving_frozen_norms(engine: Engine) -> list[str]:
@@ -230,6 +267,17 @@ def checksum(engine: Engine) -> str | None:
 
 
 # ---- gradients --------------------------------------------------------------------------------------------------------
+
+
+def unheld_since(engine: Engine, known: set[Tensor], foreign: list[tuple[Tensor, int]]) -> list[Tensor]:
+    """The parameters that no optimizer holds and that were not known as the run began.
+
+    Those that were are with them if the optimizers hold others, of these versions, which no step has changed.
+    """
+    names, held = names_of(engine), held_by_optimizers(engine)
+    unheld = [p for p in names if p.requires_grad and p not in held]
+    stale = any(p not in names and p._version == version for p, version in foreign if engine.updates[0].steps)
+    return unheld if stale else [p for p in unheld if p not in known]
 
 
 def gradient_facts(update: UpdateState) -> tuple[list[Tensor], list[Tensor], float]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from signalfire.loads import spread_over
-from signalfire.markup import preformatted
-from signalfire.modules import Modules
+from signalfire.authoring import preformatted
+from signalfire.models.modules import Modules
+from signalfire.resuming.loads import spread_over
 from signalfire.weights import WeightFile, plain_name
 
 from .parameters import matches
@@ -90,29 +90,32 @@ class WeightPlan:
 
     def check(self, where: str) -> None:
         """Raise ValueError if nothing would be loaded, or something does not fit and was not allowed."""
+        hint = f". {self.hint}" if self.hint else ""
         if not self.loaded:
             raise ValueError(
                 f"{where}: none of the {self.in_file} tensors of {self.label!r} is one of the model's {self.in_model}: nothing "
                 f"was loaded. {_example('In the file', [*self.unexpected, *self.left_out])}; "
-                f"{_example('in the model', [*self.missing, *self.kept])}"
-                + _different(self.other_shape)
-                + (f". {self.hint}" if self.hint else "")
+                f"{_example('in the model', [*self.missing, *self.kept])}{_different(self.other_shape)}{hint}"
             )
         if self.refused:
-            refused = set(self.refused)
-            missing = [name for name in self.missing if name in refused]
-            unexpected = [name for name in self.unexpected if name in refused]
-            different = {name: text for name, text in self.other_shape.items() if name in refused}
-            problems = [
-                *([f"missing in the file: {_some(missing)}"] if missing else []),
-                *([f"unexpected in the file: {_some(unexpected)}"] if unexpected else []),
-                *([_different(different).removeprefix("; ")] if different else []),
-            ]
             patterns = list(dict.fromkeys(_pattern(name) for name in self.refused))[:_MOST_NAMED]
             raise ValueError(
-                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {'; '.join(problems)}. If that is "
-                f"meant: allow={patterns}" + (f". {self.hint}" if self.hint else "")
+                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {self._problems()}. If that is "
+                f"meant: allow={patterns}{hint}"
             )
+
+    def _problems(self) -> str:
+        """What is refused, in words."""
+        refused = set(self.refused)
+        missing = [name for name in self.missing if name in refused]
+        unexpected = [name for name in self.unexpected if name in refused]
+        different = {name: text for name, text in self.other_shape.items() if name in refused}
+        problems = (
+            f"missing in the file: {_some(missing)}" if missing else "",
+            f"unexpected in the file: {_some(unexpected)}" if unexpected else "",
+            _different(different).removeprefix("; "),
+        )
+        return "; ".join(filter(None, problems))
 
     def apply(self, modules: Modules, tensors: Mapping[str, Tensor]) -> None:
         """Load what fits into the modules that were compared; of shapes that were compared, no load fails halfway."""
@@ -172,22 +175,44 @@ def compare_weights(
     plan = WeightPlan(file.label, notes=list(file.notes))
     if prefix:
         plan.notes.append(f"{prefix!r} is removed from the names of the file")
+    wanted = _wanted(list(named.values()), list(own), include, exclude, where)
+    given = _select(plan, named, wanted, where)
+    for root in modules.losses:
+        if not given.keys() & parts[root].keys():  # a file may be without the loss's own parameters
+            wanted -= parts[root].keys()
+    _match(plan, own, wanted, given, file.tensors)
+    plan.unexpected += [name for name in given if name not in own]
+    _join_tied(plan, modules, file.tensors, where)
+    mismatched = (*plan.missing, *plan.unexpected, *plan.other_shape)
+    plan.refused = [name for name in mismatched if not _matches_any(name, allow)]
+    plan.hint = _hint(plan.unexpected, plan.missing)
+    return plan
 
-    def wanted(name: str) -> bool:
-        return (include is None or any(matches(name, one) for one in include)) and not any(
-            matches(name, one) for one in exclude
-        )
 
+def _wanted(
+    named: list[str], own: list[str], include: Sequence[str] | None, exclude: Sequence[str], where: str
+) -> set[str]:
+    """The names of the file and of the model that the patterns do not leave out; an error for one that matches none."""
+    names = {*named, *own}
     for argument, patterns in (("include", include or ()), ("exclude", exclude)):
         for pattern in patterns:
-            if not any(matches(name, pattern) for name in (*named.values(), *own)):
+            if not any(matches(name, pattern) for name in names):
                 raise ValueError(
-                    f"{where}: {argument}: {pattern!r} matches no name of the file or the model; the file has "
-                    f"{_some(list(named.values()))}"
+                    f"{where}: {argument}: {pattern!r} matches no name of the file or the model; the file has {_some(named)}"
                 )
+    included = names if include is None else {name for name in names if _matches_any(name, include)}
+    return {name for name in included if not _matches_any(name, exclude)}
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(matches(name, one) for one in patterns)
+
+
+def _select(plan: WeightPlan, named: Mapping[str, str], wanted: Collection[str], where: str) -> dict[str, str]:
+    """The wanted names as they are in the file, by those in the model; an error if two of them are the same."""
     given: dict[str, str] = {}
     for raw, name in named.items():
-        if not wanted(name):
+        if name not in wanted:
             plan.left_out.append(name)
         elif name in given:
             raise ValueError(
@@ -196,24 +221,26 @@ def compare_weights(
             )
         else:
             given[name] = raw
-    losses = {name for root in modules.losses if not given.keys() & parts[root].keys() for name in parts[root]}
+    return given
+
+
+def _match(
+    plan: WeightPlan,
+    own: Mapping[str, Tensor],
+    wanted: Collection[str],
+    given: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+) -> None:
+    """Note for each tensor of the model whether it is loaded, and why not."""
     for name, tensor in own.items():
-        if not wanted(name) or name in losses:  # a file may be without the loss's own parameters
+        if name not in wanted:
             plan.kept.append(name)
         elif name not in given:
             plan.missing.append(name)
-        elif problem := _mismatch(file.tensors[given[name]], tensor):
+        elif problem := _mismatch(tensors[given[name]], tensor):
             plan.other_shape[name] = problem
         else:
             plan.loaded[name] = given[name]
-    plan.unexpected += [name for name in given if name not in own]
-    _join_tied(plan, modules, file.tensors, where)
-    plan.refused = [
-        name for name in (*plan.missing, *plan.unexpected, *plan.other_shape)
-        if not any(matches(name, one) for one in allow)
-    ]  # fmt: skip
-    plan.hint = _hint(plan.unexpected, plan.missing)
-    return plan
 
 
 def _tensors_in(modules: Modules, root: str) -> dict[str, tuple[str, Tensor]]:
@@ -272,14 +299,9 @@ def _kind(tensor: Tensor) -> str:
 
 def _join_tied(plan: WeightPlan, modules: Modules, tensors: Mapping[str, Tensor], where: str) -> None:
     """Count a missing name of a shared parameter as loaded with another name of it; refuse different values for one parameter."""
-    groups: dict[int, list[str]] = defaultdict(list)
-    for root, module in modules.items():
-        prefix = modules.prefix(root)
-        for name, parameter in module.named_parameters(prefix=prefix, remove_duplicate=False):
-            groups[id(parameter)].append(plain_name(name))
-    for names in groups.values():
+    for names in _shared_names(modules):
         loaded = [name for name in names if name in plan.loaded]
-        if len(names) < 2 or not loaded:
+        if not loaded:
             continue
         first = tensors[plan.loaded[loaded[0]]]
         for name in loaded[1:]:
@@ -293,24 +315,34 @@ def _join_tied(plan: WeightPlan, modules: Modules, tensors: Mapping[str, Tensor]
         plan.tied += tied
 
 
+def _shared_names(modules: Modules) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    groups: dict[int, list[str]] = defaultdict(list)
+    for root, module in modules.items():
+        for name, parameter in module.named_parameters(prefix=modules.prefix(root), remove_duplicate=False):
+            groups[id(parameter)].append(plain_name(name))
+    return [names for names in groups.values() if len(names) > 1]
+
+
 def _hint(unexpected: Sequence[str], missing: Sequence[str]) -> str:
     """A renaming that would let most of what is left of both sides match; empty if there is none."""
-    there, votes = set(missing), Counter[tuple[str, str]]()
-    for name in unexpected:
-        for place in [match.end() for match in re.finditer(r"\.", name)]:
-            if name[place:] in there:
-                votes[re.escape(name[:place]), ""] += 1
-                break
-    others = set(unexpected)
-    for name in missing:
-        for place in [match.end() for match in re.finditer(r"\.", name)]:
-            if name[place:] in others:
-                votes["", name[:place]] += 1
-                break
+    surplus, lacking = _prefixes(unexpected, missing), _prefixes(missing, unexpected)
+    votes = Counter([*((re.escape(prefix), "") for prefix in surplus), *(("", prefix) for prefix in lacking)])
     if not votes:
         return ""
     ((old, new), count) = votes.most_common(1)[0]
     return f"{count} names would match with rename={{r'^{old}': {new!r}}}"
+
+
+def _prefixes(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """What to remove from the beginning of each name that is one of the others then; the rest of the names is left out."""
+    there, found = set(others), []
+    for name in names:
+        for place in [match.end() for match in re.finditer(r"\.", name)]:
+            if name[place:] in there:
+                found.append(name[:place])
+                break
+    return found
 
 
 def _pattern(name: str) -> str:

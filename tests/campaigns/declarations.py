@@ -30,7 +30,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RESULT = Path(__file__).parent / "results" / "declarations.json"
 VARIABLE = "SIGNALFIRE_MUTANT"
-DECLARED = "tests/engine/test_declarations.py"
+DECLARED = "tests/engine/core/test_declarations.py"
 TOGETHER = (
     "tests/test_recipes.py",
     "tests/test_composition.py",
@@ -171,7 +171,7 @@ def receivers() -> set[Met]:
 def is_equivalent(mutant: Mutant, met: set[Met]) -> bool:
     """Whether a mutant changes nothing that anybody could see, such as one that moves a receiver past none that it disturbs."""
     from signalfire import Phase
-    from tests.engine.test_declarations import NOT_IN_THESE_RUNS, NOT_RECORDED
+    from tests.engine.core.test_declarations import NOT_IN_THESE_RUNS, NOT_RECORDED
     from tests.kit import shipped
     from tests.watching import place_of
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
-from signalfire.acts import Override
+from signalfire.core.overrides import Override
 from signalfire.handlers import (
     Accuracy,
     Average,

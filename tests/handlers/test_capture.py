@@ -19,9 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from signalfire import Engine, Events, Handler, Phase, Update
-from signalfire.capture import Capture
+from signalfire.authoring.capture import Capture
 from signalfire.handlers import Average, Metrics
-from tests.engine.test_step import SKIPPABLE
+from tests.engine.core.test_step import SKIPPABLE
 from tests.kit import quick, shipped
 from tests.test_invariants import CASES, Case, Classifier, kind
 

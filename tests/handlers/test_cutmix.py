@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Handler, Update
-from signalfire.acts import Override
+from signalfire.authoring.randomness import derived_seed
+from signalfire.core.overrides import Override
 from signalfire.handlers import (
     CutMix,
     Cutout,
@@ -22,7 +23,6 @@ from signalfire.handlers import (
     MixUp,
     SharpnessAwareMinimization,
 )
-from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import average_gradients, same, windows

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Phase, Update
+from signalfire.authoring.randomness import derived_seed
 from signalfire.handlers import Cutout, GradientAccumulation, MixedPrecision
-from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import average_gradients, windows

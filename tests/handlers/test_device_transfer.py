@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from signalfire import Engine, Events, Update
-from signalfire.evaluation import prepare_batch
 from signalfire.findings import FindingWarning
 from signalfire.handlers import DeviceTransfer
+from signalfire.runs.evaluation import prepare_batch
 
 META = torch.device("meta")  # a second device that every machine has: it shows what moved
 

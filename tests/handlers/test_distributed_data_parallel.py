@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchmetrics import MeanMetric
 
 from signalfire import Engine, Events, Handler, Phase, Update, allow, on
+from signalfire.core.update import UpdateState
 from signalfire.distributed import SINGLE_PROCESS, process_group
 from signalfire.handlers import (
     EMA,
@@ -50,7 +51,6 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from signalfire.update import UpdateState
 from tests.kit import digest, quick
 from tests.processes import assert_alike, run_together
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
+from signalfire.authoring.randomness import derived_seed
 from signalfire.distributed import whole_tensor
 from signalfire.handlers import (
     FullyShardedDataParallel,
@@ -20,7 +21,6 @@ from signalfire.handlers import (
     GradientNoise,
     MixedPrecision,
 )
-from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import assert_same, average_gradients, batches, same, windows

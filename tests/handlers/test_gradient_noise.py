@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Update
+from signalfire.authoring.randomness import derived_seed
 from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNoise, MixedPrecision
-from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import average_gradients, batches, mlp, quick, same, windows

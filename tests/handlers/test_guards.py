@@ -198,6 +198,32 @@ def test_two_processes_raise_no_alarm(kind: str) -> None:
     assert run_together(_in_two_processes, 2, kind)[0][0] == []
 
 
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target[:, None]).square().mean()
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_numbers_that_no_loss_takes_for_classes_are_none(width: int) -> None:
+    data = [(torch.randn(4, 5), torch.full((4,), length)) for length in (3, 5, 7, 9)]
+    build(linear(5, width), LOOK_ALWAYS(), loss=squared, optimizer=partial(torch.optim.SGD, lr=1e-3)).run(
+        data, max_epochs=1
+    )
+
+
+def test_a_class_that_the_loss_ignores_may_have_any_number() -> None:
+    data = [(inputs, torch.tensor([0, 1, 250, 2])) for inputs, _ in batches(4)]
+    build(linear(5, 3), LOOK_ALWAYS(), loss=partial(cross_entropy, ignore_index=250)).run(data, max_epochs=1)
+
+
+def test_outputs_are_alike_until_the_first_step_where_the_last_layer_begins_with_zeros() -> None:
+    model = mlp(5, 8, 3)
+    for parameter in model[-1].parameters():
+        nn.init.zeros_(parameter)
+    build(model, GradientAccumulation(4), LOOK_ALWAYS(), loss=cross_entropy).run(
+        batches(8, targets=(), classes=3), max_epochs=1
+    )
+
+
 # ---- what it is called with ---------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Update
-from signalfire.acts import Override
+from signalfire.core.overrides import Override
 from signalfire.handlers import GradientAccumulation, GradientClipping, LRScheduling, MixedPrecision
 from tests import kit
 from tests.kit import assert_same, average_gradients, build, mlp, windows

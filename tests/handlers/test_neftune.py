@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from signalfire import Engine, Events, Update
+from signalfire.authoring.randomness import derived_seed, mixed
 from signalfire.handlers import (
     GradientAccumulation,
     MicroBatching,
@@ -20,7 +21,6 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
     Validation,
 )
-from signalfire.randomness import derived_seed, mixed
 from signalfire.testing import check_handler
 from tests.kit import assert_same, average_gradients, same, windows
 

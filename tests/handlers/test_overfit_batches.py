@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Update, seed_everything
+from signalfire.authoring.randomness import derived_seed
 from signalfire.handlers import (
     Average,
     GradientAccumulation,
@@ -22,7 +23,6 @@ from signalfire.handlers import (
     Seeding,
     Validation,
 )
-from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests.kit import build, evaluator_of, mlp, quick
 

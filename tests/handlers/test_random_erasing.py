@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Phase
+from signalfire.authoring.randomness import derived_seed
 from signalfire.handlers import Cutout, GradientAccumulation, MixedPrecision, MixUp, RandomErasing
-from signalfire.randomness import derived_seed
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import assert_same, average_gradients, same, windows

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from signalfire import Engine, Events, Update
+from signalfire.authoring.randomness import derived_seed, mixed
 from signalfire.handlers import GradientAccumulation, MixedPrecision, StochasticDepth, Validation
-from signalfire.randomness import derived_seed, mixed
 from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import assert_same, average_gradients, batches, same, windows

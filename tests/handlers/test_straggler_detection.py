@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Handler, Phase
-from signalfire import group as group_of_ranks
 from signalfire.distributed import expected_processes, process_group
+from signalfire.distributed import group as group_of_ranks
 from signalfire.distributed import processes as collectives
 from signalfire.handlers import (
     DistributedDataParallel,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Connection, Engine, Events, Handler, Phase, Signal, Update
-from signalfire.connection import Receiver
+from signalfire.core.connection import Receiver
 from signalfire.handlers import (
     Average,
     Checkpoint,

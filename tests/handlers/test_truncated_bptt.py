@@ -16,7 +16,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, allow, on
-from signalfire.acts import Override
+from signalfire.authoring.planning import steps_to_come
+from signalfire.core.overrides import Override
 from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
@@ -26,7 +27,6 @@ from signalfire.handlers import (
     TruncatedBPTT,
     UpdateFrequency,
 )
-from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
 from tests.kit import quick
 

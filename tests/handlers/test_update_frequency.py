@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.authoring.planning import steps_to_come
 from signalfire.handlers import (
     GradientAccumulation,
     GradientClipping,
@@ -20,7 +21,6 @@ from signalfire.handlers import (
     TruncatedBPTT,
     UpdateFrequency,
 )
-from signalfire.planning import steps_to_come
 from signalfire.testing import check_handler
 from tests.kit import quick, spread
 

@@ -18,9 +18,9 @@ from torch.nn import functional as F
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from signalfire import Engine, Events, Handler, Phase, Update, groups, seed_everything
-from signalfire.acts import Override
+from signalfire.core.overrides import Override
 from signalfire.exact import random_state, restore_random_state
-from signalfire.optimizers import JointOptimizer, needs_closure
+from signalfire.updates.optimizers import JointOptimizer, needs_closure
 
 from .outcomes import Outcome, judged, same
 

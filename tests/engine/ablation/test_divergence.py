@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on, seed_everything
 from signalfire.ablation.divergence import Divergence, divergence
+from signalfire.authoring.randomness import random_state
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -39,7 +40,6 @@ from signalfire.handlers import (
     Throughput,
     Validation,
 )
-from signalfire.randomness import random_state
 from tests.kit import spread
 
 cross_entropy = nn.functional.cross_entropy

@@ -19,8 +19,8 @@ from signalfire.checkpoints.names import (
     numbered,
     visible_name,
 )
+from signalfire.core.state import MetricStore
 from signalfire.distributed.liveness import identity
-from signalfire.state import MetricStore
 
 
 def fill(text: str, **metrics: Any) -> str:

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
+from signalfire.authoring.monitor import Monitor
 from signalfire.checkpoints import Entry, Retention
-from signalfire.monitor import Monitor
 
 better = Monitor("Checkpoint", "score", "min").better
 

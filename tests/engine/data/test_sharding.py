@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from torch.utils.data.distributed import DistributedSampler
 
 from signalfire import CombinedData, Engine, Events, Handler, Update
-from signalfire.batches import tensors_in
+from signalfire.authoring.batches import tensors_in
 from signalfire.data.sharding import (
     draws_while_read,
     rounds,

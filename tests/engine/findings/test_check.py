@@ -20,6 +20,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Finding, FindingWarning, Handler, Phase, Update
+from signalfire.authoring.randomness import random_state
 from signalfire.findings import finding
 from signalfire.handlers import (
     EMA,
@@ -36,7 +37,6 @@ from signalfire.handlers import (
     ProgressBar,
     Validation,
 )
-from signalfire.randomness import random_state
 from tests.kit import assert_same, batches, build, digest, evaluator_of, mlp
 
 

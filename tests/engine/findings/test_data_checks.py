@@ -6,10 +6,14 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from signalfire import Engine, Events
+from signalfire import Engine, Events, Update
 from signalfire.handlers import DistributedDataParallel
-from tests.kit import batches, build, finished, linear
+from tests.kit import SGD, batches, build, finished, linear
 from tests.processes import run_together
 
 
@@ -111,3 +115,42 @@ else:
 def test_workers_that_cannot_find_what_an_interactive_session_defined_are_refused(data: str, printed: str) -> None:
     done = finished("-c", INTERACTIVE, data)
     assert printed in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("data", [torch.randn(16, 5).split(4), tuple(torch.randn(4, 5) for _ in range(3))])
+def test_a_tuple_of_batches_is_no_tuple_of_inputs_and_targets(data: Any) -> None:
+    def loss(engine: Engine, batch: Tensor) -> Tensor:
+        return mse_loss(engine.model(batch), batch)
+
+    Engine(Update.from_function(loss, SGD), model=linear(5, 5), seed=0).run(data, max_epochs=1)
+
+
+class Synthetic(IterableDataset[Any]):
+    """Samples that are drawn, and are others in each worker."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        for _ in range(self.samples):
+            yield torch.randn(5), torch.randn(1)
+
+
+@pytest.mark.moderate
+def test_workers_that_draw_their_samples_read_none_twice() -> None:
+    loader = DataLoader(Synthetic(4), 2, num_workers=2, multiprocessing_context="fork")
+    build(linear(5, 1)).run(loader, max_epochs=1)
+
+
+class Frozen(nn.Sequential):
+    """Its normalisation keeps the statistics that it has."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        self[0].eval()
+        return self
+
+
+def test_a_normalisation_that_is_in_eval_mode_does_not_normalise_over_the_batch() -> None:
+    samples = TensorDataset(torch.randn(3, 5), torch.randn(3, 1))
+    build(Frozen(nn.BatchNorm1d(5), linear(5, 1))).run(DataLoader(samples, 1, shuffle=True), max_epochs=1)

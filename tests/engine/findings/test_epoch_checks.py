@@ -22,6 +22,7 @@ from signalfire.handlers import (
     Freezing,
     FullyShardedDataParallel,
     GradientAccumulation,
+    Guards,
     LRScheduling,
     MicroBatching,
     MixedPrecision,
@@ -231,3 +232,20 @@ def test_nan_is_found_in_any_dtype_and_names_are_cut_short() -> None:
     assert not has_nan([torch.tensor([float("inf")])])
     names = {p: f"p{i}" for i, p in enumerate(good)}
     assert shown(good, names) == "'p0', 'p1', 'p2' and 1 more"
+
+
+class FrozenTrunk(nn.Module):
+    """Puts its frozen trunk, with its dropout, into eval mode in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5)).requires_grad_(False)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.trunk.eval()(inputs))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("guards", [False, True])
+def test_a_frozen_part_may_be_in_eval_mode_with_all_that_is_in_it(guards: bool) -> None:
+    build(FrozenTrunk(), *([Guards(every="1it")] if guards else [])).run(batches(4), max_epochs=1)

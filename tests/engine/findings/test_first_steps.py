@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from signalfire import Engine, Events, FindingWarning, Handler, Update, UpdateState
-from signalfire.acts import Override
-from signalfire.findings.first_steps import FirstStep
+from signalfire.core.overrides import Override
 from signalfire.handlers import (
     L2,
     GradientAccumulation,
@@ -22,7 +21,6 @@ from signalfire.handlers import (
     MixedPrecision,
     SharpnessAwareMinimization,
 )
-from signalfire.step import Step
 from tests.kit import SGD, assert_same, batches, build, mlp
 
 
@@ -30,26 +28,19 @@ def codes(engine: Engine) -> list[str]:
     return [one.code for one in engine.findings.of_run()]
 
 
-def steps_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    made: list[Step] = []
-    initial = Step.__init__
-
-    def noted(self: Step, engine: Engine) -> None:
-        initial(self, engine)
-        made.append(self)
-
-    monkeypatch.setattr(Step, "__init__", noted)
-    return made
-
-
-def test_a_step_looks_in_the_first_iterations_and_is_a_plain_one_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_looks_in_its_first_iterations_and_at_none_from_then_on() -> None:
     engine = build(mlp(5, 8, 1))
-    made = steps_of(engine, monkeypatch)
-    kinds: list[type[Step]] = []
-    engine.connect(Events.ITERATION_COMPLETED, lambda engine: kinds.append(type(made[0])))
+    looked_at = (Events.FORWARD_STARTED, Events.LOSS_COMPUTED, Events.BACKWARD_COMPLETED)
+    due: list[list[bool]] = []
+
+    def note(engine: Engine) -> None:
+        due.append([engine.signal(event).due <= engine.state.iteration for event in looked_at])
+
+    engine.connect(Events.GET_BATCH_COMPLETED, note)
+    engine.connect(Events.ITERATION_STARTED, lambda engine: None)
     engine.run(batches(8), max_epochs=1)
-    assert kinds == [FirstStep] * 4 + [Step] * 4
-    assert made[0].look is None
+    assert due[1:] == [[True] * 3] * 4 + [[False] * 3] * 3
+    assert not any(engine.signal(event).is_connected for event in looked_at)
 
 
 class Alone(Handler):
@@ -75,7 +66,7 @@ class Alone(Handler):
         update.window.held += 1
 
 
-def test_what_a_handler_leaves_out_that_computes_gradients_alone_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_handler_leaves_out_that_computes_gradients_alone_is_reported() -> None:
     def own(engine: Engine) -> None: ...
 
     def trained(*handlers: Handler, function: bool = False) -> Engine:
@@ -85,7 +76,6 @@ def test_what_a_handler_leaves_out_that_computes_gradients_alone_is_reported(mon
         engine.run([None, *batches(8)], max_epochs=1)
         return engine
 
-    made = steps_of(build(mlp(5, 8, 1)), monkeypatch)
     with pytest.warns(FindingWarning) as caught:
         trained(Alone(calls=False), L2(0.1), MixedPrecision("bf16"), function=True)
     messages = sorted(str(one.message) for one in caught)
@@ -96,17 +86,16 @@ def test_what_a_handler_leaves_out_that_computes_gradients_alone_is_reported(mon
         "own receives Events.LOSS_COMPUTED and Events.BACKWARD_STARTED, but 'alone' computes the gradients without"
         in messages[2]
     )
-    assert type(made[-1]) is Step
     for handlers in ((Alone(calls=True), L2(0.1)), (Alone(calls=False),), (MicroBatching(2), L2(0.1))):
         assert "W49" not in codes(trained(*handlers))
 
 
 def test_a_run_that_goes_on_is_looked_at_again() -> None:
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        return mse_loss(output, target) / (2 if engine.state.epoch > 1 else 1)
+        return mse_loss(output, target) / (4 if engine.state.epoch > 1 else 1)
 
     engine = Engine(Update.supervised(loss, SGD), model=mlp(5, 8, 1), seed=0)
-    engine.attach(GradientAccumulation(2))
+    engine.attach(GradientAccumulation(4))
     engine.run(batches(8), max_epochs=1)
     with pytest.warns(FindingWarning, match="W74"):
         engine.run(batches(8), max_epochs=2)
@@ -217,3 +206,38 @@ def test_a_parameter_that_a_forward_makes_for_one_batch_raises_no_alarm() -> Non
     engine = build(Transposing())
     engine.run(batches(), max_epochs=1)
     assert "W92" not in codes(engine)
+
+
+def test_an_input_that_a_frozen_model_is_attacked_with_is_trained_to_make_its_loss_large() -> None:
+    class Attack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.noise = nn.Parameter(torch.zeros(5))
+            self.model = mlp(5, 8, 3).requires_grad_(False)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.model(inputs + self.noise)  # type: ignore[no-any-return]
+
+    build(Attack(), loss=lambda *given: -nn.functional.cross_entropy(*given)).run(
+        batches(2, targets=(), classes=3), max_epochs=1
+    )
+
+
+def test_points_by_which_the_forward_differentiates_are_no_forgotten_parameters() -> None:
+    points, model = torch.linspace(0, 1, 8)[:, None].requires_grad_(), mlp(1, 8, 1)
+
+    def residual(engine: Engine, batch: Any) -> Tensor:
+        value = model(points)
+        (slope,) = torch.autograd.grad(value.sum(), points, create_graph=True)
+        return (slope - value).square().mean()  # type: ignore[no-any-return]
+
+    Engine(Update.from_function(residual, SGD), model=model, seed=0).run(range(3), max_epochs=1)
+
+
+def test_dropout_that_no_forward_computes_leaves_the_generator_where_it_was() -> None:
+    class Spare(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(5, 1)
+            self.dropout = nn.Dropout(0.5)
+
+    build(Spare()).run(batches(5), max_epochs=1)

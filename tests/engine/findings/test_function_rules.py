@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from signalfire import AnyEvent, Engine, Events
-from signalfire.handlers import GradientAccumulation
+from signalfire.handlers import GradientAccumulation, GradientClipping
 from tests.kit import batches, build, linear
 
 
@@ -45,3 +47,38 @@ def test_in_a_window_each_part_would_be_clipped() -> None:
     assert found(Events.BACKWARD_COMPLETED, GradientAccumulation(2)) == ["C26"]
     assert found(Events.BACKWARD_COMPLETED, GradientAccumulation(1)) == []
     assert found(Events.GRADIENTS_READY, GradientAccumulation(2)) == []
+
+
+def measure(engine: Engine) -> None:
+    engine.state.metrics["norm"] = float(clip_grad_norm_(engine.model.parameters(), float("inf")))
+
+
+def test_a_bound_of_infinity_measures_and_does_not_clip() -> None:
+    engine = build(linear(5, 1), GradientAccumulation(2), GradientClipping(max_norm=1.0))
+    engine.connect(Events.BACKWARD_COMPLETED, measure)
+    assert not engine.check(batches(), max_epochs=1).of("C26")
+    assert not engine.check(batches(), max_epochs=1).of("C04")
+
+
+class Side:
+    """A tensor that is trained beside the model, by an optimizer of its own."""
+
+    def __init__(self) -> None:
+        self.scale = nn.Parameter(torch.ones(1))
+        self.optimizer = torch.optim.SGD([self.scale], lr=0.1)
+
+
+def test_an_optimizer_that_is_read_or_is_not_the_engines_is_not_stepped_beside_it() -> None:
+    side, noted = Side(), list[Any]()
+
+    def read(engine: Engine) -> None:
+        step = engine.state.iteration
+        noted.append((engine.updates[0].optimizer, step))
+
+    def train_beside(engine: Engine) -> None:
+        side.optimizer.step()
+
+    engine = build(linear(5, 1))
+    engine.connect(Events.ITERATION_COMPLETED, read)
+    engine.connect(Events.ITERATION_COMPLETED, train_beside)
+    assert not engine.check(batches(), max_epochs=1).of("W17")

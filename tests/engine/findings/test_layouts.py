@@ -75,6 +75,32 @@ def test_steps_first_as_language_models_have_them_are_fine() -> None:
     engine.run([(tokens, tokens)] * 3, max_epochs=1)
 
 
+def test_a_batch_may_be_one_sequence_with_a_target_for_each_step() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.view(len(x), 1, -1))[0][:, 0]  # type: ignore[no-any-return]
+
+    trained(Tagger(), [(torch.randn(steps, 3), torch.randint(4, (steps,))) for steps in (5, 4, 6)])
+
+
+def test_samples_of_one_step_that_are_taken_for_one_sequence_are_reported() -> None:
+    class Unsqueezed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.unsqueeze(1))[0].squeeze(1)  # type: ignore[no-any-return]
+
+    samples = TensorDataset(torch.randn(8, 3), torch.randint(4, (8,)))
+    with pytest.warns(UserWarning, match="W88"):
+        trained(Unsqueezed(), DataLoader(samples, 4))
+
+
 def test_no_hook_is_left() -> None:
     model = Last(batch_first=True)
     trained(model, data())

@@ -22,6 +22,7 @@ def scores(*shape: int) -> Tensor:
 
 
 LABELS, PIXELS = torch.tensor([0, 1, 2, 0]), torch.zeros(2, 3, 3, dtype=torch.int64)
+MISSING = torch.tensor([[0.0, 1.0, -1.0]] * 4)
 
 WRONG: dict[str, tuple[str, Callable[[], Tensor]]] = {
     "softmax, cast and reshaped": (
@@ -96,6 +97,19 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
     "one sample": lambda: (scores(1, 1) - torch.zeros(1)).square().mean(),
     "a relu before the last pooling": lambda: F.cross_entropy(scores(4, 2, 3).relu().mean(1), LABELS),
     "a mask": lambda: (scores(4, 1).squeeze(-1) * torch.ones(4)).sum() / 4,
+    "a list of documents": lambda: -(torch.ones(4, 1) / 4 * scores(4, 1).log_softmax(0)).sum(),
+    "logarithms with their rewards": lambda: F.nll_loss(scores(4, 3).log_softmax(1) * torch.tensor([[2.0]]), LABELS),
+    "labels of which some are missing": lambda: (
+        F.binary_cross_entropy_with_logits(scores(4, 3), MISSING, reduction="none") * (MISSING >= 0)
+    ).mean(),
+    "missing labels of no weight": lambda: F.binary_cross_entropy_with_logits(
+        scores(4, 3), MISSING, weight=(MISSING >= 0).float()
+    ),
+    "depths of which some are missing": lambda: (
+        F.mse_loss(scores(4, 3).sigmoid(), MISSING, reduction="none") * (MISSING >= 0)
+    ).mean(),
+    "an action with a negative reward": lambda: F.cross_entropy(scores(4, 3), LABELS) * -0.5,
+    "one action with a negative reward": lambda: F.cross_entropy(scores(1, 3), LABELS[:1]) * -1.0,
 }
 
 
@@ -110,7 +124,16 @@ def test_a_loss_that_is_divided_by_the_window_is_known_however_it_is_written() -
     assert codes(loss / 4, 4) == codes(loss * 0.25, 4) == codes(0.25 * loss, 4) == ["W74"]
     assert codes(loss / 4, 1) == codes(loss / 3, 4) == codes(loss, 4) == []
     assert codes((loss + loss) / 2, 2) == [], "the mean of two terms"
+    assert codes(F.cross_entropy(scores(4, 3), LABELS) / 2, 2) == ["W74"]
     assert codes(loss * torch.tensor(4.0), 4) == codes(loss * torch.tensor(0.25), 4) == [], "a scale"
+
+
+def test_half_of_a_mean_square_is_a_loss_of_its_own() -> None:
+    output = scores(4, 1)
+    for loss in (F.mse_loss(output, torch.zeros(4, 1)), (output - 1).square().mean()):
+        assert codes(0.5 * loss, 2) == codes(loss / 2, 2) == []
+        halved = [code for code, _, _ in problems_of(loss / 2, 2, received=True)]
+        assert halved == ["W74"], "a receiver knows the loss without its factor"
 
 
 def test_a_loss_without_a_graph_or_whose_graph_was_freed_has_none_to_read() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from signalfire import Engine, Update
+from signalfire.handlers import LRScheduling
 from tests.kit import SGD, batches, linear
 
 
@@ -101,3 +103,44 @@ def test_options_with_which_nothing_converges_are_reported(optimizer: Any, words
 )
 def test_usual_options_are_not(optimizer: Any) -> None:
     assert found(linear(5, 1), "C28", optimizer) == []
+
+
+def tiny(step: int) -> float:
+    return 1e-3 / (step + 1)
+
+
+def test_a_rate_of_one_that_a_schedule_multiplies_with_a_small_factor_is_usual() -> None:
+    model = linear(5, 1)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1.0)
+    LambdaLR(optimizer, tiny)
+    assert found(model, "C28", optimizer) == []
+    adam = partial(torch.optim.Adam, lr=1.0)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, adam), model=linear(5, 1), seed=0)
+    engine.attach(LRScheduling(partial(LambdaLR, lr_lambda=tiny), every="1step"))
+    engine.run(batches(), max_epochs=1)
+    assert not engine.findings.of_run().of("C28")
+
+
+class Branches(nn.Module):
+    """Two layers beside each other that begin as means, as those of a linear forecast do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trend, self.season = nn.Linear(5, 3), nn.Linear(5, 3)
+        for layer in (self.trend, self.season):
+            nn.init.constant_(layer.weight, 0.2)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.trend(input.cumsum(1)) + self.season(input)  # type: ignore[no-any-return]
+
+
+def test_units_that_begin_alike_and_get_gradients_of_their_own_do_not_stay_alike() -> None:
+    blur = nn.Conv2d(4, 4, 3, groups=4)
+    nn.init.constant_(blur.weight, 1 / 9)
+    assert found(nn.Sequential(nn.Conv2d(1, 4, 3), blur, nn.Conv2d(4, 1, 1)), "C33") == []
+    assert found(Branches(), "C33") == []
+
+
+def test_an_activation_with_a_parameter_may_stand_at_several_places() -> None:
+    activation = nn.PReLU()
+    assert found(nn.Sequential(nn.Linear(5, 5), activation, nn.Linear(5, 5), activation), "C36") == []

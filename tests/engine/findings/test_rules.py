@@ -160,3 +160,46 @@ def test_a_window_of_time_chunks_is_not_compared_with_a_number_of_batches() -> N
     engine = build(mlp(5, 8, 1), TruncatedBPTT(2), GradientAccumulation(4))
     data = [(torch.randn(2, 8, 5), torch.randn(2, 8, 1)) for _ in range(3)]
     assert [one for one in engine.check(data, max_epochs=1) if one.code == "C22"] == []
+
+
+class HeadFirst(nn.Module):
+    """A frozen trunk, behind which a head is trained that is registered before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.trunk = nn.Linear(8, 1), mlp(5, 8, 8).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head(self.trunk(inputs))  # type: ignore[no-any-return]
+
+
+class Prompted(nn.Module):
+    """A frozen model, of whose inputs a shift is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.model = nn.Parameter(torch.zeros(5)), mlp(5, 8, 1).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.model(inputs + self.shift)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [HeadFirst, Prompted])
+def test_what_is_registered_first_need_not_be_the_first_layer(kind: type[nn.Module]) -> None:
+    assert codes(build(kind())) == {"C09": "info"}
+
+
+def test_batch_norm_over_the_places_of_one_picture_has_a_variance() -> None:
+    pictures = TensorDataset(torch.randn(5, 1, 4, 4), torch.randn(5, 1))
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 1))
+    [finding] = build(model).check(DataLoader(pictures, 2, shuffle=True)).of("C21")
+    assert finding.severity == "info"
+    assert "no variance" not in finding.sentence
+
+
+def test_lengths_in_ascending_order_are_no_classes() -> None:
+    lengths = torch.arange(1, 5).repeat_interleave(4)
+    assert codes(build(mlp(5, 8, 1)), DataLoader(TensorDataset(torch.randn(16, 5), lengths), 4)) == {"C13": "info"}
+    assert codes(build(mlp(5, 8, 1)), DataLoader(TensorDataset(torch.randn(16, 5), lengths - 1), 4)) == {
+        "C13": "warning"
+    }

@@ -331,6 +331,22 @@ def test_included_handlers_save_what_they_carry(tmp_path: Path) -> None:
     assert not [place for place in marks_of_handlers(engine) if not place.startswith("carrying")]
 
 
+class Shown(nn.Linear):
+    """Keeps its last output in a buffer for others, and never reads it."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 1)
+        self.register_buffer("last", torch.zeros(4, 1), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.last = super().forward(input).detach()
+        return super().forward(input)
+
+
+def test_a_buffer_that_each_forward_writes_before_anything_reads_it_carries_nothing(tmp_path: Path) -> None:
+    kit.build(Shown(), Checkpoint(tmp_path)).run(BATCHES, max_epochs=1)
+
+
 class CountedClipping(GradientClipping):
     clipped = 0
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from signalfire import Engine, Update
+from signalfire.authoring.randomness import random_state
 from signalfire.checkpoints import Files
 from signalfire.handlers import EMA
-from signalfire.randomness import random_state
 from signalfire.weights import export_program
 from tests.kit import batches, build, digest
 

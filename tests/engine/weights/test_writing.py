@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from signalfire import Engine, Events, Update
+from signalfire.authoring.randomness import random_state
 from signalfire.checkpoints import Files
 from signalfire.checkpoints.files import Content
 from signalfire.handlers import EMA, SWA, Checkpoint, DistributedDataParallel, FullyShardedDataParallel, TruePrecision
-from signalfire.randomness import random_state
 from signalfire.weights import export_weights
 from tests.kit import assert_same, batches, build, digest, mlp, needs, quick
 from tests.processes import assert_alike, run_together

@@ -1,0 +1,193 @@
+"""Checks of arguments: the error names the class, the argument with its value, and what is expected."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from ..core.words import as_int, did_you_mean
+
+__all__ = [
+    "as_int",
+    "check_bool",
+    "check_choice",
+    "check_int",
+    "check_local",
+    "check_name",
+    "check_number",
+    "check_stream",
+    "did_you_mean",
+]
+
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def check_bool(owner: object, argument: str, value: Any) -> bool:
+    """Check that an argument is True or False.
+
+    Args:
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{_call(owner, argument, value)}: expected True or False")
+    return value
+
+
+def check_choice(owner: object, argument: str, value: Any, choices: Sequence[str]) -> str:
+    """Check that an argument is one of several strings.
+
+    Args:
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+        choices: Accepted strings, at least two.
+
+    Raises:
+        ValueError: if it is not one of them.
+    """
+    if not isinstance(value, str) or value not in choices:
+        *some, last = (repr(choice) for choice in choices)
+        raise ValueError(f"{_call(owner, argument, value)}: expected {', '.join(some)} or {last}")
+    return value
+
+
+def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> int:
+    """Check an integer, possibly of NumPy's types, and return it as an int.
+
+    Args:
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+        least: Smallest value allowed.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is less than ``least``.
+
+    Example:
+        >>> check_int("Checkpoint", "keep", 0)
+        Traceback (most recent call last):
+        ValueError: Checkpoint(keep=0): expected an int of 1 or more
+    """
+    message = f"{_call(owner, argument, value)}: expected an int of {least} or more"
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(message)
+    if value < least:
+        raise ValueError(message)
+    return int(value)
+
+
+def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> None:
+    """Check that a path is not a URL, which would become a folder with the name of the scheme.
+
+    ``Path("s3://bucket")`` is "s3:/bucket", so one slash is enough. A folder that is really named so is written as "./s3:/bucket"
+    in a string, or with an absolute path. A scheme has at least two letters: "C:/runs" is a path.
+
+    Raises:
+        ValueError: if it is a URL.
+
+    Example:
+        >>> check_local("Checkpoint", "folder", "file:///tmp/runs")
+        Traceback (most recent call last):
+        ValueError: Checkpoint(folder='file:///tmp/runs'): a URL is not a path; write '/tmp/runs'
+    """
+    address = os.fspath(path)
+    if not isinstance(address, str) or not _URL.match(address):
+        return
+    if address[:5].lower() == "file:":
+        hint = f"write {url2pathname(urlsplit(address).path)!r}"
+    else:
+        hint = (
+            "crash-safe writes need a local or mounted file system. Give a folder there, and copy the files: 'Checkpoints in an "
+            "object store' in the guide shows how"
+        )
+    raise ValueError(f"{_call(owner, argument, address)}: a URL is not a path; {hint}")
+
+
+def check_number(
+    owner: object,
+    argument: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    infinite: bool = False,
+) -> float:
+    """Check a real number, possibly of NumPy's types, and return it as an int or float. NaN is refused.
+
+    Args:
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        value: Value of the argument.
+        above: Exclusive lower bound.
+        least: Inclusive lower bound.
+        below: Exclusive upper bound.
+        most: Inclusive upper bound.
+        infinite: Whether infinity is allowed.
+
+    Raises:
+        TypeError: if it is not a real number.
+        ValueError: if it is out of bounds, NaN, or infinite where that is not allowed.
+
+    Example:
+        >>> check_number("LabelSmoothing", "alpha", 2.0, above=0, most=1)
+        Traceback (most recent call last):
+        ValueError: LabelSmoothing(alpha=2.0): expected a number above 0 and of 1 or less
+    """
+    words = (("above {:g}", above), ("of {:g} or more", least), ("below {:g}", below), ("of {:g} or less", most))
+    bounds = " and ".join(word.format(bound) for word, bound in words if bound is not None)
+    message = f"{_call(owner, argument, value)}: expected a {'' if infinite or bounds else 'finite '}number"
+    message = f"{message} {bounds}".rstrip()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(message)
+    number = float(value)
+    if (
+        math.isnan(number)
+        or (math.isinf(number) and not infinite)
+        or (above is not None and not number > above)
+        or (least is not None and not number >= least)
+        or (below is not None and not number < below)
+        or (most is not None and not number <= most)
+    ):
+        raise ValueError(message)
+    return int(value) if isinstance(value, Integral) else number
+
+
+def check_name(owner: object, argument: str, value: Any) -> str | None:
+    """Check a name, or None.
+
+    Raises:
+        TypeError: if it is neither a non-empty string nor None.
+    """
+    if value is not None and (not isinstance(value, str) or not value):
+        raise TypeError(f"{_call(owner, argument, value)}: expected a name, or None")
+    return value
+
+
+def check_stream(owner: object, argument: str, value: Any) -> Any:
+    """Check an open text file, or None.
+
+    Raises:
+        TypeError: if it has no ``write``.
+    """
+    if value is not None and not callable(getattr(value, "write", None)):
+        raise TypeError(f"{_call(owner, argument, value)}: expected an open text file, such as sys.stdout, or None")
+    return value
+
+
+def _call(owner: object, argument: str, value: Any) -> str:
+    return f"{owner if isinstance(owner, str) else type(owner).__name__}({argument}={value!r})"

@@ -1,0 +1,309 @@
+"""A monitored metric: its direction, its new values, and whether they are improvements."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..core.state import Direction, as_number
+from .checks import check_bool, check_choice, check_number, did_you_mean
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["Monitor", "check_announced", "find_mode", "no_direction"]
+
+
+def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, name: str = "") -> Direction | None:
+    """Whether a metric is to be minimised ("min") or maximised ("max"); None if nobody knows.
+
+    A mode against the metric's own direction is reported (W01), and used.
+
+    Args:
+        engine: The engine that has the metric.
+        metric: Its name.
+        given: The mode that the user gave; None for the metric's own direction.
+        by: The class that needs it, for messages.
+        name: Name of the handler.
+    """
+    own = engine.state.metrics.directions.get(metric)
+    if given is not None and own is None:
+        _report_name(engine, metric, given, by=by, name=name)
+    if given is None or own is None or given == own:
+        return given or own
+    better = "greater" if own == "max" else "smaller"
+    engine.findings.report(
+        "W01",
+        f"{by}(mode={given!r}) monitors {metric!r}, of which {better} is better",
+        f"omit mode=, or write mode={own!r}",
+        *([name] if name else []),
+        key=(by, metric),
+    )
+    return given
+
+
+_SMALLER = {"loss", "error", "mse", "rmse", "mae", "nll", "perplexity", "wer", "cer"}
+_GREATER = {"accuracy", "acc", "f1", "auc", "auroc", "iou", "miou", "dice", "bleu", "psnr"}
+_WORDS = {"train", "training", "val", "valid", "validation", "test", "mean", "epoch", "macro", "micro", "top1", "top5"}
+
+
+def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name: str) -> None:
+    """Report a mode against what a metric is called, where nothing else in its name may turn that round."""
+    words = set(re.split(r"[^a-z0-9]+", metric.casefold())) - _WORDS
+    smaller, greater = words <= _SMALLER, words <= _GREATER
+    if words and (smaller if given == "max" else greater):
+        engine.findings.report(
+            "W01",
+            f"{by}(mode={given!r}) monitors {metric!r}, of which {'smaller' if smaller else 'greater'} is better by its name",
+            f"write mode={'min' if smaller else 'max'!r}; if the name misleads, give the metric another one",
+            *([name] if name else []),
+            key=(by, metric),
+        )
+
+
+def no_direction(metric: str, by: str, mode_of: str = "") -> ValueError:
+    """The error for a metric whose direction nobody knows; ``mode_of`` is what takes mode=, if not the handler itself."""
+    taker = f"{mode_of} " if mode_of else ""
+    return ValueError(
+        f"{by} monitors {metric!r}, but whether smaller or greater is better is not known; give {taker}mode='min' or "
+        f"mode='max', or declare it with the metric: Average(function, higher_is_better=True)"
+    )
+
+
+def check_announced(engine: Engine, metric: str, *, by: str, verb: str = "monitors") -> bool:
+    """Whether a handler announced this metric or it has a value; to be called at STARTED, after all announcements.
+
+    Raises:
+        KeyError: if it was not, and nobody else can write it.
+    """
+    metrics = engine.state.metrics
+    known = sorted({*metrics, *metrics.owners})
+    if metric in known or any(metric.startswith(f"{one}/") for one in known):
+        return True
+    if not _users_may_write(engine):
+        raise KeyError(_no_such(engine, metric, f"{by} {verb}", "no such metric is announced"))
+    return False
+
+
+def _users_may_write(engine: Engine) -> bool:
+    """Whether code of the user's runs in the engine that may write metrics: receivers, handlers, forwards and losses."""
+    functions = [f for u in engine.updates for f in (u.spec.forward, u.spec.loss, u.spec.function) if f is not None]
+    modules = [str(getattr(function, "__module__", "")) for function in functions]
+    if any(not module.startswith(("signalfire.", "torch.")) for module in modules):
+        return True
+    if any(one.owner is None for signal in engine.signals.all() for one in signal.connections):
+        return True
+    for handler in engine.handlers.values():
+        if not type(handler).__module__.startswith("signalfire."):
+            return True
+        evaluator: Any = getattr(handler, "evaluator", None)
+        if hasattr(evaluator, "handlers") and _users_may_write(evaluator):
+            return True
+    return False
+
+
+def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:
+    metrics = engine.state.metrics
+    there = sorted({*metrics, *metrics.owners})
+    by_function = (
+        " If your function writes it after Phase.CONTROL, let it do so in Phase.PREPARE; if it does less often than every epoch, "
+        "announce it first: engine.state.metrics.announce('user', ['its_name'])"
+    )
+    return (
+        f"{by} {metric!r}, but {fact}. There are: {', '.join(there) or 'none; attach Metrics or Validation'}"
+        f"{did_you_mean(metric, there) or '.'}{by_function if _users_may_write(engine) else ''}"
+    )
+
+
+class Monitor:
+    """Reports each new value of one metric once, and whether it is better than another value.
+
+    NaN is never better than anything, and an equal value is not better.
+
+    Args:
+        handler: Class name of the handler, for errors.
+        metric: Name of the metric in ``state.metrics``.
+        mode: "min" if smaller is better, "max" if greater is; None for the metric's own direction.
+        min_delta: Smallest difference that counts as an improvement; in units of the metric, or with ``relative`` as a fraction
+            of the best value's magnitude, which also works for negative scores.
+        relative: Whether min_delta is relative.
+        mode_of: What takes ``mode=``, for errors, if the handler does not.
+
+    Attributes:
+        given: The mode that was given.
+        needs_mode: Whether a metric whose direction nobody knows is an error.
+        mode: The mode in force; None as long as it is not known.
+    """
+
+    def __init__(
+        self,
+        handler: str,
+        metric: str,
+        mode: Direction | None = None,
+        *,
+        min_delta: float = 0.0,
+        relative: bool = False,
+        mode_of: str = "",
+    ) -> None:
+        if not isinstance(metric, str) or not metric:
+            raise TypeError(f"{handler}: the monitored metric is {metric!r}; expected a name, such as 'accuracy'")
+        self.handler = handler
+        self.metric = metric
+        self.mode_of = mode_of
+        self.needs_mode = True
+        if mode is not None:
+            check_choice(handler, "mode", mode, ("min", "max"))
+        self.given = mode
+        self.mode = mode
+        self.min_delta = check_number(handler, "min_delta", min_delta, least=0)
+        self.relative = check_bool(handler, "relative", relative)
+        self.serial = 0  # of all metrics at the last call: one comparison shows that nothing is new
+        self.seen = 0  # the serial of the metric's value that was last returned
+
+    def start(self, engine: Engine, name: str = "") -> None:
+        """Find the mode, and check the metric's name, at STARTED in Phase.CONTROL: after all announcements.
+
+        Raises:
+            KeyError: for a metric that nobody can write.
+            ValueError: for an announced metric whose direction nobody knows, without mode=.
+        """
+        announced = check_announced(engine, self.metric, by=self.handler)
+        self.mode = find_mode(engine, self.metric, self.given, by=self.handler, name=name)
+        if self.mode is None and self.needs_mode and announced and self.metric in engine.state.metrics.owners:
+            raise no_direction(self.metric, self.handler, self.mode_of)
+        self._report_training_metric(engine, name)
+
+    def _report_training_metric(self, engine: Engine, name: str) -> None:
+        """Report a training metric that is monitored although an evaluator measures one of the same name."""
+        owners = engine.state.metrics.owners
+        owner = owners.get(self.metric)
+        evaluating = {one for one, handler in engine.handlers.items() if hasattr(handler, "evaluator")}
+        if owner is None or owner in evaluating:
+            return
+        base = self.metric.removeprefix("train_").removeprefix("train/")
+        others = {other: by for other, by in owners.items() if by in evaluating}
+        same = [other for other in others if other == base or other.endswith((f"_{base}", f"/{base}"))]
+        of_batches = hasattr(engine.handlers.get(owner), "metrics")
+        if same or (others and of_batches):
+            other = (same or list(others))[0]
+            engine.findings.report(
+                "W06",
+                f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
+                f"monitor {other!r}, which {others[other]!r} measures",
+                *([name] if name else []),
+                key=(self.handler, self.metric),
+                severity="info"
+                if not same or self.handler == "LRScheduling"
+                else None,  # a rate may follow the training
+            )
+
+    def new_value(self, engine: Engine) -> float | None:
+        """The metric's value if it is new since the last call, else None.
+
+        Raises:
+            TypeError: for a value that is not a single number.
+            ValueError: if the metric's direction is not known.
+        """
+        metrics = engine.state.metrics
+        if metrics.serial == self.serial:
+            return None
+        self.serial = metrics.serial
+        serial = metrics.serials.get(self.metric, 0)
+        if serial == self.seen:
+            return None
+        self.seen = serial
+        self._report_late(engine)
+        value = metrics[self.metric]
+        number = as_number(value)
+        if number is None:
+            shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+            raise TypeError(
+                f"{self.handler}: the metric {self.metric!r} is a {type(value).__name__}{shape}; expected a single number"
+            )
+        self.mode = find_mode(engine, self.metric, self.given, by=self.handler)
+        if self.mode is None and self.needs_mode:
+            raise no_direction(self.metric, self.handler, self.mode_of)
+        return number
+
+    def _report_late(self, engine: Engine) -> None:
+        """Report a new value that was written in an earlier iteration, after this monitor had looked there."""
+        now = engine.state.iteration
+        written = engine.state.metrics.written.get(self.metric, now)
+        if written < now:
+            engine.findings.report(
+                "W41",
+                f"{self.metric!r} is written after {self.handler} has looked for it: the value that it reads in iteration {now} "
+                f"was written in iteration {written}, and the weights have changed since",
+                "write it in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)",
+                key=self.metric,
+            )
+
+    def report_nan(self, engine: Engine, value: float, name: str, effect: str) -> None:
+        """Report a value that is NaN, for handlers that would pass over it in silence."""
+        if math.isnan(value):
+            engine.findings.report(
+                "W02",
+                f"{self.handler}: the monitored metric {self.metric!r} is NaN, {effect}",
+                "find where it comes from: NonFiniteGuard skips steps whose loss or gradients are not finite, and "
+                "EarlyStopping stops at the first such value",
+                name,
+            )
+
+    def require(self, engine: Engine) -> None:
+        """Check at the end of an epoch that the metric exists, and is the same on all ranks of a distributed run.
+
+        Raises:
+            KeyError: if it was neither announced nor written.
+            ValueError: if the ranks would decide by different values.
+        """
+        metrics = engine.state.metrics
+        known = self.metric in metrics or self.metric in metrics.owners
+        if engine.processes.distributed:
+            self._require_agreement(engine)
+        if not known and not any(self.metric.startswith(f"{one}/") for one in metrics.owners):
+            raise KeyError(_no_such(engine, self.metric, f"{self.handler} monitors", "no such metric was produced"))
+
+    def _require_agreement(self, engine: Engine) -> None:
+        metrics = engine.state.metrics
+        value = as_number(metrics[self.metric]) if self.metric in metrics else None
+        values = engine.processes.gather(value)
+        first = values[0]
+        for rank, other in enumerate(values):
+            if _differ(first, other):
+                raise ValueError(
+                    f"{self.handler} monitors {self.metric!r}, which differs between the ranks: rank 0 has {_shown(first)}, "
+                    f"rank {rank} has {_shown(other)}, so each would decide differently; measure it with Metrics or "
+                    "Validation, which merge over all ranks, or average it with engine.processes.sum"
+                )
+
+    def better(self, value: float, best: float | None) -> bool:
+        """Whether ``value`` is better than ``best`` by more than min_delta; everything except NaN is better than None."""
+        if self.mode is None:
+            raise no_direction(self.metric, self.handler, self.mode_of)
+        if math.isnan(value):
+            return False
+        if best is None or math.isnan(best):
+            return True
+        if self.min_delta == 0.0 or math.isinf(best):
+            return value < best if self.mode == "min" else value > best
+        margin = self.min_delta * abs(best) if self.relative else self.min_delta
+        return value < best - margin if self.mode == "min" else value > best + margin
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = state["seen"]
+        self.serial = -1  # check all metrics at the next call
+
+
+def _differ(one: float | None, other: float | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return not (math.isclose(one, other, rel_tol=1e-6) or (math.isnan(one) and math.isnan(other)))
+
+
+def _shown(value: float | None) -> str:
+    return "none" if value is None else str(value)

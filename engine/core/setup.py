@@ -1,0 +1,96 @@
+"""Before a run starts: building optimizers, and refusing models and windows that cannot be trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from .update import kind_of, needs_closure
+
+if TYPE_CHECKING:
+    from .kernel import Kernel
+
+__all__ = ["build_optimizers", "check_initialised", "check_surroundings", "check_windows"]
+
+
+def check_surroundings(engine: Kernel) -> None:
+    """Raise RuntimeError for a run inside of a block of torch's in which nothing can be trained."""
+    if engine.training and torch.is_inference_mode_enabled():
+        raise RuntimeError("run(): nothing can be trained inside torch.inference_mode(); call it outside of that block")
+    attention = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    if "_context_parallel" in attention:
+        raise RuntimeError(
+            "run(): context parallelism is not supported: context_parallel() shards the sequences of a single batch in place, a "
+            "run reads many, and the backward pass needs the block, too; call run() outside of it, and split the model with "
+            "TensorParallel or FullyShardedDataParallel"
+        )
+
+
+def check_initialised(engine: Kernel, where: str) -> None:
+    """Raise ValueError for lazy modules that no forward has initialised: their parameters can be neither copied nor trained."""
+    if not engine.training:
+        return
+    for root, model in engine.modules.items():
+        if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
+            raise ValueError(
+                f"{where}: parameters of {root!r} are not initialised yet: {', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
+                "Lazy modules take their shapes from a first batch: call the model with one before the run, under "
+                "torch.no_grad()"
+            )
+
+
+def build_optimizers(engine: Kernel) -> None:
+    """Call the optimizer factories, now that the model is set up, and check the optimizers.
+
+    Raises:
+        ValueError: for an optimizer without parameters, or with none of the model's.
+    """
+    for update in engine.updates if engine.training else ():
+        spec = update.spec
+        where = f"update {spec.name!r}"
+        if update.optimizer is None:
+            assert spec.optimizer is not None
+            assert callable(spec.optimizer)
+            parameters: Any
+            if spec.parameters is not None:
+                parameters = spec.parameters(engine)
+                parameters = parameters if isinstance(parameters, Mapping) else list(parameters)
+            else:
+                parameters = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
+            if not parameters:
+                raise ValueError(
+                    f"{where}: there is nothing to optimize; pass a model= with parameters to Engine, "
+                    "or parameters= to Update"
+                )
+            update.take_optimizer(spec.optimizer(parameters))
+        optimizer = update.optimizer
+        assert optimizer is not None
+        update.order_parameters(p for root in engine.modules.values() for p in root.parameters())
+        if update.window.kept is None and needs_closure(optimizer):
+            update.window.kept = []
+        known = {p for root in engine.modules.values() for p in root.parameters()}
+        if known and not any(p in known for p in update.parameters):
+            raise ValueError(
+                f"{where}: its {kind_of(optimizer)} holds none of the model's parameters; it was built "
+                "for another model, or before the model's parameters were replaced: pass a factory instead, "
+                f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
+            )
+
+
+def check_windows(engine: Kernel) -> None:
+    """Raise ValueError if updates that share parameters accumulate: each would clear the gradients of the other."""
+    if len(engine.updates) > 1 and any(update.window.length > 1 for update in engine.updates):
+        seen: dict[object, str] = {}
+        for update in engine.updates:
+            for parameter in update.parameters:
+                other = seen.setdefault(parameter, update.name)
+                if other != update.name:
+                    raise ValueError(
+                        f"updates {other!r} and {update.name!r} share parameters, so that gradients cannot be "
+                        "accumulated for one of them; give each its own with Update(..., parameters=), or "
+                        "detach GradientAccumulation"
+                    )

@@ -1,0 +1,254 @@
+"""The process group that an engine trains in, and what its ranks agree on."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from ..core.connection import Connection, Phase
+from ..core.overrides import Claim
+from ..core.single_process import SingleProcess
+from ..core.step import Step
+from ..core.window import ONE, ZERO
+from .notice import Carrier, SeparateCarrier
+from .processes import SINGLE_PROCESS, Processes, lost_another
+from .step import DistributedStep
+
+if TYPE_CHECKING:
+    from ..core.handler import Handler
+    from ..core.update import UpdateState
+    from ..engine import Engine
+
+__all__ = ["PROCESS_GROUP", "Group"]
+
+PROCESS_GROUP = Claim("how the model is distributed over processes")
+_SAME_DATA = Claim("which ranks read the same data")
+
+
+class Group(SingleProcess):
+    """Which processes train together, and the answers that have to be the same on all of them.
+
+    Attributes:
+        processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
+        alike: how many consecutive ranks read the same data; see `read_alike`.
+        data: the ranks with regard to the data: the same, unless several read the same (`DataGroups`), or all (`SameData`).
+        shard_policy: how data is sharded over them; see `join`.
+        sync_skips: whether the ranks have to agree on skipping the step under way.
+        asked: whether a rank asks for anything, as all of them know.
+        has_sent: whether this rank has sent its notice of the window under way.
+        met: when the gradients were last reduced, on this rank's wall clock without what it has waited for others in
+            `Processes.waited`, and in CPU time of its thread.
+        carrier: carries the notices; a handler that reduces gradients may let them carry these.
+    """
+
+    if TYPE_CHECKING:
+
+        @property
+        def engine(self) -> Engine: ...
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        self.processes: Processes = SINGLE_PROCESS
+        self.alike = 1
+        self.data: Processes = SINGLE_PROCESS
+        self.shard_policy = "auto"
+        self.sync_skips = False
+        self.asked = False
+        self.has_sent = False
+        self.met = 0.0, 0.0
+        self.carrier: Carrier = SeparateCarrier(SINGLE_PROCESS)
+        self._time = 0.0  # rank 0's clock when the ranks last agreed
+        self._awaited = math.inf  # the moment at which rank 0 gives notice
+        self._looked_at: tuple[tuple[Connection, ...], ...] = ((), (), ())
+        self._skips_alone = False
+
+    def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto") -> None:
+        """Train together with other processes, until the handler is detached.
+
+        From then on the ranks decide alike what they decide in a run, data is sharded over them, metrics are those of all, and
+        handlers with ``rank_zero_only`` take part on rank 0 only.
+
+        Args:
+            processes: what `process_group` returned.
+            by: the handler, which also has gradients reduced (`Override.REDUCTION`).
+            shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
+                ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":
+                DataLoaders over map-style datasets and sequences are sharded, unless a sampler does it; other data is refused.
+
+        Raises:
+            ValueError: if another handler does the same, naming both.
+        """
+        engine = self.engine
+        if engine.running:
+            raise RuntimeError(f"join({processes!r}) was called during a run; call it before run()")
+        engine.overrides.claim(PROCESS_GROUP, by=by, given_back=self.leave)
+        self.use(processes, shard_policy, processes.of_data(self.alike))
+
+    def read_alike(self, ranks: int, *, by: Handler) -> None:
+        """Let so many consecutive ranks read the same data, and draw the same random numbers, until the handler is detached.
+
+        Collective. The data is sharded over these groups of ranks; what the ranks of one see counts once in metrics.
+
+        Raises:
+            ValueError: if another handler does the same, naming both.
+        """
+        self.engine.overrides.claim(_SAME_DATA, by=by, given_back=self.read_apart)
+        self._set_alike(ranks)
+
+    def read_apart(self) -> None:
+        """Let each rank read data of its own again."""
+        self._set_alike(1)
+
+    def _set_alike(self, ranks: int) -> None:
+        self.alike = ranks
+        self.data = self.processes.of_data(ranks)
+
+    def leave(self) -> None:
+        """Train as a single process again."""
+        self.use(SINGLE_PROCESS, "auto")
+
+    def use(self, processes: Processes, shard_policy: str, data: Processes | None = None) -> None:
+        """Take these processes, and connect the handlers of rank 0 where this is rank 0 now."""
+        before, self.processes, self.shard_policy = self.processes, processes, shard_policy
+        self.data = processes if data is None else data
+        if processes is not before:
+            self.carrier = SeparateCarrier(processes)
+            self.engine.handlers.settle_rank_zero_only()
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        """Whether there is nobody to agree with."""
+        return not self.processes.distributed
+
+    def takes_part(self, handler: Handler) -> bool:
+        """Whether a handler takes part in this process."""
+        return not handler.rank_zero_only or self.processes.is_rank_zero
+
+    def begin_run(self) -> None:
+        """Agree on what the ranks have to have in common before a run: rank 0's id of the run, seed and clock."""
+        engine = self.engine
+        if not self.processes.distributed:
+            return
+        try:
+            given = engine.snapshots.run_id, engine.seed, time.monotonic()
+            run_id, engine.seed, self._time = self.processes.broadcast(given)
+        except Exception as error:
+            if lost_another(error):
+                error.add_note(
+                    "the ranks could not begin a run together: run() and evaluate() have to be called on all ranks, or on none; "
+                    "if they were, one rank has ended, or an error of the run before has cut the connections: start the script "
+                    "again"
+                )
+                for rank in self.processes.ended():
+                    error.add_note(f"{rank} has ended")
+            raise
+        self.asked = self.sync_skips = self.has_sent = False
+        self._awaited = math.inf
+        engine.snapshots.begin_lineage(engine.snapshots.origin, run_id)
+
+    # ---- inside an iteration --------------------------------------------------------------------------------------
+
+    def send_notice(self, update: UpdateState, *, computed: bool = False) -> tuple[Tensor, Tensor] | None:
+        """Tell the other ranks whether this one has anything to say that they cannot know.
+
+        It is sent once in a window, before the gradients are reduced. What is asked for later waits for the next one.
+
+        Args:
+            update: the update whose window closes.
+            computed: whether the gradients of this rank are complete; else the backward of one more loss is to come.
+
+        Returns:
+            What the backward starts from beside the loss; see `Carrier.send`.
+        """
+        self.has_sent = True
+        return self.carrier.send(update, self.notice(update, computed=computed))
+
+    def notice(self, update: UpdateState, *, computed: bool) -> bool:
+        """Whether this rank has anything to say; see `send_notice`."""
+        window = update.window
+        return (
+            window.held + (not computed) != window.size
+            or update.weight is not ONE
+            or window.extra_weight is not ZERO
+            or update.skipped is not None
+            or self._may_skip_alone()
+            or self.engine.boundary.asks
+            or (self.processes.is_rank_zero and time.monotonic() >= self._awaited)
+        )
+
+    def noticed(self, update: UpdateState) -> bool:
+        """Whether any rank has anything to say, once the gradients are reduced; if so, the ranks go on with `sum`."""
+        self.has_sent = self.sync_skips = False
+        noticed = self.carrier.receive(update)
+        self.met = time.perf_counter() - self.processes.waited, time.thread_time()
+        return noticed
+
+    def sum(self, *numbers: float) -> list[float]:
+        """The sums of these numbers over the ranks; they learn with it whether one asks for anything, and the time."""
+        now = time.monotonic() if self.processes.is_rank_zero else 0.0
+        *sums, asking, skipping, self._time = self.processes.sum(
+            *numbers, self.engine.boundary.asks, self._may_skip_alone(), now
+        )
+        self._awaited = math.inf
+        self.sync_skips = skipping > 0
+        if asking:
+            self.asked = True
+            self.engine.boundary.wake()
+        return sums
+
+    @property
+    def step(self) -> type[Step]:
+        """The kind of step that a run makes, chosen once as it begins."""
+        return DistributedStep if self.processes.distributed else Step
+
+    def agree(self) -> None:
+        """Let the ranks agree on whether one asks for anything, outside of an iteration and unless the run is stopped."""
+        if self.processes.distributed and self.engine.state.stop_reason is None:
+            self.sum()
+
+    def gather(self, own: Any) -> list[Any]:
+        """What each rank asks for, by rank; where all know that one does."""
+        self.asked = False
+        return self.processes.gather(own)
+
+    def _may_skip_alone(self) -> bool:
+        """Whether a receiver on this rank may skip a step once the gradients are ready, and not on all ranks."""
+        signals = self.engine.iteration_signals
+        after_notice = (
+            signals.backward_completed.connections,
+            signals.gradients_ready.connections,
+            signals.step_started.connections,
+        )
+        if any(one is not other for one, other in zip(after_notice, self._looked_at, strict=False)):
+            self._looked_at = after_notice
+            self._skips_alone = any(self._skips(one) for connections in after_notice for one in connections)
+        return self._skips_alone
+
+    def _skips(self, connection: Connection) -> bool:
+        return (
+            connection.phase < Phase.RECORD
+            and (connection.writes is None or not connection.writes.isdisjoint({"step", "stop"}))
+            and not self.decides_alike(connection.owner)
+        )
+
+    def decides_alike(self, name: str | None) -> bool:
+        """Whether this is the name of a handler that decides on all ranks alike; see `Handler.decides_alike`."""
+        handlers = self.engine.handlers
+        return name is not None and name in handlers and handlers[name].decides_alike
+
+    # ---- the clock ------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """The wall-clock time in seconds, for differences; with several ranks, that of rank 0 when they last agreed."""
+        return self._time if self.processes.distributed else time.monotonic()
+
+    def has_come(self, moment: float) -> bool:
+        """Whether a moment has come, alike on all ranks; if not, rank 0 gives notice once it has."""
+        if not self.processes.distributed:
+            return time.monotonic() >= moment
+        if self._time < moment:
+            self._awaited = min(self._awaited, moment)
+        return self._time >= moment

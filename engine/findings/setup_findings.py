@@ -1,0 +1,120 @@
+"""What looks wrong about an engine that is set up: what it trains, and events that it never emits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..core.events import Events
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = [
+    "report_loss_parameters", "report_never_emitted", "report_shared_parameters", "report_untrained", "report_wrapped",
+]  # fmt: skip
+
+
+_OF_TRAINING = (
+    Events.BACKWARD_STARTED, Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED,
+    Events.OPTIMIZER_STEP_COMPLETED,
+)  # fmt: skip
+
+
+def report_untrained(engine: Engine) -> None:
+    """Report a run of several epochs by an engine that evaluates: an optimizer was probably forgotten."""
+    state = engine.state
+    if engine.training or not (state.max_epochs or 0) > 1:
+        return
+    if any(parameter.requires_grad for root in engine.modules.values() for parameter in root.parameters()):
+        engine.findings.report(
+            "W10",
+            f"run(max_epochs={state.max_epochs}): nothing is trained, since no update has an optimizer",
+            "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch",
+        )
+
+
+def report_shared_parameters(engine: Engine) -> None:
+    """Report updates whose optimizers hold the same parameters of several modules, because none was given its own."""
+    if not engine.training or len(engine.updates) < 2 or len(engine.modules) < 2:
+        return
+    everything = [update for update in engine.updates if update.spec.parameters is None]
+    for place, update in enumerate(everything):
+        for other in everything[place + 1 :]:
+            if shared := len({*update.parameters} & {*other.parameters}):
+                engine.findings.report(
+                    "W71",
+                    f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so that each loss changes what "
+                    "the other one trains",
+                    "give each its own: Update(..., parameters=lambda engine: engine.modules['generator'].parameters())",
+                    key=(update.name, other.name),
+                )
+
+
+def report_never_emitted(engine: Engine) -> None:
+    """Report functions of the user that are connected only to events that this engine never emits."""
+    never = set() if engine.training else set(_OF_TRAINING)
+    if all(update.forward is None for update in engine.updates):
+        never.add(Events.FORWARD_COMPLETED)
+    if all(update.loss_function is None and update.function is None for update in engine.updates):
+        never.add(Events.LOSS_COMPUTED)
+    late = [one for event in never for one in engine.signal(event).connections if one.owner is None and one.is_foreign]
+    for connection in late:
+        events = [signal.event for signal in engine.signals.all() if signal.has(connection.receiver)]
+        if not never.issuperset(events):
+            continue
+        why = (
+            "an engine that evaluates makes no backward and no steps"
+            if events[0] in _OF_TRAINING
+            else "its updates are single functions, without an output"
+            if events[0] is Events.FORWARD_COMPLETED
+            else "its updates have no loss"
+        )
+        engine.findings.report(
+            "W49",
+            f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: {why}",
+            "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
+            key=repr(connection),
+        )
+
+
+def report_wrapped(engine: Engine) -> None:
+    """Report a model that the user has distributed over processes of which the engine knows nothing."""
+    if engine.modules.wrapper != "DistributedDataParallel" or engine.processes.distributed:
+        return
+    if dist.is_initialized() and (size := dist.get_world_size()) > 1:
+        engine.findings.report(
+            "W46",
+            f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single process: "
+            "every rank reads all of the data, and writes checkpoints and logs",
+            "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
+        )
+
+
+def report_loss_parameters(engine: Engine) -> None:
+    """Report the parameters of losses: as information that they are trained, as a warning where no optimizer holds them."""
+    if not engine.training:
+        return
+    held = {p for update in engine.updates for p in update.parameters}
+    for name in engine.modules.losses:
+        loss = engine.modules[name]
+        trained = {key: p for key, p in loss.named_parameters() if p.requires_grad}
+        missing = [key for key, p in trained.items() if p not in held]
+        kind = type(loss).__name__
+        if missing:
+            engine.findings.report(
+                "W42",
+                f"the loss {kind} has parameters that no optimizer holds and that are not trained: {', '.join(missing)}",
+                "give the optimizer as a factory, or with these parameters as well: [*model.parameters(), "
+                f"*{name}.parameters()]; if they are constant, call requires_grad_(False) on them",
+                key=name,
+            )
+        elif trained:
+            engine.findings.report(
+                "W43",
+                f"the parameters of the loss {kind} are trained, moved and saved with the model's, as {name!r}: "
+                f"{', '.join(trained)}",
+                "call requires_grad_(False) on those that are constant, before building the Engine",
+                key=name,
+            )

@@ -1,0 +1,256 @@
+"""The service of an engine that looks at its runs: a handler that every engine has, and that can be detached like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..core.connection import Connection, Phase
+from ..core.events import Events, Filter, Lifecycle
+from ..core.handler import Handler, on
+from .check import report as report_composition
+from .connected import report_double, report_handler
+from .data_checks import check_data, check_epoch, check_steps
+from .epoch_checks import EpochChecks
+from .evaluation_findings import (
+    note_last_values,
+    report_averages_left_out,
+    report_drawn_samples,
+    report_dropped_samples,
+    report_nothing_measured,
+    report_other_weights,
+    report_random_samples,
+    report_raw_weights,
+    report_training_mode,
+)
+from .first_steps import FirstEvaluation, FirstLosses
+from .late_scores import LateScores
+from .own_evaluations import look_at_forwards
+from .own_schedulers import OwnSchedulers
+from .own_weights import OwnLoads, changed_at_start, versions_before_start
+from .resumption import report_resume, say_left_out
+from .returned import look_at_return
+from .setup_findings import (
+    report_loss_parameters,
+    report_never_emitted,
+    report_shared_parameters,
+    report_untrained,
+    report_wrapped,
+)
+from .taken_states import UnsavedValues
+from .unattached import note_run
+
+if TYPE_CHECKING:
+    from ..core.signals import Signal
+    from ..engine import Engine
+
+__all__ = ["FindingsWatch"]
+
+FIRST, LAST = -(10**9), 10**9
+
+_AT_START = (
+    report_untrained,
+    report_shared_parameters,
+    report_raw_weights,
+    report_dropped_samples,
+    report_drawn_samples,
+    report_never_emitted,
+    report_loss_parameters,
+    report_wrapped,
+    say_left_out,
+)
+"""What looks for mistakes once the optimizers are built."""
+
+
+class FindingsWatch(Handler):
+    """Looks at what is connected, at the start of a run, at its first losses, and at the ends of its epochs.
+
+    Between its looks it is not called. What it finds goes to ``engine.findings``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="findings")
+        self._unsaved = UnsavedValues()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._began = 0
+        self._epochs: EpochChecks | None = None
+        self._schedulers: OwnSchedulers | None = None
+        self._until_the_end: list[OwnLoads | LateScores] = []
+        self._versions: list[int] | None = None
+        self._first: list[tuple[Signal, Connection]] = []
+
+    def attached(self, engine: Engine) -> None:
+        """From here on, findings are reported."""
+        engine.findings.silent = False
+
+    def detached(self, engine: Engine) -> None:
+        """From here on, nothing is looked at, and nothing reported."""
+        engine.findings.silent = True
+
+    # ---- before a run ---------------------------------------------------------------------------------------------
+
+    @on(Lifecycle.REMARKED)
+    def report(
+        self, engine: Engine, code: str, sentence: str, way_out: str, handlers: tuple[str, ...], how: dict[str, Any]
+    ) -> None:
+        """Report what a part of the engine has noticed."""
+        engine.findings.report(code, sentence, way_out, *handlers, **how)
+
+    @on(Lifecycle.CONNECTED)
+    def look_at_function(self, engine: Engine, signal: Signal, connection: Connection, same: list[Connection]) -> None:
+        """Look at a function that is connected, and at its first call."""
+        engine.findings.look(report_double, engine, signal.event, connection, same)
+        engine.findings.look(look_at_return, signal, connection)
+        engine.findings.look(look_at_forwards, signal, connection)
+
+    @on(Lifecycle.ATTACHED)
+    def look_at_handler(self, engine: Engine, handler: Handler) -> None:
+        """Look at a handler that is attached."""
+        engine.findings.look(report_handler, engine, handler)
+
+    # ---- the start of a run ---------------------------------------------------------------------------------------
+
+    @on(Lifecycle.RUN_BEGAN, rank=FIRST)
+    def begin_run(self, engine: Engine) -> None:
+        """Report anew what was reported in the run before."""
+        engine.findings.begin_run()
+        self._forget()
+
+    @on(Lifecycle.BUILT)
+    def look_at_setup(self, engine: Engine) -> None:
+        """Look at what the run trains, or evaluates."""
+        for look in _AT_START:
+            engine.findings.look(look, engine)
+        self._versions = engine.findings.look(versions_before_start, engine)
+
+    @on(Events.STARTED, phase=Phase.PERSIST, rank=LAST)
+    def look_at_changed_weights(self, engine: Engine) -> None:
+        """Look at what functions at STARTED have changed."""
+        engine.findings.look(changed_at_start, engine, self._versions)
+
+    @on(Lifecycle.LOADING, rank=LAST)
+    def look_at_data(self, engine: Engine) -> None:
+        """Look at the data, once a loaded state is in place."""
+        check_data(engine)
+
+    @on(Lifecycle.READY, rank=LAST)
+    def look_at_composition(self, engine: Engine) -> None:
+        """Look at the composition, and note how the run begins."""
+        if engine.current_run is not None and engine.current_run.checks:
+            report_composition(engine)
+        self._epochs = EpochChecks(engine)
+        self._schedulers = OwnSchedulers(engine)
+        self._until_the_end = [OwnLoads(engine), LateScores(engine)]
+        self._began = engine.state.completed
+        if engine.training:
+            first = FirstLosses(engine, self._unsaved)
+            self._connect(engine, Events.FORWARD_STARTED, first.forward, first.when)
+            self._connect(engine, Events.LOSS_COMPUTED, first.loss, first.when)
+            self._connect(engine, Events.BACKWARD_COMPLETED, first.backward, first.when)
+            if engine.overrides.gradients is not None:
+                self._connect(engine, Events.UPDATE_COMPLETED, first.update, first.when)
+        else:
+            self._connect(engine, Events.FORWARD_STARTED, FirstEvaluation(self._disconnect).forward, None)
+
+    def _connect(self, engine: Engine, event: Events, receiver: Any, when: Filter | None) -> None:
+        late = event in (Events.BACKWARD_COMPLETED, Events.UPDATE_COMPLETED)
+        phase, rank = (Phase.PERSIST, LAST) if late else (Phase.PREPARE, FIRST)
+        signal, connection = engine.signal(event), Connection(receiver, phase, rank, when, self.name, internal=True)
+        signal.add(connection)
+        self._first.append((signal, connection))
+
+    def _disconnect(self) -> None:
+        first, self._first = self._first, []
+        for signal, connection in first:
+            signal.remove(connection)
+
+    # ---- states, weights and evaluations ---------------------------------------------------------------------------
+
+    @on(Lifecycle.STATE_TAKEN)
+    def look_at_state(self, engine: Engine, state: dict[str, Any], at_once: bool) -> None:
+        """Look at a state that was taken."""
+        engine.findings.look(self._unsaved.look, engine, state, at_once)
+
+    @on(Lifecycle.RESUMED)
+    def look_at_resumption(
+        self, engine: Engine, loaded: Mapping[str, Any], allowed: frozenset[str], seed: int, changed: bool
+    ) -> None:
+        """Report where a run resumes, and what differs from the run that saved the state."""
+        engine.findings.look(report_resume, engine, loaded, allowed, seed, changed)
+
+    @on(Lifecycle.WEIGHTS_GIVEN)
+    def look_at_weights(self, engine: Engine, given: Mapping[str, Any]) -> None:
+        """Look at the state whose weights were put in place."""
+        engine.findings.look(report_averages_left_out, engine, given)
+
+    @on(Lifecycle.EVALUATING)
+    def look_at_evaluator(self, engine: Engine, evaluator: Engine) -> None:
+        """Look at what is about to be evaluated."""
+        engine.findings.look(report_other_weights, engine, evaluator)
+
+    @on(Lifecycle.EVALUATED)
+    def look_at_evaluation(
+        self, engine: Engine, evaluator: Engine, measured: dict[str, Any], seen: dict[str, int], prefix: str
+    ) -> None:
+        """Look at what an evaluation has measured."""
+        engine.findings.look(report_nothing_measured, engine, evaluator, measured)
+        engine.findings.look(note_last_values, engine, evaluator, seen, prefix)
+
+    # ---- epochs, and the end --------------------------------------------------------------------------------------
+
+    @on(Lifecycle.EPOCH_BEGAN)
+    def note_epoch(self, engine: Engine, resumed: bool) -> None:
+        """Note how an epoch begins."""
+        if self._epochs is not None:
+            engine.findings.look(self._epochs.begin_epoch)
+
+    @on(Lifecycle.DATA_ENDED)
+    def look_at_length(self, engine: Engine, more: bool) -> None:
+        """Report data that gives another number of batches than its length says."""
+        data, length, given = engine.feed.current.data, engine.feed.current.length, engine.state.epoch_iteration
+        if length is not None and (more or given != length):
+            what = f"gives more than {length} batches, which are not used" if more else f"gave {given} batches"
+            engine.findings.report(
+                "W21",
+                f"the data ({type(data).__name__}) has length {length}, but {what}",
+                "correct its __len__, or give run() epoch_length=",
+            )
+
+    @on(Lifecycle.EPOCH_ENDS)
+    def look_at_epoch(self, engine: Engine) -> None:
+        """Compare how an epoch ends with how it began."""
+        if self._epochs is not None:
+            engine.findings.look(self._epochs.end_epoch)
+            check_epoch(engine, self._began)
+
+    @on(Lifecycle.FINISHING)
+    def look_at_end(self, engine: Engine) -> None:
+        """Look at how the run ends."""
+        if self._epochs is None or self._schedulers is None:  # attached inside this run
+            return
+        look = engine.findings.look
+        if engine.state.epoch_open:
+            look(self._epochs.end_epoch, whole=False)
+        look(self._epochs.finish)
+        look(report_training_mode, engine)
+        look(report_random_samples, engine)
+        if engine.state.stop_reason is None:
+            look(check_steps, engine, self._began)
+        look(self._schedulers.report)
+
+    @on(Events.COMPLETED, phase=Phase.PERSIST, rank=LAST)
+    def note_end(self, engine: Engine) -> None:
+        """Note which handlers the run might have had."""
+        if engine.training:
+            note_run()
+
+    @on(Events.ENDED, phase=Phase.PERSIST, rank=LAST)
+    def end_run(self, engine: Engine) -> None:
+        """Leave everything as it was."""
+        for one in self._until_the_end:
+            one.stop()
+        self._disconnect()
+        self._forget()
+        self._unsaved.end_run()

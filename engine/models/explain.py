@@ -1,0 +1,101 @@
+"""What torch's errors mean inside a training step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..authoring.batches import tensors_in
+from ..core.events import Lifecycle
+from ..core.handler import Handler, on
+
+if TYPE_CHECKING:
+    from ..core.kernel import Kernel
+    from ..core.update import UpdateState
+
+__all__ = ["ErrorHints", "is_out_of_memory", "note_error"]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error reports that the memory of a device or of the process ran out.
+
+    On a CPU torch raises a plain RuntimeError, as do the libraries of CUDA, which is recognised by its message.
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+_OUT_OF_MEMORY = "can't allocate memory", "bad_alloc", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
+
+
+def note_error(error: Exception, part: str, engine: Kernel, update: UpdateState) -> None:
+    """Add to the notes of an error what it means where it was raised.
+
+    Args:
+        error: the error.
+        part: the part of the micro-step: "forward", "loss" or "backward".
+        engine: the engine.
+        update: the update.
+    """
+    state = engine.state
+    if part == "backward" and (meaning := _meaning_in_backward(update)) is not None:
+        error.add_note(meaning)
+    if part != "backward" and (meaning := _meaning_of_dtypes(error, engine)) is not None:
+        error.add_note(meaning)
+    if part == "forward" and engine.model is None and "NoneType" in str(error):
+        error.add_note("the engine has no model, which this forward calls; pass model= to Engine")
+    # These are what torch raises for wrong shapes and dtypes.
+    if part != "backward" and isinstance(error, RuntimeError | IndexError | ValueError):
+        shapes = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in tensors_in(state.batch)]
+        error.add_note(f"the tensors of the batch: {', '.join(shapes[:4]) or 'none'}{', ...' if shapes[4:] else ''}")
+    devices = {str(t.device) for t in tensors_in(engine.state.batch)}
+    places = {str(p.device) for module in engine.modules.values() for p in module.parameters()}
+    if devices and places and devices != places:
+        error.add_note(
+            f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
+            "attach DeviceTransfer() to bring them together"
+        )
+
+
+def _meaning_of_dtypes(error: Exception, engine: Kernel) -> str | None:
+    if "dtype" not in str(error) and "same type" not in str(error):
+        return None
+    batch = {str(t.dtype) for t in tensors_in(engine.state.batch) if t.is_floating_point()}
+    weights = {str(p.dtype) for module in engine.modules.values() for p in module.parameters() if p.is_floating_point()}
+    if not batch or not weights or batch == weights:
+        return None
+    return (
+        f"the batch is {', '.join(sorted(batch))} and the model {', '.join(sorted(weights))}; attach TruePrecision() with the "
+        "model's dtype, or let the trainer run the evaluator: trainer.evaluate(evaluator, data)"
+    )
+
+
+def _meaning_in_backward(update: UpdateState) -> str | None:
+    loss, weight = update.backward_loss, update.window.extra_weight
+    if not isinstance(loss, Tensor):
+        return f"the loss of update {update.name!r} is {loss!r}; return a scalar tensor or None"
+    if isinstance(weight, Tensor) and weight.numel() != 1:
+        shape = tuple(weight.shape)
+        return f"the weight of update {update.name!r} has shape {shape}; set one number, such as the sum of its tokens"
+    if loss.dim() > 0 and loss.numel() != 1:
+        return f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; return a scalar, such as its mean"
+    if not any(p.requires_grad for p in update.parameters):
+        return f"no parameter of update {update.name!r} requires a gradient; unfreeze one of them"
+    if not loss.requires_grad:
+        return f"the loss of update {update.name!r} does not depend on any parameter that requires a gradient"
+    return None
+
+
+class ErrorHints(Handler):
+    """Adds to the errors of a step what they mean."""
+
+    def __init__(self) -> None:
+        super().__init__(name="error_hints")
+
+    @on(Lifecycle.FAILED)
+    def explain(self, engine: Kernel, error: Exception, part: str, update: UpdateState) -> None:
+        """Add what this one means."""
+        note_error(error, part, engine, update)

@@ -1,0 +1,245 @@
+"""The modules of an engine by name: its models as they are without wrappers, and losses that have parameters of their own."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from ..updates.spec import Update, loss_module
+
+__all__ = [
+    "Modules",
+    "bare_name",
+    "bare_state",
+    "differences",
+    "frozen_copies",
+    "model_of",
+    "named_like",
+    "unwrapped",
+]
+
+_MOST_NAMED = 8
+"""Tensors that a message names."""
+
+
+class Modules(dict[str, nn.Module]):
+    """The bare modules by name, for state, averages and optimizers.
+
+    A loss with trainable parameters, such as class centres, is one of them: "loss", or with several updates the update's name
+    and "_loss", unless the model holds these parameters already. So it is trained, moved, saved and averaged like the model.
+
+    Attributes:
+        losses: names of the modules that are losses.
+        wrapped: names of the models that came wrapped in torch's DataParallel or DistributedDataParallel.
+        wrapper: the name of that class.
+
+    Raises:
+        TypeError: for a model that is no module and no mapping from names to modules.
+        ValueError: for a model that has the name of a loss.
+    """
+
+    def __init__(self, model: Any, updates: Sequence[Update]) -> None:
+        given = _named(model)
+        super().__init__({name: _bare(module) for name, module in given.items()})
+        kinds = {type(one).__name__ for module in given.values() if (one := _wrapper(module)) is not None}
+        self.wrapper = min(kinds, default="")
+        self.wrapped = tuple(name for name, module in given.items() if self[name] is not module)
+        self.losses: list[str] = []
+        for update in updates:
+            loss = loss_module(update)
+            trained = [] if loss is None else [p for p in loss.parameters() if p.requires_grad]
+            known = {p for module in self.values() for p in module.parameters()}
+            if loss is None or all(p in known for p in trained):
+                continue
+            name = "loss" if len(updates) == 1 else f"{update.name}_loss"
+            if name in self:
+                raise ValueError(
+                    f"Engine: the model {name!r} has the name of the loss {type(loss).__name__} of update {update.name!r}, whose "
+                    "parameters are trained, too: give the model another name, or put the loss into model= as well"
+                )
+            self[name] = loss
+            self.losses.append(name)
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """Those that are no losses."""
+        return {name: module for name, module in self.items() if name not in self.losses}
+
+    def prefix(self, name: str) -> str:
+        """What stands before the names of a module's parameters: nothing for the only model."""
+        return "" if name not in self.losses and len(self) - len(self.losses) == 1 else name
+
+
+def model_of(model: Any, modules: Modules) -> Any:
+    """What the forward calls: the model, or a `ModuleDict` of several."""
+    return model if model is None or isinstance(model, nn.Module) else nn.ModuleDict(modules.models)
+
+
+def _named(model: Any) -> dict[str, nn.Module]:
+    if model is None:
+        return {}
+    for one in model.values() if isinstance(model, Mapping) else (model,):
+        _refuse_pipeline(one)
+    if isinstance(model, nn.Module):
+        return {"model": model}
+    if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
+        hint = "; give an instance, not the class" if isinstance(model, type) else ""
+        raise TypeError(f"Engine: model={model!r} is not a torch module, or a mapping from names to modules{hint}")
+    return dict(model)
+
+
+def _refuse_pipeline(model: Any) -> None:
+    """Raise TypeError for a stage or a schedule of torch's pipelines, also for a class of the user that is one of them."""
+    kind = model if isinstance(model, type) else type(model)
+    if any(base.__module__.startswith("torch.distributed.pipelining") for base in kind.__mro__):
+        raise TypeError(
+            f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported: their "
+            "schedule makes forward, loss and backward of all micro-batches in one call, in which no event could be emitted; "
+            "give the whole model, and split it with TensorParallel or FullyShardedDataParallel"
+        )
+
+
+def _bare(module: nn.Module) -> nn.Module:
+    """The module that DataParallel or DistributedDataParallel wraps, also if the wrapper was compiled; else the given one."""
+    wrapper = _wrapper(module)
+    return module if wrapper is None else wrapper.module
+
+
+def _wrapper(module: nn.Module) -> DataParallel[nn.Module] | DistributedDataParallel | None:
+    inside = getattr(module, "_orig_mod", module)
+    return inside if isinstance(inside, DataParallel | DistributedDataParallel) else None
+
+
+_WRAPPERS = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+"""What torch.compile, activation checkpointing and the first FSDP put between the parts of a name."""
+
+
+def bare_name(name: str) -> str:
+    """The name of a parameter without what wrappers of torch put into it: "_orig_mod.0.bias" is "0.bias"."""
+    if not any(wrapper in name for wrapper in _WRAPPERS):
+        return name
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def bare_state(module: nn.Module) -> dict[str, Any]:
+    """The state of a module, under its own names: without what wrappers of torch put into them."""
+    state: dict[str, Any] = module.state_dict()
+    if not _has_wrappers(state):
+        return state
+    names = {name: bare_name(name) for name in state}
+    if len({*names.values()}) < len(names):
+        return state
+    return _renamed(state, names, {bare_name(path): one for path, one in _versions(state).items()})
+
+
+def named_like(own: Mapping[str, Any], given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was given, under the names that it has here, where these differ by wrappers of torch alone."""
+    if not _has_wrappers(own) and not _has_wrappers(given):
+        return given
+    names = {bare_name(name): name for name in own}
+    versions = {bare_name(path): one for path, one in _versions(given).items()}  # a wrapper comes before what it wraps
+    here = {path: versions[bare_name(path)] for path in _versions(own) if bare_name(path) in versions}
+    return _renamed(given, {name: names.get(bare_name(name), name) for name in given}, here)
+
+
+def _has_wrappers(state: Mapping[str, Any]) -> bool:
+    names = " ".join((*state, *_versions(state)))
+    return any(wrapper in names for wrapper in _WRAPPERS)  # a part of a name is renamed to itself
+
+
+def _versions(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The metadata of a module's state, such as the versions of its parts, by their paths."""
+    return getattr(state, "_metadata", {})
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str], versions: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a module's state with other names, and with this metadata if it has any."""
+    renamed: Any = copy.copy(state)
+    if not isinstance(renamed, dict):
+        renamed = dict(state)
+    renamed.clear()
+    renamed.update((names[name], value) for name, value in state.items())
+    if hasattr(state, "_metadata"):
+        renamed._metadata = OrderedDict(versions)
+    return renamed  # type: ignore[no-any-return]
+
+
+def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """In which tensors two states of a module differ, with their shapes; empty if their names and shapes are the same."""
+    shapes, others = (
+        {key: "?" if is_lazy(value) else list(value.shape) for key, value in state.items() if isinstance(value, Tensor)}
+        for state in (own, given)
+    )
+    different = [key for key in {**shapes, **others} if shapes.get(key) != others.get(key)]
+    named = [
+        f"{key} (only in the state)" if key not in shapes
+        else f"{key} (not in the state)" if key not in others
+        else f"{key} ({others[key]} in the state, {shapes[key]} here)"
+        for key in different[:_MOST_NAMED]
+    ]  # fmt: skip
+    more = [f"and {len(different) - _MOST_NAMED} more"] if len(different) > _MOST_NAMED else []
+    return ", ".join(named + more)
+
+
+def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state without what torch's wrappers put into names, where these modules have no such names."""
+    wrapped = [
+        name
+        for name, state in saved.get("modules", {}).items()
+        if name in modules and isinstance(state, Mapping) and state
+        and all(bare_name(key).startswith("module.") for key in state)
+        and not any(bare_name(key).startswith("module.") for key in modules[name].state_dict())
+    ]  # fmt: skip
+    if not wrapped:
+        return _compiled_alike(modules, saved)
+
+    def bare(name: str) -> str:
+        root, _, rest = name.partition(".")
+        return f"{root}.{_inside(rest)}" if root in wrapped else name
+
+    states = dict(saved["modules"])
+    for name in wrapped:
+        state, versions = states[name], _versions(states[name])
+        states[name] = _renamed(
+            state, {key: _inside(key) for key in state}, {_inside(path): one for path, one in versions.items()}
+        )
+    updates = {
+        name: {**part, "parameters": [bare(one) for one in part["parameters"]]}
+        for name, part in saved.get("updates", {}).items()
+    }
+    return _compiled_alike(modules, {**saved, "modules": states, "updates": updates})
+
+
+def _inside(name: str) -> str:
+    """The name of a tensor or a part in the module that DataParallel or DistributedDataParallel wraps."""
+    return bare_name(name).removeprefix("module").removeprefix(".")
+
+
+def _compiled_alike(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A saved state whose names have the wrappers of torch in them, such as "_orig_mod.", where those of these modules do."""
+    given = saved.get("modules", {})
+    states = {
+        name: named_like(modules[name].state_dict(), state) if name in modules and isinstance(state, Mapping) else state
+        for name, state in given.items()
+    }
+    return saved if all(states[name] is given[name] for name in given) else {**saved, "modules": states}
+
+
+def frozen_copies(module: nn.Module) -> set[Tensor]:
+    """The parameters of parts that are frozen and built like another part that is trained, such as a teacher of its student."""
+    if isinstance(module, nn.Sequential):
+        return set()
+    parts = {part: [(name, p.shape) for name, p in part.named_parameters()] for part in module.children()}
+    trained = [shapes for part, shapes in parts.items() if any(p.requires_grad for p in part.parameters())]
+    return {
+        p
+        for part, shapes in parts.items()
+        if shapes in trained and not any(p.requires_grad for p in part.parameters())
+        for p in part.parameters()
+    }

@@ -1,0 +1,86 @@
+"""Putting back what a computation changed: buffers, train and eval modes, and all that a failed attempt at gradients leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from ..resuming.changeable import restored
+from ..core.events import Events
+from ..models.explain import is_out_of_memory
+from ..core.modes import Modes, modules_of
+from ..authoring.randomness import random_state, set_random_state
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..core.update import UpdateState
+
+__all__ = ["Buffers", "Modes", "attempt"]
+
+
+class Buffers:
+    """The buffers of some modules, such as BatchNorm's running statistics, to be put back as they were.
+
+    Args:
+        roots: the modules; their submodules are included.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
+        self._places = [(module._buffers, key) for module in modules_of(roots) for key in module._buffers]
+
+    def copies(self) -> list[tuple[Tensor, Tensor] | None]:
+        """Each buffer with a copy of its values; None in place of a buffer that is None."""
+        return [None if (buffer := own[key]) is None else (buffer, buffer.clone()) for own, key in self._places]
+
+    def put_back(self, copies: list[tuple[Tensor, Tensor] | None]) -> None:
+        """Put the values back, and the tensors themselves: a forward may have put others in their place."""
+        for (own, key), copy in zip(self._places, copies, strict=True):
+            own[key] = None if copy is None else restored(*copy)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Whatever happens inside, the buffers are afterwards what they were."""
+        copies = self.copies()
+        try:
+            yield
+        finally:
+            self.put_back(copies)
+
+
+def attempt(engine: Engine, update: UpdateState, compute: Callable[[], None]) -> bool:
+    """Compute gradients; if the memory runs out, put everything back as it was, emit UPDATE_RETRIED and return False.
+
+    With several ranks, all fail if one does; ``compute`` must not reduce over them (``update.sync_gradients``).
+
+    What is put back: the gradients that the window holds, buffers, random states, the batch. Regions that the failed attempt
+    had entered are closed.
+    """
+    state, window = engine.state, update.window
+    batch, held, extra_weight, hidden = state.batch, window.held, window.extra_weight, update.hidden
+    weight = update.weight
+    gradients = [None if p.grad is None else p.grad.clone() for p in update.parameters]
+    buffers = Buffers(engine.modules.values())
+    copies = buffers.copies()
+    random = random_state()
+    failed = False
+    try:
+        compute()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        failed = True  # what the traceback holds has to be freed before anything is tried again
+    if not engine.processes.any(failed):
+        return True
+    state.batch, window.held, window.extra_weight, update.hidden = batch, held, extra_weight, hidden
+    update.weight = weight
+    update.output = update.raw_loss = update.backward_loss = None
+    for parameter, gradient in zip(update.parameters, gradients, strict=True):
+        parameter.grad = gradient
+    window.given = None  # these gradients are copies of those that were counted
+    buffers.put_back(copies)
+    set_random_state(random)
+    engine.signals.emit(engine, Events.UPDATE_RETRIED)
+    return False

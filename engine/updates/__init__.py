@@ -1,0 +1,1 @@
+"""What users write of an update: its spec, and its optimizers."""

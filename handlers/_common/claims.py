@@ -1,0 +1,27 @@
+"""What several handlers claim: one of them at a time. What a single one claims it declares by itself."""
+
+from __future__ import annotations
+
+from signalfire.authoring import Claim
+
+__all__ = [
+    "ALGORITHMS",
+    "CLIPPING",
+    "COMPILATION",
+    "CUTOUT",
+    "EVALUATED_WEIGHTS",
+    "FILE",
+    "LEARNING_RATE",
+    "PRECISION",
+    "TIME_CHUNKS",
+]
+
+ALGORITHMS = Claim("how algorithms are chosen")
+CLIPPING = Claim("gradient clipping")
+COMPILATION = Claim("what is compiled")
+CUTOUT = Claim("cutting parts out of samples")
+EVALUATED_WEIGHTS = Claim("the weights used for evaluation", rehearsed=False)
+FILE = Claim("the file", of_step=False)
+LEARNING_RATE = Claim("the learning rate", rehearsed=False)
+PRECISION = Claim("the precision", inherited=True)
+TIME_CHUNKS = Claim("the time chunks")

@@ -1,0 +1,1 @@
+from engine.ablation.watched import *

@@ -1,0 +1,1 @@
+from engine.core.single_process import *

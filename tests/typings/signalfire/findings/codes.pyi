@@ -1,0 +1,1 @@
+from engine.findings.codes import *

@@ -1,0 +1,1 @@
+from engine.findings.taken_states import *

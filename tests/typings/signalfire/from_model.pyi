@@ -1,1 +1,0 @@
-from engine.from_model import *

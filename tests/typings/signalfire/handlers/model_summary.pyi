@@ -1,0 +1,1 @@
+from handlers.model_summary import *

@@ -1,1 +1,0 @@
-from handlers.summary import *

@@ -1,1 +1,0 @@
-from engine.optimizer_modes import *
