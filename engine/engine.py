@@ -14,6 +14,7 @@ from .authoring.randomness import check_seed
 from .core.events import AnyEvent
 from .core.kernel import Kernel
 from .data.feed import Feed
+from .data.refusals import DataRefusals
 from .distributed.boundary import DistributedBoundary
 from .distributed.group import Group
 from .distributed.processes import Processes
@@ -112,7 +113,9 @@ class Engine(Kernel):
         self.feed = Feed(self.state)
         self.snapshots = Snapshots(self)
         self.log, self.past, self.unfinished = Log(self), Past(self), Unfinished(self)
-        self.handlers.install(Environment(), ErrorHints(), SeparateStreams(), Resuming(), FindingsWatch())
+        self.handlers.install(
+            Environment(), ErrorHints(), SeparateStreams(), Resuming(), DataRefusals(), FindingsWatch()
+        )
 
     def evaluate(
         self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", inherit: bool = True, **bounds: Any

@@ -26,7 +26,7 @@ from .settings import plain_arguments
 if TYPE_CHECKING:
     from .kernel import Kernel
 
-__all__ = ["Handler", "Made", "Subscription", "begin_with", "bind", "made", "on"]
+__all__ = ["Handler", "Made", "Service", "Subscription", "begin_with", "bind", "made", "on"]
 
 M = TypeVar("M", bound=Callable[..., Any])
 _Declared = tuple[AnyEvent | str, Phase, int, Things | None, Things | None, bool]
@@ -318,6 +318,16 @@ def bind(handler: Handler, engine: Kernel | None) -> None:
     handler._engine = None if engine is None else weakref.ref(engine)
     if engine is not None and (found := made.pop(handler, None)) is not None:
         found.attached = True
+
+
+class Service(Handler):
+    """A handler that an engine installs itself: it is found by its name, and neither listed, saved nor shown.
+
+    Attributes:
+        essential: whether runs depend on it, so that it can be neither disabled nor detached.
+    """
+
+    essential: ClassVar[bool] = False
 
 
 def begin_with(handler: Handler, engine: Any) -> dict[str, Any]:

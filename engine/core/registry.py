@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .connection import Connection, next_place
 from .events import EventEnum, Events, Lifecycle, check_receiver, resolve
-from .handler import Handler, begin_with, bind
+from .handler import Handler, Service, begin_with, bind
 from .part import Part
 from .regions import note_problems
 from .signals import Listeners, Signal
@@ -157,7 +157,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             self._forget(handler)
             raise
 
-    def install(self, *services: Handler) -> None:
+    def install(self, *services: Service) -> None:
         """Attach services of the engine itself: they are found, disabled and detached by their names, but neither listed, saved
         nor shown."""
         for service in services:
@@ -169,6 +169,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
     def detach(self, handler: Handler | str) -> None:
         """Detach a handler, by itself or by name."""
         record = self._find(handler)
+        self._refuse_essential(record.handler)
         if self.engine.running:
             self._refuse_setup(record.handler)
         record.leaving = True
@@ -176,6 +177,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
 
     def toggle(self, handler: Handler) -> None:
         """Make what is connected agree with ``handler.enabled``."""
+        self._refuse_essential(handler)
         if self.engine.running:
             self._refuse_setup(handler)
         self._settle_later(handler)
@@ -245,6 +247,16 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
 
     def _record_of(self, name: str) -> _Record | None:
         return self._records.get(name) or self._services.get(name)
+
+    def _refuse_essential(self, handler: Handler) -> None:
+        if isinstance(handler, Service) and handler.essential:
+            optional = ", ".join(
+                repr(name) for name, record in self._services.items() if not getattr(record.handler, "essential", False)
+            )
+            raise ValueError(
+                f"{handler.name!r} is a service that every run depends on: it can be neither disabled nor detached; of the "
+                f"engine's services these can: {optional}"
+            )
 
     def _refuse_setup(self, handler: Handler) -> None:
         for subscription in handler.subscriptions:

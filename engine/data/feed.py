@@ -33,6 +33,7 @@ class Feed(PlainFeed):
         has_data: Whether the run has data. Without data, every batch is None.
         epoch_end: Last iteration of the epoch; 0 while unknown.
         made_with_other_data: Number of iterations of the open epoch whose batches came from the data of an earlier run.
+        contents: What each rank's data holds, as far as it was compared.
         versions: How often the tensors of a list of batches had been changed in place when the run began; None if not known.
     """
 
@@ -44,6 +45,7 @@ class Feed(PlainFeed):
         self.epoch_end = 0
         self.made_with_other_data = 0
         self.versions: int | None = None
+        self.contents: list[Any] = []
 
     @property
     def current(self) -> Source:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-import multiprocessing
 import sys
-from collections.abc import Mapping
-from operator import length_hint
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
 from ..core.update import NO_GRADIENT
-from ..data.extent import extent_of
 from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
+from ..data.refusals import use_of_data, way_to_same_data
 from ..distributed.processes import SameData
 from .composition import first_batch
 
@@ -32,77 +29,32 @@ _MOST_BATCHES = 200
 
 
 def check_data(engine: Engine) -> None:
-    """Look at the data of a run before its first epoch.
-
-    Raises:
-        TypeError: for a mapping or a string, of which the keys or letters would be the batches.
-        ValueError: for data that never ends in a run that nothing else ends, for ranks with data of different lengths, and for
-            worker processes that cannot import what they need.
-    """
-    source = engine.feed.current
+    """Look at the data of a run before its first epoch."""
+    feed, safely = engine.feed, engine.findings.look
+    source = feed.current
     data = source.data.data if isinstance(source.data, FirstBatches) else source.data
     if data is None:
         return
-    _refuse_no_batches(data)
-    _refuse_endless(engine, data)
-    _refuse_unknown_to_workers(data)
-    if source.policy == "round_robin" or isinstance(engine.group.data, SameData):
-        _check_ranks(engine, data)
+    if feed.contents:
+        safely(_report_different, engine, data, feed.contents)
     elif source.policy == "own" and engine.processes.distributed and engine.training:
         _check_own(engine, data)
-    safely = engine.findings.look
     safely(_report_samples, engine, data)
     safely(_report_workers, engine, data)
     if engine.training:
         safely(_report_single_samples, engine, data)
-        engine.feed.versions = safely(_versions, data)
+        feed.versions = safely(_versions, data)
 
 
-def _refuse_no_batches(data: Any) -> None:
-    if isinstance(data, Mapping) and all(isinstance(key, str) for key in data):
-        raise TypeError(
-            f"run(): the data is a {type(data).__name__}, whose keys would be the batches; give one of its values, such as "
-            f"data[{next(iter(data), 'train')!r}]"
-        )
-    if isinstance(data, str | bytes):
-        raise TypeError(f"run(): the data is the text {data[:40]!r}; give an iterable of batches, such as a DataLoader")
-
-
-def _refuse_endless(engine: Engine, data: Any) -> None:
-    state = engine.state
-    endless = type(data) in (itertools.cycle, itertools.count) or (
-        type(data) is itertools.repeat and length_hint(data, -1) < 0
-    )
-    bounded = state.max_iters or state.max_steps or state.max_seconds
-    # A receiver, or a step that the user wrote, may end the run or the epoch.
-    may_end = any(one.is_foreign for signal in engine.signals.all() for one in signal.connections) or any(
-        update.function is not None for update in engine.updates
-    )
-    if endless and engine.feed.current.epoch_length is None and not bounded and not may_end:
-        raise ValueError(
-            f"run(): the data (itertools.{type(data).__name__}) never ends, and neither would the first epoch; give "
-            "epoch_length=, max_iters= or max_steps=, or the data itself, which is read anew in each epoch"
-        )
-
-
-def _check_ranks(engine: Engine, data: Any) -> None:
-    """Compare the data of ranks that shard it between them, or that all read it; one collective a run."""
-    extent, content = extent_of(data), engine.findings.look(_fingerprint, data)
-    others = engine.processes.gather((extent, content))
+def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None:
+    """Report ranks that should have the same data, and have not."""
     same = isinstance(engine.group.data, SameData)
-    use = "read by each of the" if same else "sharded over the"
-    way_out = "give all ranks the same data" + ("" if same else ", or let each keep its own with shard_policy='own'")
-    if any(one != extent for one, _ in others):
-        lengths = ", ".join(f"rank {rank}: {_in_words(one)}" for rank, (one, _) in enumerate(others))
-        raise ValueError(
-            f"the data ({type(data).__name__}) is {use} ranks, but differs in length: {lengths}; {way_out}"
-        )
-    if any(one != content for _, one in others):
+    if any(one != contents[0] for one in contents):
         engine.findings.report(
             "W25",
-            f"the data ({type(data).__name__}) is {use} {engine.processes.world_size} ranks, but they have different data"
-            + ("" if same else ", of which a part is never used"),
-            way_out,
+            f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but they have "
+            "different data" + ("" if same else ", of which a part is never used"),
+            way_to_same_data(same),
         )
 
 
@@ -122,46 +74,6 @@ def _check_own(engine: Engine, data: Any) -> None:
 def _sums_of_first_batch(data: Any) -> list[float]:
     first = tensors_in(first_batch(data))
     return [float(widened(one).sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
-
-
-def _in_words(extent: Mapping[str, int]) -> str:
-    return ", ".join(f"{value} {name.replace('_', ' ')}" for name, value in extent.items()) or "unknown"
-
-
-def _fingerprint(data: Any) -> list[Any]:
-    """Values that are equal for equal data, as far as they can be read without fetching a sample."""
-    if isinstance(data, list | tuple):
-        return [float(widened(one).sum()) for one in tensors_in(data[0])[:4] if one.device.type != "meta"]
-    dataset = getattr(data, "dataset", None)
-    if type(dataset) is Subset:
-        return [int(index) for index in list(dataset.indices)[:100]]
-    if type(dataset) is TensorDataset:
-        return [float(widened(one[:1]).sum()) for one in dataset.tensors]
-    return []
-
-
-def _refuse_unknown_to_workers(data: Any) -> None:
-    """Workers that do not begin as a copy of this process import what they need; what a notebook defined is in no module."""
-    if getattr(data, "num_workers", 0) == 0 or hasattr(sys.modules["__main__"], "__file__"):
-        return
-    if (context := getattr(data, "multiprocessing_context", None)) is not None:
-        method = context.get_start_method()
-    else:  # asked so that it is not settled by the question
-        method = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    if method == "fork":
-        return
-    given = [(name, getattr(data, name, None)) for name in ("collate_fn", "worker_init_fn")]
-    dataset = getattr(data, "dataset", None)
-    while dataset is not None:
-        given.append(("dataset", type(dataset)))
-        dataset = dataset.dataset if isinstance(dataset, Subset) else None
-    for what, one in given:
-        if getattr(one, "__module__", None) == "__main__":
-            raise ValueError(
-                f"run(): the data's {what} ({getattr(one, '__qualname__', one)}) was defined in an interactive session, where "
-                f"its {data.num_workers} worker processes, started by {method!r}, cannot find it; move it into a module and "
-                "import it, or use DataLoader(num_workers=0)"
-            )
 
 
 def _report_samples(engine: Engine, data: Any) -> None:

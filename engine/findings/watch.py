@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.connection import Connection, Phase
 from ..core.events import Events, Filter, Lifecycle
-from ..core.handler import Handler, on
+from ..core.handler import Handler, Service, on
 from .check import report as report_composition
 from .connected import report_double, report_handler
 from .data_checks import check_data, check_epoch, check_steps
@@ -62,7 +62,7 @@ _AT_START = (
 """What looks for mistakes once the optimizers are built."""
 
 
-class FindingsWatch(Handler):
+class FindingsWatch(Service):
     """Looks at what is connected, at the start of a run, at its first losses, and at the ends of its epochs.
 
     Between its looks it is not called. What it finds goes to ``engine.findings``.

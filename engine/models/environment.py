@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..authoring.devices import refusal
 from ..core.connection import Phase
 from ..core.events import Events, Lifecycle
-from ..core.handler import Handler, on
+from ..core.handler import Handler, Service, on
 from ..distributed.sharded import is_sharded
 from ..updates.optimizer_modes import put_in_training_mode
 
@@ -17,8 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Environment", "check_device"]
 
 
-class Environment(Handler):
+class Environment(Service):
     """Refuses what the model's device lacks, shards without a group, and parameters without values."""
+
+    essential = True
 
     def __init__(self) -> None:
         super().__init__(name="environment")

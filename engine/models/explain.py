@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..authoring.batches import tensors_in
 from ..core.events import Lifecycle
-from ..core.handler import Handler, on
+from ..core.handler import Service, on
 
 if TYPE_CHECKING:
     from ..core.kernel import Kernel
@@ -89,7 +89,7 @@ def _meaning_in_backward(update: UpdateState) -> str | None:
     return None
 
 
-class ErrorHints(Handler):
+class ErrorHints(Service):
     """Adds to the errors of a step what they mean."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from ..authoring.randomness import derived_seed, device_generators, mixed, reseed
 from ..core.connection import Connection, Phase
 from ..core.events import Events, Lifecycle
-from ..core.handler import Handler, on
+from ..core.handler import Service, on
 
 if TYPE_CHECKING:
     from ..core.signals import Signal
@@ -85,8 +85,10 @@ def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
     return begin
 
 
-class SeparateStreams(Handler):
+class SeparateStreams(Service):
     """Begins the streams of an engine with ``streams="separate"``; of another it is not called in an iteration."""
+
+    essential = True
 
     def __init__(self) -> None:
         super().__init__(name="streams")

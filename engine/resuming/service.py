@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..core.connection import Phase
 from ..core.events import Events, Lifecycle
-from ..core.handler import Handler, on
+from ..core.handler import Service, on
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -16,8 +16,10 @@ __all__ = ["Resuming"]
 _FIRST, _LAST = -(10**9), 10**9
 
 
-class Resuming(Handler):
+class Resuming(Service):
     """Calls `Snapshots` and `Unfinished` at the moments of a run."""
+
+    essential = True
 
     def __init__(self) -> None:
         super().__init__(name="resuming")

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection, Phase
+from ..core.events import EventEnum, Events, Lifecycle
+from ..core.handler import Handler
 from ..data.first_batches import FirstBatches
 from ..data.loading import generators_of
 from ..data.source import DataError
-from ..core.events import EventEnum, Events, Lifecycle
-from ..core.handler import Handler
-from ..updates.optimizer_modes import weights_to_evaluate
-from ..authoring.randomness import unchanged_random_state
 from ..models.streams import begin_stream
+from ..updates.optimizer_modes import weights_to_evaluate
 
 if TYPE_CHECKING:
     from ..engine import Engine

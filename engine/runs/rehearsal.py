@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..resuming.changeable import own_parameters
 from ..core.connection import Connection, Phase
-from ..data.held_generators import HeldGenerators
-from ..data.loading import epochs_of, generators_of, set_epochs
 from ..core.events import Events
 from ..core.handler import Handler
-from .interrupts import Interrupts
-from ..resuming.saving import copied, gather, put_back
 from ..core.setup import check_initialised
 from ..core.state import State
+from ..data.held_generators import HeldGenerators
+from ..data.loading import epochs_of, generators_of, set_epochs
+from ..resuming.changeable import own_parameters
+from ..resuming.saving import copied, gather, put_back
+from .interrupts import Interrupts
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from ..authoring.batches import rebuilt, tensors_in
+from ..authoring.markup import preformatted
+from ..authoring.randomness import set_random_state, unchanged_random_state
+from ..core.events import Events
+from ..core.update import read_together
 from ..data.loading import epochs_of, generators_of, indices_from, set_epochs, skippable
 from ..data.streamed import inner
-from ..core.events import Events
-from ..authoring.markup import preformatted
 from ..distributed.norms import joined, norm_parts
 from ..resuming.past import Place
-from ..authoring.randomness import set_random_state, unchanged_random_state
-from .rehearsal import rehearsal
 from ..resuming.saving import gather
-from ..core.update import read_together
+from .rehearsal import rehearsal
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..resuming.changeable import restored
-from ..core.events import Events
-from ..models.explain import is_out_of_memory
-from ..core.modes import Modes, modules_of
 from ..authoring.randomness import random_state, set_random_state
+from ..core.events import Events
+from ..core.modes import Modes, modules_of
+from ..models.explain import is_out_of_memory
+from ..resuming.changeable import restored
 
 if TYPE_CHECKING:
-    from ..engine import Engine
     from ..core.update import UpdateState
+    from ..engine import Engine
 
 __all__ = ["Buffers", "Modes", "attempt"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..core.connection import Connection, Phase
-from .evaluation import inherited
-from ..core.events import EventEnum, Events
 from ..authoring.markup import preformatted
+from ..core.connection import Connection, Phase
+from ..core.events import EventEnum, Events
+from .evaluation import inherited
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -81,10 +81,22 @@ def test_services_are_found_by_name_and_listed_nowhere() -> None:
     assert engine.state_dict()["handlers"] == {}
 
 
-@pytest.mark.parametrize("name", ["findings", "resuming", "streams", "environment", "error_hints"])
+@pytest.mark.parametrize("name", ["findings", "resuming", "streams", "environment", "error_hints", "data"])
 def test_a_handler_may_not_take_the_name_of_a_service(name: str) -> None:
     with pytest.raises(ValueError, match=f"the name '{name}' is that of a service of the engine"):
         build(nn.Linear(5, 1)).attach(Remarks(name=name))
+
+
+@pytest.mark.parametrize("name", ["resuming", "streams", "environment", "data"])
+def test_what_a_run_depends_on_is_neither_disabled_nor_detached(name: str) -> None:
+    engine = build(nn.Linear(5, 1))
+    sentence = f"'{name}' is a service that every run depends on: .* these can: 'error_hints', 'findings'"
+    with pytest.raises(ValueError, match=sentence):
+        engine.detach(name)
+    with pytest.raises(ValueError, match=sentence), engine.without(name):
+        pass
+    engine.detach("error_hints")
+    assert engine.run(batches(2), max_epochs=1).iteration == 2
 
 
 def test_an_error_of_a_receiver_names_no_service() -> None:
@@ -146,6 +158,8 @@ def test_what_is_refused_stays_refused() -> None:
         engine.attach(GradientAccumulation(3, name="second"))
     with pytest.raises(ValueError, match="expected an int of 1 or more"):
         engine.run(batches(4), max_epochs=-1)
+    with pytest.raises(TypeError, match="the data is a dict, whose keys would be the batches"):
+        engine.run({"train": batches(4)}, max_epochs=1)
     other = suspicious()
     with torch.no_grad(), pytest.warns(FindingWarning):
         other.run(batches(4), max_epochs=1)

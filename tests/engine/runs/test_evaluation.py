@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import DataError, Engine, Events, Handler, Phase, ReloadedData, Update, on, seed_everything
-from signalfire.runs.evaluation import check_evaluable
 from signalfire.handlers import (
     Average,
     Checkpoint,
@@ -25,6 +24,7 @@ from signalfire.handlers import (
     TruePrecision,
     Validation,
 )
+from signalfire.runs.evaluation import check_evaluable
 from tests import kit
 from tests.kit import build, mlp
 

@@ -1,0 +1,1 @@
+"""Runs inside a run or beside it, and how a run is wired."""

@@ -1,0 +1,1 @@
+from engine.data.refusals import *
