@@ -49,8 +49,8 @@ class Engine(Kernel):
             `seed_everything` seeds them at once, for the model's weights, and `Seeding` when a run begins.
         training: whether to train; by default, if any update has an optimizer.
         streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
-            "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `streams.py`.
-        allow: codes of findings, such as "W10", that are meant and are not reported; see `findings.py`.
+            "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `models.streams`.
+        allow: codes of findings, such as "W10", that are meant and are not reported; see `findings`.
 
     Attributes:
         state: where the run stands.
@@ -104,7 +104,8 @@ class Engine(Kernel):
         """The event of a handler's attribute that holds an event or an interval."""
         return event_of(every)
 
-    def _seconds(self, max_time: str | Interval | None) -> float | None:
+    def seconds_in(self, max_time: str | Interval | None) -> float | None:
+        """The seconds of `run`'s ``max_time``."""
         return None if max_time is None else seconds_of(max_time)
 
     def _furnish(self) -> None:

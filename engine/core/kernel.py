@@ -71,7 +71,8 @@ class Kernel:
         """The event of a handler's attribute that holds an event; rooms know of intervals, too."""
         return every  # type: ignore[no-any-return]
 
-    def _seconds(self, max_time: Any) -> float | None:
+    def seconds_in(self, max_time: Any) -> float | None:
+        """The seconds of `run`'s ``max_time``; rooms know of intervals, too."""
         return max_time  # type: ignore[no-any-return]
 
     def _furnish(self) -> None:
@@ -116,7 +117,7 @@ class Kernel:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):
             given, data = data, self.overrides.data_of(self, data)
-            self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, self._seconds(max_time),
+            self.state.set_bounds(self.training, data is not None, max_epochs, max_iters, max_steps, self.seconds_in(max_time),
                                   min_epochs, min_iters, epoch_length)  # fmt: skip
             self.current_run = Run(self, data, epoch_length, check=check, given=given)
             try:

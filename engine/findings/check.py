@@ -90,7 +90,7 @@ def _bounded(engine: Engine, data: Any, bounds: dict[str, Any]) -> Iterator[Any]
             raise TypeError(f"check({unknown[0]}=): expected the bounds of run(): {', '.join(arguments)}")
         if bounds:
             given = arguments | bounds
-            given["seconds"] = engine._seconds(given.pop("max_time"))
+            given["seconds"] = engine.seconds_in(given.pop("max_time"))
             state.set_bounds(engine.training, True, **given)
         state.epoch_length = (
             bounds.get("epoch_length") or _length_of(data) or (None if data is not None else state.epoch_length)
