@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from radon.complexity import cc_visit
+from radon.visitors import Function
 
 from signalfire import Engine
 from signalfire.core.kernel import Kernel
@@ -256,3 +258,21 @@ def test_every_module_has_a_stub_for_checkers_and_no_stub_is_left_over() -> None
     assert set(stubs.rglob("*.pyi")) == set(expected)
     for place, name in expected.items():
         assert f"from {name} import *" in place.read_text()
+
+
+# How complex functions and methods are, by radon: how many above 15, how many above 20, and the sum of what is above 10. These
+# bounds are lowered with each function that becomes simpler, and never raised.
+MOST_ABOVE_15, MOST_ABOVE_20, MOST_IN_ALL = 39, 12, 938
+
+
+@pytest.mark.moderate
+def test_functions_do_not_become_more_complex() -> None:
+    found = [(one.complexity, f"{dotted(file)}: {one.fullname}") for file in FILES for one in _functions_in(file)]
+    above = sorted(one for one in found if one[0] > 15)
+    assert len(above) <= MOST_ABOVE_15, above
+    assert sum(complexity > 20 for complexity, _ in above) <= MOST_ABOVE_20, above
+    assert sum(max(0, complexity - 10) for complexity, _ in found) <= MOST_IN_ALL
+
+
+def _functions_in(file: Path) -> list[Function]:
+    return [one for one in cc_visit(file.read_text()) if isinstance(one, Function)]
