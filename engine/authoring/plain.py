@@ -64,30 +64,14 @@ def plain_value(where: str, value: Any) -> Any:
     Raises:
         TypeError: for a value that is not in its table.
     """
-    if type(value) in _ATOMS:
-        return value
-    if isinstance(value, Enum):
-        inner = value.value
-        return inner if type(inner) in _ATOMS else value.name
-    if isinstance(value, _ATOMS):  # of a subclass
-        return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    if isinstance(value, (*_ATOMS, Enum)):
+        return _plain_atom(value)
     if isinstance(value, np.generic):
         return plain_value(where, value.item())
     if isinstance(value, np.ndarray | Tensor):
-        count = value.numel() if isinstance(value, Tensor) else value.size
-        if count <= _MOST:
-            return value.tolist()
-        raise TypeError(
-            f"{where}={type(value).__name__} of {count} numbers): this is data; store its shape or its name"
-        )
-    if isinstance(value, PathLike):
-        return fspath(value)
-    if isinstance(value, torch.dtype | torch.device | datetime.timedelta):
-        return str(value)
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if inspect.isclass(value) or inspect.isfunction(value) or inspect.isbuiltin(value):
-        return f"{value.__module__}.{value.__qualname__}"
+        return _plain_array(where, value)
+    if (text := _as_text(value)) is not None:
+        return text
     if (mapping := fields_of(value)) is not None:
         return _plain_items(where, mapping)
     if isinstance(value, Set):
@@ -98,6 +82,37 @@ def plain_value(where: str, value: Any) -> Any:
         f"{where}={value!r}): a {type(value).__name__} is no plain value; give a str, a number, True, False, None, or a list or "
         "mapping of these"
     )
+
+
+def _plain_atom(value: Any) -> Any:
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, Enum):
+        return value.value if type(value.value) in _ATOMS else value.name
+    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))  # of a subclass
+
+
+def _plain_array(where: str, value: np.ndarray[Any, Any] | Tensor) -> Any:
+    count = value.numel() if isinstance(value, Tensor) else value.size
+    if count > _MOST:
+        raise TypeError(
+            f"{where}={type(value).__name__} of {count} numbers): this is data; store its shape or its name"
+        )
+    return value.tolist()
+
+
+def _as_text(value: Any) -> str | None:
+    """The text of a path, a dtype, a device, a time, a class or a function; None for anything else."""
+    if isinstance(value, PathLike):
+        path: str = fspath(value)
+        return path
+    if isinstance(value, torch.dtype | torch.device | datetime.timedelta):
+        return str(value)
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if inspect.isclass(value) or inspect.isfunction(value) or inspect.isbuiltin(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return None
 
 
 def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from .update import kind_of, needs_closure
 
 if TYPE_CHECKING:
     from .kernel import Kernel
+    from .update import UpdateState
 
 __all__ = ["build_optimizers", "check_initialised", "check_surroundings", "check_windows"]
 
@@ -50,35 +51,35 @@ def build_optimizers(engine: Kernel) -> None:
         ValueError: for an optimizer without parameters, or with none of the model's.
     """
     for update in engine.updates if engine.training else ():
-        spec = update.spec
-        where = f"update {spec.name!r}"
         if update.optimizer is None:
-            assert spec.optimizer is not None
-            assert callable(spec.optimizer)
-            parameters: Any
-            if spec.parameters is not None:
-                parameters = spec.parameters(engine)
-                parameters = parameters if isinstance(parameters, Mapping) else list(parameters)
-            else:
-                parameters = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
-            if not parameters:
-                raise ValueError(
-                    f"{where}: there is nothing to optimize; pass a model= with parameters to Engine, "
-                    "or parameters= to Update"
-                )
-            update.take_optimizer(spec.optimizer(parameters))
-        optimizer = update.optimizer
-        assert optimizer is not None
-        update.order_parameters(p for root in engine.modules.values() for p in root.parameters())
-        if update.window.kept is None and needs_closure(optimizer):
+            update.take_optimizer(update.spec.optimizer(_parameters_of(engine, update)))
+        assert update.optimizer is not None
+        own = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
+        update.order_parameters(own)
+        if update.window.kept is None and needs_closure(update.optimizer):
             update.window.kept = []
-        known = {p for root in engine.modules.values() for p in root.parameters()}
-        if known and not any(p in known for p in update.parameters):
+        if own and set(own).isdisjoint(update.parameters):
             raise ValueError(
-                f"{where}: its {kind_of(optimizer)} holds none of the model's parameters; it was built "
+                f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters; it was built "
                 "for another model, or before the model's parameters were replaced: pass a factory instead, "
-                f"such as partial(torch.optim.{type(optimizer).__name__}, lr=...)"
+                f"such as partial(torch.optim.{type(update.optimizer).__name__}, lr=...)"
             )
+
+
+def _parameters_of(engine: Kernel, update: UpdateState) -> Any:
+    """What the factory of an update's optimizer is called with: all parameters, unless the update names its own."""
+    parameters: Any
+    if update.spec.parameters is None:
+        parameters = list(dict.fromkeys(p for root in engine.modules.values() for p in root.parameters()))
+    else:
+        parameters = update.spec.parameters(engine)
+        parameters = parameters if isinstance(parameters, Mapping) else list(parameters)
+    if not parameters:
+        raise ValueError(
+            f"update {update.name!r}: there is nothing to optimize; pass a model= with parameters to Engine, or parameters= to "
+            "Update"
+        )
+    return parameters
 
 
 def check_windows(engine: Kernel) -> None:

@@ -72,20 +72,26 @@ class Unfinished(Part["Engine"]):
 
     def report_missing(self) -> None:
         """Warn of a state that is taken now, if a run that resumes from it would lack what is still to come."""
-        engine = self.engine
+        executing = (self.engine.signal(event).executing() for event in _OUTER)
         if self._is_current():
-            rest = [] if self._cut is None else [one for one, _ in self._cut.rest if self._matters(one)]
-            lost = [*self._unrepeated(), *([f"{_listed(rest)} not called"] if rest else [])]
-            if lost:
-                warn(
-                    f"state_dict(): an error or Ctrl-C has ended the run inside an event or an iteration: {'; '.join(lost)}. "
-                    "A run that resumes from this state goes without; Checkpoint(on_exception=True) saves the last complete state"
-                )
+            self._report_lost()
+        elif (outer := next((one for one in executing if one is not None), None)) is not None:
+            self._report_uncalled(*outer)
+
+    def _report_lost(self) -> None:
+        """Warn of what an error has kept from being done."""
+        rest = [] if self._cut is None else [one for one, _ in self._cut.rest if self._matters(one)]
+        if lost := [*self._unrepeated(), *([f"{_listed(rest)} not called"] if rest else [])]:
+            warn(
+                f"state_dict(): an error or Ctrl-C has ended the run inside an event or an iteration: {'; '.join(lost)}. "
+                "A run that resumes from this state goes without; Checkpoint(on_exception=True) saves the last complete state"
+            )
+
+    def _report_uncalled(self, signal: Signal, plan: Plan, place: int) -> None:
+        """Warn of the receivers that are still to be called at an event."""
+        engine = self.engine
+        if plan.connections[place].phase is Phase.PERSIST:
             return
-        outer = next((one for event in _OUTER if (one := engine.signal(event).executing()) is not None), None)
-        if outer is None or outer[1].connections[outer[2]].phase is Phase.PERSIST:
-            return
-        signal, plan, place = outer
         others = (one for one in engine.signals.all() if one is not signal)
         inside = next((one.event for one in others if one.executing() is not None), None)
         earlier, later = plan.connections[:place], plan.connections[place + 1 :]
