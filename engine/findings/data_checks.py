@@ -23,7 +23,7 @@ from .composition import first_batch
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["check_data", "check_epoch", "check_steps"]
+__all__ = ["check_data", "check_epoch", "check_steps", "report_length"]
 
 _MOST_BATCHES = 200
 
@@ -214,6 +214,18 @@ def _check_versions(engine: Engine) -> None:
                 "copy a batch before you change it: inputs = inputs.clone()",
             )
         feed.versions = None
+
+
+def report_length(engine: Engine, more: bool) -> None:
+    """Report data that gives another number of batches than its length says: more, or so many as the epoch has."""
+    data, length, given = engine.feed.current.data, engine.feed.current.length, engine.state.epoch_iteration
+    if length is not None and (more or given != length):
+        what = f"gives more than {length} batches, which are not used" if more else f"gave {given} batches"
+        engine.findings.report(
+            "W21",
+            f"the data ({type(data).__name__}) has length {length}, but {what}",
+            "correct its __len__, or give run() epoch_length=",
+        )
 
 
 def check_steps(engine: Engine, began: int) -> None:

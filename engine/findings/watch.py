@@ -10,7 +10,7 @@ from ..core.events import Events, Filter, Lifecycle
 from ..core.handler import Handler, Service, on
 from .check import report as report_composition
 from .connected import report_double, report_handler
-from .data_checks import check_data, check_epoch, check_steps
+from .data_checks import check_data, check_epoch, check_steps, report_length
 from .epoch_checks import EpochChecks
 from .evaluation_findings import (
     note_last_values,
@@ -133,26 +133,29 @@ class FindingsWatch(Service):
     @on(Lifecycle.LOADING, rank=LAST)
     def look_at_data(self, engine: Engine) -> None:
         """Look at the data, once a loaded state is in place."""
-        check_data(engine)
+        check_data(engine)  # each of its looks is guarded; a rank that is lost meanwhile is an error
 
     @on(Lifecycle.READY, rank=LAST)
     def look_at_composition(self, engine: Engine) -> None:
         """Look at the composition, and note how the run begins."""
         if engine.current_run is not None and engine.current_run.checks:
-            report_composition(engine)
-        self._epochs = EpochChecks(engine)
-        self._schedulers = OwnSchedulers(engine)
-        self._until_the_end = [OwnLoads(engine), LateScores(engine)]
+            engine.findings.look(report_composition, engine)
+        engine.findings.look(self._begin, engine)
+
+    def _begin(self, engine: Engine) -> None:
+        """Note how the run begins, and look at its first iterations."""
         self._began = engine.state.completed
-        if engine.training:
-            first = FirstLosses(engine, self._unsaved)
-            self._connect(engine, Events.FORWARD_STARTED, first.forward, first.when)
-            self._connect(engine, Events.LOSS_COMPUTED, first.loss, first.when)
-            self._connect(engine, Events.BACKWARD_COMPLETED, first.backward, first.when)
-            if engine.overrides.gradients is not None:
-                self._connect(engine, Events.UPDATE_COMPLETED, first.update, first.when)
-        else:
+        self._epochs, self._schedulers = EpochChecks(engine), OwnSchedulers(engine)
+        self._until_the_end = [OwnLoads(engine), LateScores(engine)]
+        if not engine.training:
             self._connect(engine, Events.FORWARD_STARTED, FirstEvaluation(self._disconnect).forward, None)
+            return
+        first = FirstLosses(engine, self._unsaved)
+        self._connect(engine, Events.FORWARD_STARTED, first.forward, first.when)
+        self._connect(engine, Events.LOSS_COMPUTED, first.loss, first.when)
+        self._connect(engine, Events.BACKWARD_COMPLETED, first.backward, first.when)
+        if engine.overrides.gradients is not None:
+            self._connect(engine, Events.UPDATE_COMPLETED, first.update, first.when)
 
     def _connect(self, engine: Engine, event: Events, receiver: Any, when: Filter | None) -> None:
         late = event in (Events.BACKWARD_COMPLETED, Events.UPDATE_COMPLETED)
@@ -209,21 +212,14 @@ class FindingsWatch(Service):
     @on(Lifecycle.DATA_ENDED)
     def look_at_length(self, engine: Engine, more: bool) -> None:
         """Report data that gives another number of batches than its length says."""
-        data, length, given = engine.feed.current.data, engine.feed.current.length, engine.state.epoch_iteration
-        if length is not None and (more or given != length):
-            what = f"gives more than {length} batches, which are not used" if more else f"gave {given} batches"
-            engine.findings.report(
-                "W21",
-                f"the data ({type(data).__name__}) has length {length}, but {what}",
-                "correct its __len__, or give run() epoch_length=",
-            )
+        engine.findings.look(report_length, engine, more)
 
     @on(Lifecycle.EPOCH_ENDS)
     def look_at_epoch(self, engine: Engine) -> None:
         """Compare how an epoch ends with how it began."""
         if self._epochs is not None:
             engine.findings.look(self._epochs.end_epoch)
-            check_epoch(engine, self._began)
+            engine.findings.look(check_epoch, engine, self._began)
 
     @on(Lifecycle.FINISHING)
     def look_at_end(self, engine: Engine) -> None:
@@ -244,7 +240,7 @@ class FindingsWatch(Service):
     def note_end(self, engine: Engine) -> None:
         """Note which handlers the run might have had."""
         if engine.training:
-            note_run()
+            engine.findings.look(note_run)
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=LAST)
     def end_run(self, engine: Engine) -> None:
