@@ -44,11 +44,11 @@ if TYPE_CHECKING:
     from ..core.signals import Signal
     from ..engine import Engine
 
-__all__ = ["FindingsWatch"]
+__all__ = ["AT_START", "FindingsWatch"]
 
 FIRST, LAST = -(10**9), 10**9
 
-_AT_START = (
+AT_START = (
     report_untrained,
     report_shared_parameters,
     report_raw_weights,
@@ -121,7 +121,7 @@ class FindingsWatch(Service):
     @on(Lifecycle.BUILT)
     def look_at_setup(self, engine: Engine) -> None:
         """Look at what the run trains, or evaluates."""
-        for look in _AT_START:
+        for look in AT_START:
             engine.findings.look(look, engine)
         self._versions = engine.findings.look(versions_before_start, engine)
 

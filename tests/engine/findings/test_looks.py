@@ -16,7 +16,8 @@ from torch.nn.functional import mse_loss
 from torch.overrides import _get_current_function_mode_stack
 
 from signalfire import Engine, Events, FindingError, FindingWarning, Handler, Update
-from signalfire.findings import calls, data_checks, dropout, epoch_checks, first_steps
+from signalfire.findings import calls, data_checks, dropout, epoch_checks, first_steps, watch
+from signalfire.findings.watch import AT_START
 from signalfire.handlers import (
     Average,
     DeviceStatistics,
@@ -143,6 +144,20 @@ LOOKS: list[tuple[Any, str]] = [
     (data_checks, "_report_single_samples"),
     (data_checks, "_versions"),
     (data_checks, "check_steps"),
+    *(
+        (watch, name)
+        for name in (
+            *(
+                "versions_before_start",
+                "changed_at_start",
+                "report_composition",
+                "EpochChecks",
+                "OwnSchedulers",
+                "OwnLoads",
+            ),
+            *("LateScores", "FirstLosses", "report_training_mode", "report_random_samples", "check_steps", "note_run"),
+        )
+    ),
     (Guards, "_check_losses"),
     (Guards, "_check_batch"),
     (Guards, "_check_model"),
@@ -176,6 +191,21 @@ def test_a_look_that_raises_is_said_once_and_changes_nothing(
     found = engine.findings.of_run().of("W09")
     assert [one.severity for one in found] == ["info"]
     assert "LookupError: this cannot be read" in found[0].sentence
+    assert_same(engine.model, calm.model)
+
+
+@pytest.mark.parametrize("place", range(len(AT_START)), ids=[look.__name__ for look in AT_START])
+def test_a_look_at_the_start_that_raises_is_said_once_and_changes_nothing(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calm = train()
+
+    def fail(engine: Engine) -> None:
+        raise LookupError("this cannot be read")
+
+    monkeypatch.setattr(watch, "AT_START", (*AT_START[:place], fail, *AT_START[place + 1 :]))
+    engine = train()
+    assert [one.severity for one in engine.findings.of_run().of("W09")] == ["info"]
     assert_same(engine.model, calm.model)
 
 
