@@ -276,3 +276,19 @@ def test_functions_do_not_become_more_complex() -> None:
 
 def _functions_in(file: Path) -> list[Function]:
     return [one for one in cc_visit(file.read_text()) if isinstance(one, Function)]
+
+
+def house() -> str:
+    """The rooms in floors, each above all that it imports, with the kernel at the ground."""
+    floors: dict[str, int] = {}
+    for name, below in ROOMS.items():
+        floors[name] = 1 + max((floors[one] for one in below if one in floors), default=0)
+    lines = ["engine.py: puts the rooms together".center(76)]
+    for floor in range(max(floors.values()), 0, -1):
+        rooms = "   ".join(f"[ {name} ]" for name, own in floors.items() if own == floor)
+        lines.append(rooms.center(76))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def test_the_guide_shows_the_house_as_it_is() -> None:
+    assert f"```text\n{house()}\n```" in (ROOT / "examples" / "guide" / "contributing.md").read_text()
