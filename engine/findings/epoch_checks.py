@@ -121,6 +121,15 @@ class EpochChecks:
         assert update.optimizer is not None
         if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
             return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
+        self._report_left(before, parameters, left, steps, whole=whole)
+        names = names_of(engine)
+        return [p for p in left if p not in names]
+
+    def _report_left(
+        self, before: _Before, parameters: list[Tensor], left: list[Tensor], steps: int, *, whole: bool
+    ) -> None:
+        """Report parameters that the steps of an epoch left alone: all of them, or some."""
+        engine, update = self.engine, before.update
         names = names_of(engine)
         said = f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}"
         if len(left) == len(parameters):
@@ -142,7 +151,6 @@ class EpochChecks:
                 key=(update.name, 2 * missing >= total),
                 severity="warning" if 2 * missing >= total else "info",
             )
-        return [p for p in left if p not in names]
 
     def _check_moved(self, before: _Before, steps: int) -> None:
         """Report steps that were all rounded away, in the epoch of the first; what has converged may stay as it is."""

@@ -231,6 +231,10 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
                 f"the layer {name!r} drops {part.p:.0%} of its inputs",
                 "p is the share that is dropped, such as 0.1, and not the one that is kept",
             )
+    yield from _units_that_begin_alike(it)
+
+
+def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
     layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
     weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}

@@ -163,16 +163,9 @@ class Past(Part["Engine"]):
             raise RuntimeError(f"rewind(to={to!r}): the engine is not running; between runs, load a state")
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < now:
             raise ValueError(f"rewind(to={to!r}): expected an iteration from 0 to {now - 1}, which the run has made")
-        if isinstance(leave_out, int):
-            if isinstance(leave_out, bool) or leave_out < 0:
-                raise ValueError(f"rewind(leave_out={leave_out!r}): expected a number of batches")
-            leave_out = self.places_of(range(to + 1, min(to + leave_out, now) + 1))
+        leave_out = self._places(to, leave_out)
         if not leave_out and not changes:
             self._check_repeats(now, to)
-        if isinstance(leave_out, str) or not all(isinstance(one, Place) for one in leave_out):
-            raise TypeError(
-                f"rewind(leave_out={leave_out!r}): expected a number of batches, or places that replay(iteration).place gives"
-            )
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
@@ -190,6 +183,18 @@ class Past(Part["Engine"]):
             state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
         engine.snapshots.restore(state)
         return list(leave_out)
+
+    def _places(self, to: int, leave_out: int | Sequence[Place]) -> Sequence[Place]:
+        """The places of batches that are left out, which are given, or by how many follow the iteration."""
+        if isinstance(leave_out, int):
+            if isinstance(leave_out, bool) or leave_out < 0:
+                raise ValueError(f"rewind(leave_out={leave_out!r}): expected a number of batches")
+            return self.places_of(range(to + 1, min(to + leave_out, self.engine.state.iteration) + 1))
+        if isinstance(leave_out, str) or not all(isinstance(one, Place) for one in leave_out):
+            raise TypeError(
+                f"rewind(leave_out={leave_out!r}): expected a number of batches, or places that replay(iteration).place gives"
+            )
+        return leave_out
 
     def _becomes_last(self, to: int, leave_out: Sequence[Place]) -> bool:
         """Whether an iteration may become the last of its epoch, as nothing that was read after it is used any more.

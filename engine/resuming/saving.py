@@ -400,6 +400,16 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str],
     check_complete(saved, "load_state_dict()")
     # Before losses were modules, their parameters were among an update's own.
     modules = [name for name in engine.modules if name in saved["modules"] or name not in engine.modules.losses]
+    _check_names(engine, modules, saved, allowed)
+    for name in modules:
+        if different := _different(engine.modules[name], saved["modules"][name], goes_back=goes_back):
+            raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
+    for update in engine.updates:
+        check_parameters(engine, update, saved["updates"][update.name], saved["modules"])
+
+
+def _check_names(engine: Engine, modules: list[str], saved: Mapping[str, Any], allowed: frozenset[str]) -> None:
+    """Raise ValueError for modules, updates and handlers that only the state or only the engine has."""
     own: dict[str, set[str]] = {"modules": set(modules), "updates": {update.name for update in engine.updates}}
     there = {part: set(saved[part]) for part in own}
     with_state = {name for name, handler in engine.handlers.items() if handler.state_dict()}
@@ -417,11 +427,6 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str],
                 f"; to let them differ: engine.load_state_dict(state, allow={names})" if part == "handlers" else ""
             )
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
-    for name in modules:
-        if different := _different(engine.modules[name], saved["modules"][name], goes_back=goes_back):
-            raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
-    for update in engine.updates:
-        check_parameters(engine, update, saved["updates"][update.name], saved["modules"])
 
 
 def _different(root: nn.Module, state: Mapping[str, Any], *, goes_back: bool) -> str:
