@@ -128,7 +128,7 @@ class Unfinished(Part["Engine"]):
     # ---- what an error leaves -------------------------------------------------------------------------------------
 
     def note(self, error: BaseException, *, in_updates: bool, made: int) -> None:
-        """Note what an error that ends the run leaves undone, and discard windows whose gradients it may have spoilt.
+        """Note what an error that ends the run leaves undone, before windows are discarded whose gradients it may have spoilt.
 
         Args:
             error: the error.
@@ -144,24 +144,29 @@ class Unfinished(Part["Engine"]):
         cuts = [(one, one.take_cut(error)) for one in engine.signals.all() if one.cut is not None]
         found: dict[EventEnum, _Emission] = {signal.event: (signal, *cut) for signal, cut in cuts if cut is not None}
         alone = not engine.processes.distributed
-        if engine.training:
-            if in_updates:  # what was asked for in the iteration is asked for again in it
-                self._lost += [(None, lost) for lost in self._lost_in_updates(made)]
-                if parts := _changed_by_forward(engine):
-                    again = f"iteration {engine.state.iteration} is made again, and what its first forward"
-                    self._lost.append((None, f"{again} has drawn or changed stays so: {', '.join(parts)}"))
-            elif not alone:
-                windows = [(update.name, update.window.filled) for update in engine.updates]
-                self._lost += [(None, _lost_window(name, filled)) for name, filled in windows if filled]
-            if (outer := next((found[event] for event in _OUTER if event in found), None)) is not None:
-                inner = [one for event, one in found.items() if event not in _OUTER]
-                self._note_event(*outer, inner, error, alone=alone)
-            if alone and not in_updates:
-                stops, restore = engine.boundary.requests
-                self._attached = frozenset(engine.handlers)
-                self._requests = {**requests[0], **stops}, requests[1] if restore is None else restore
+        if not engine.training:
+            return
+        if in_updates:
+            self._lost += [(None, lost) for lost in self._lost_in_updates(made)]
+        elif not alone:
+            windows = [(update.name, update.window.filled) for update in engine.updates]
+            self._lost += [(None, _lost_window(name, filled)) for name, filled in windows if filled]
+        if (outer := next((found[event] for event in _OUTER if event in found), None)) is not None:
+            inner = [one for event, one in found.items() if event not in _OUTER]
+            self._note_event(*outer, inner, error, alone=alone)
+        if alone and not in_updates:  # else what was asked for in the iteration is asked for again in it
+            stops, restore = engine.boundary.requests
+            self._attached = frozenset(engine.handlers)
+            self._requests = {**requests[0], **stops}, requests[1] if restore is None else restore
 
     def _lost_in_updates(self, made: int) -> Iterator[str]:
+        """What is lost of an iteration whose updates were under way, and which is made again."""
+        yield from self._lost_windows(made)
+        if parts := _changed_by_forward(self.engine):
+            again = f"iteration {self.engine.state.iteration} is made again, and what its first forward"
+            yield f"{again} has drawn or changed stays so: {', '.join(parts)}"
+
+    def _lost_windows(self, made: int) -> Iterator[str]:
         engine = self.engine
         current, iteration = engine.state.update, engine.state.iteration
         others = [one for one in engine.updates if made and one is not current and one.omitted_in != iteration]
