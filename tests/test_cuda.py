@@ -364,7 +364,9 @@ ON_META: dict[str, Callable[[], list[Handler]]] = {
 @pytest.mark.moderate
 @pytest.mark.parametrize("name", ON_META)
 def test_an_iteration_needs_no_values_and_no_copy_that_blocks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("signalfire.core.loop.check_modules", lambda engine: None)  # which refuses the meta device
+    monkeypatch.setattr(
+        "signalfire.models.environment.check_modules", lambda engine: None
+    )  # which refuses the meta device
     model, data = on_meta(network(), batches())
     engine = build(*ON_META[name](), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9), model=model)
     found = waits(engine, data, device="meta", max_iters=7)

@@ -82,7 +82,7 @@ def room(file: Path) -> str:
 
 
 def imports(file: Path) -> set[Path]:
-    """The modules that a module imports, also for types only; `Engine` for types apart."""
+    """The modules that a module imports, also for types only; `Engine` and `Kernel`, which parts know, apart."""
     found = set()
     package = dotted(file) if file.name == "__init__.py" else dotted(file).rpartition(".")[0]
     for node in ast.walk(tree(file)):
@@ -94,7 +94,7 @@ def imports(file: Path) -> set[Path]:
                 else node.module
             )
             for alias in node.names:
-                if alias.name == "Engine" and room(file) != "handlers":
+                if alias.name in ("Engine", "Kernel") and room(file) != "handlers":
                     continue
                 target = MODULES.get(f"{name}.{alias.name}") or MODULES.get(name or "")
                 if target is not None and target != file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,11 +14,29 @@ from .update import UpdateState, needs_closure
 from .window import ZERO, Kept, clear_gradients, counts_nothing
 
 if TYPE_CHECKING:
-    from .step import Step
+    from .iteration import IterationSignals
+    from .kernel import Kernel
+    from .overrides import Overrides
+    from .state import State
 
-__all__ = ["NO_WEIGHT", "Recomputation", "counted"]
+__all__ = ["NO_WEIGHT", "Recomputation", "TakenStep", "counted"]
 
 NO_WEIGHT = "the weights of the window add up to zero"
+
+
+class TakenStep(Protocol):
+    """What a recomputation needs of the step that it takes."""
+
+    engine: Kernel
+    state: State
+    signals: IterationSignals
+    overrides: Overrides
+
+    def compute_gradients(self, update: UpdateState, iteration: int, listened: bool) -> None: ...
+
+    def let_compute(
+        self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool
+    ) -> None: ...
 
 
 class Recomputation:
@@ -28,7 +46,7 @@ class Recomputation:
         step: the step whose window is complete.
     """
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: TakenStep) -> None:
         self.step = step
 
     def perform(self, update: UpdateState, iteration: int) -> None:
