@@ -416,6 +416,8 @@ class Lifecycle(EventEnum):
     """A loaded state is in place (state, names that may differ, the engine's own seed, whether weights were changed since)."""
     READY = "ready", None
     """All is in place, and no event of the first epoch was emitted."""
+    STARTING = "starting", None
+    """What had to wait for the start was attended to; the loop begins."""
     EPOCH_BEGAN = "epoch_began", None
     """An epoch begins, or one is continued (whether it is continued)."""
     PASS_BEGINS = "pass_begins", None

@@ -124,6 +124,9 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
                 else ("for a plain function use engine.on(event) or engine.connect(event, function)")
             )
             raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
+        if isinstance(handler, Service) and handler.name not in self._services:
+            self.install(handler)  # one that was detached before
+            return
         if (service := self._services.get(handler.name)) is not None:
             raise ValueError(
                 f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); give it "

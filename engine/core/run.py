@@ -112,6 +112,7 @@ class Run:
         ended = engine.boundary.stops and engine.feed.only_its_end_is_missing()
         if not ended:  # else a stop that was asked for in the last iteration waits for the end of its epoch
             self.loop.attend(together=engine.training and not state.epoch_open)
+        engine.signals.notify(engine, Lifecycle.STARTING)
 
     def finish(self) -> None:
         """Emit what comes after the last epoch."""
@@ -126,7 +127,10 @@ class Run:
         engine, state = self.engine, self.engine.state
         in_updates = self.loop.in_updates
         self.loop.give_back_position()
-        engine.signals.notify(engine, Lifecycle.RUN_FAILED, error, in_updates, self.loop.made)
+        try:
+            engine.signals.notify(engine, Lifecycle.RUN_FAILED, error, in_updates, self.loop.made)
+        except BaseException as problem:
+            note_problems([problem], error)
         if in_updates or not engine.group.alone:
             discard_windows(engine)
         for update in engine.updates:
@@ -154,7 +158,10 @@ class Run:
             state.iteration = state.completed  # an iteration that an error cut short was not made
         state.completed = state.iteration
         state.exception = state.batch = None
-        engine.signals.notify(engine, Lifecycle.CLOSED)
+        try:
+            engine.signals.notify(engine, Lifecycle.CLOSED)
+        except BaseException as problem:
+            problems.append(problem)
         for update in engine.updates:
             update.end_run(failed=error is not None)
         return problems

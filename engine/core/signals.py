@@ -204,7 +204,7 @@ class Signal(blinker.NamedSignal):
 
     def _active(self, connections: tuple[Connection, ...]) -> tuple[Connection, ...]:
         if self._muted:
-            return ()
+            return tuple([one for one in connections if one.internal])
         if self._last_phase is Phase.PERSIST:
             return connections
         return tuple(one for one in connections if one.phase <= self._last_phase)

@@ -31,7 +31,7 @@ class DataRefusals(Service):
     essential = True
 
     def __init__(self) -> None:
-        super().__init__(name="data")
+        super().__init__(name="data_refusals")
 
     @on(Lifecycle.LOADING, rank=1)
     def refuse(self, engine: Engine) -> None:

@@ -64,6 +64,16 @@ class FirstLosses:
 
     @contextmanager
     def _looking(self, engine: Engine, update: UpdateState) -> Iterator[None]:
+        try:
+            with self._looking_at_calls(engine, update):
+                yield
+            if update.evaluation == 0 and isinstance(self._loss, Tensor):
+                engine.findings.look(self._look.at, update, self._loss)
+        finally:
+            self._loss = None
+
+    @contextmanager
+    def _looking_at_calls(self, engine: Engine, update: UpdateState) -> Iterator[None]:
         look, findings = self._look, engine.findings
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, engine, engine.state.batch)
@@ -81,9 +91,6 @@ class FirstLosses:
             findings.look(look.note_means, update, counted.means)
         else:
             yield
-        loss, self._loss = self._loss, None
-        if update.evaluation == 0 and isinstance(loss, Tensor):
-            findings.look(look.at, update, loss)
 
     def loss(self, engine: Engine) -> None:
         """Note a loss as it was computed."""

@@ -50,6 +50,7 @@ class GivenGradients:
 
     def begin_backward(self) -> None:
         """Count what the backward gives that comes next."""
+        self.end_backward()  # of a batch that was skipped, or of a backward that raised an error
         self._now.clear()
         self._hooks = [one.register_hook(partial(self._look, one)) for one in self._parameters]
 
@@ -93,6 +94,7 @@ class GivenGradients:
 
     def confirm(self) -> None:
         """Report after the step what was cleared, unless it came back before the step."""
+        self.end_backward()
         if self._cleared is not None and (engine := self._engine()) is not None:
             engine.findings.look(self._report, engine, self._cleared)
 

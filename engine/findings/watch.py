@@ -87,6 +87,8 @@ class FindingsWatch(Service):
 
     def detached(self, engine: Engine) -> None:
         """From here on, nothing is looked at, and nothing reported."""
+        if not engine.running:
+            engine.findings.begin_run()  # what was found before is not that of the latest run
         engine.findings.silent = True
 
     # ---- before a run ---------------------------------------------------------------------------------------------
@@ -137,13 +139,16 @@ class FindingsWatch(Service):
 
     @on(Lifecycle.READY, rank=LAST)
     def look_at_composition(self, engine: Engine) -> None:
-        """Look at the composition, and note how the run begins."""
+        """Look at the composition."""
         if engine.current_run is not None and engine.current_run.checks:
             engine.findings.look(report_composition, engine)
+
+    @on(Lifecycle.STARTING)
+    def look_at_beginning(self, engine: Engine) -> None:
+        """Note how the run begins, and look at its first iterations."""
         engine.findings.look(self._begin, engine)
 
     def _begin(self, engine: Engine) -> None:
-        """Note how the run begins, and look at its first iterations."""
         self._began = engine.state.completed
         self._epochs, self._schedulers = EpochChecks(engine), OwnSchedulers(engine)
         self._until_the_end = [OwnLoads(engine), LateScores(engine)]
@@ -243,8 +248,12 @@ class FindingsWatch(Service):
             engine.findings.look(note_run)
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=LAST)
+    @on(Lifecycle.CLOSED)  # once more, where a receiver of ENDED could not be called
     def end_run(self, engine: Engine) -> None:
         """Leave everything as it was."""
+        for update in engine.updates:
+            if update.window.given is not None:
+                update.window.given.end_backward()
         for one in self._until_the_end:
             one.stop()
         self._disconnect()

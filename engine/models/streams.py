@@ -85,24 +85,27 @@ def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
     return begin
 
 
+_FIRST = -(2**62)  # before all that may draw random numbers
+
+
 class SeparateStreams(Service):
     """Begins the streams of an engine with ``streams="separate"``; of another it is not called in an iteration."""
 
     essential = True
 
     def __init__(self) -> None:
-        super().__init__(name="streams")
+        super().__init__(name="random_streams")
 
     _begin: Callable[[UpdateState, int], None] | None = None
     _connected: tuple[Signal, Connection] | None = None
 
-    @on(Lifecycle.READY)
+    @on(Lifecycle.STARTING)
     def begin_run(self, engine: Engine) -> None:
         """Take part in this run if its streams are separate."""
         if engine.streams == "separate":
             self._begin = model_streams(engine)
             signal = engine.signal(Events.UPDATE_STARTED)
-            connection = Connection(self.begin_update, Phase.PREPARE, -(10**9), None, None, internal=True)
+            connection = Connection(self.begin_update, Phase.PREPARE, _FIRST, None, None, internal=True)
             signal.add(connection)
             self._connected = signal, connection
 
@@ -121,7 +124,7 @@ class SeparateStreams(Service):
         if self._begin is not None:
             self._begin(update, iteration)
 
-    @on(Events.ENDED, phase=Phase.PERSIST, rank=10**9)
+    @on(Lifecycle.CLOSED)
     def end_run(self, engine: Engine) -> None:
         """Take part no more."""
         if self._connected is not None:

@@ -44,7 +44,6 @@ class Resuming(Service):
         engine.snapshots.accept(True)
 
     @on(Events.MODEL_SETUP, phase=Phase.PERSIST, rank=_LAST)
-    @on(Events.ENDED, phase=Phase.PERSIST, rank=_LAST)
     def refuse(self, engine: Engine) -> None:
         """From here on, it may not."""
         engine.snapshots.accept(False)
@@ -81,6 +80,7 @@ class Resuming(Service):
     @on(Lifecycle.RUN_FAILED)
     def note_error(self, engine: Engine, error: BaseException, in_updates: bool, made: int) -> None:
         """Note what an error leaves undone."""
+        engine.snapshots.accept(False)
         engine.unfinished.note(error, in_updates=in_updates, made=made)
 
     @on(Lifecycle.CLOSED)

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 
 from signalfire import Engine, Events, FindingWarning, Handler, Update, on
 from signalfire.findings.codes import CODES
-from signalfire.handlers import GradientAccumulation
+from signalfire.handlers import GradientAccumulation, Rewindable
 from tests.kit import SGD, assert_same, batches, build, evaluator_of, mlp
 
 
@@ -76,18 +76,20 @@ def test_services_are_found_by_name_and_listed_nowhere() -> None:
     assert all(signal.connections == () and not signal.receivers for signal in engine.signals.all())
     assert engine.signal(Events.STARTED).send(engine) == []
     printed = str(engine.wiring())
-    assert not any(name in printed for name in ("findings", "resuming", "environment", "error_hints", "streams"))
+    assert not any(name in printed for name in ("findings", "resuming", "environment", "error_hints", "random_streams"))
     engine.run(batches(2), max_epochs=1)
     assert engine.state_dict()["handlers"] == {}
 
 
-@pytest.mark.parametrize("name", ["findings", "resuming", "streams", "environment", "error_hints", "data"])
+@pytest.mark.parametrize(
+    "name", ["findings", "resuming", "random_streams", "environment", "error_hints", "data_refusals"]
+)
 def test_a_handler_may_not_take_the_name_of_a_service(name: str) -> None:
     with pytest.raises(ValueError, match=f"the name '{name}' is that of a service of the engine"):
         build(nn.Linear(5, 1)).attach(Remarks(name=name))
 
 
-@pytest.mark.parametrize("name", ["resuming", "streams", "environment", "data"])
+@pytest.mark.parametrize("name", ["resuming", "random_streams", "environment", "data_refusals"])
 def test_what_a_run_depends_on_is_neither_disabled_nor_detached(name: str) -> None:
     engine = build(nn.Linear(5, 1))
     sentence = f"'{name}' is a service that every run depends on: .* these can: 'error_hints', 'findings'"
@@ -172,3 +174,76 @@ def test_what_is_refused_stays_refused() -> None:
 
 def test_no_code_of_an_error_is_silenced_with_it() -> None:
     assert [code for code, (severity, _) in CODES.items() if severity == "error"] == []
+
+
+def hooks_of(engine: Engine) -> int:
+    return sum(len(p._backward_hooks or {}) for p in engine.modules["model"].parameters())
+
+
+@pytest.mark.parametrize("how", ["skip", "weight", "error"])
+def test_no_hook_stays_on_a_parameter_whose_backward_was_not_made(how: str) -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(4))
+
+    def disturb(engine: Engine) -> None:
+        if engine.state.iteration in (1, 3) and how == "skip":
+            engine.state.update.skip("on purpose")
+        elif engine.state.iteration in (1, 3) and how == "weight":
+            engine.state.update.weight = 0
+
+    def fail(engine: Engine) -> None:
+        if engine.state.iteration == 2 and how == "error":
+            raise LookupError("on purpose")
+
+    engine.connect(Events.LOSS_COMPUTED, disturb)
+    engine.connect(Events.BACKWARD_STARTED, fail)
+    try:
+        engine.run(batches(8), max_epochs=1)
+    except LookupError:
+        assert how == "error"
+    assert hooks_of(engine) == 0
+
+
+def test_what_was_detached_can_be_attached_again_and_reports() -> None:
+    engine = suspicious()
+    service = engine.handlers["findings"]
+    engine.detach("findings")
+    engine.attach(service)
+    assert list(engine.handlers) == ["gradient_accumulation"]
+    with pytest.warns(FindingWarning, match="W74"):
+        engine.run(batches(8), max_epochs=1)
+
+
+def test_a_run_without_findings_leaves_none_of_the_run_before() -> None:
+    engine = suspicious()
+    with pytest.warns(FindingWarning, match="W74"):
+        engine.run(batches(8), max_epochs=1)
+    with engine.without("findings"):
+        engine.run(batches(8), max_epochs=2)
+    assert list(engine.findings.of_run()) == []
+
+
+def test_a_run_that_first_goes_back_is_looked_at_from_there() -> None:
+    engine = build(mlp(5, 8, 1), Rewindable())
+    reached: list[str] = []
+
+    @engine.on(Events.LOSS_COMPUTED)
+    def double(engine: Engine) -> None:
+        assert engine.state.update.raw_loss is not None
+        engine.state.update.raw_loss = engine.state.update.raw_loss * 2
+
+    @engine.on(Events.ITERATION_COMPLETED(once=9))
+    def go_back(engine: Engine) -> None:
+        if not reached:
+            reached.append("back")
+            engine.rewind(3)
+
+    @engine.on(Events.ITERATION_COMPLETED(once=9))
+    def fail(engine: Engine) -> None:
+        if len(reached) == 1:
+            reached.append("failed")
+            raise LookupError("on purpose")
+
+    with pytest.raises(LookupError), pytest.warns(FindingWarning, match="W80"):
+        engine.run(batches(9), max_epochs=1)
+    with pytest.warns(FindingWarning, match="W80"):
+        engine.run(batches(9), max_epochs=1)

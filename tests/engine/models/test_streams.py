@@ -435,3 +435,23 @@ def test_the_order_of_validation_data_does_not_depend_on_how_often_the_model_dra
     plain = order()
     assert plain == order(SharpnessAwareMinimization())
     assert plain[:4] != plain[4:8]
+
+
+@pytest.mark.parametrize("event", [Events.ENDED, Events.UPDATE_STARTED])
+def test_streams_begin_as_usual_where_the_receivers_of_an_event_are_muted(event: Events) -> None:
+    def trained(*muted: Events) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        engine = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=model, seed=0, streams="separate")
+        data = [(torch.ones(4, 5), torch.ones(4, 1))] * 3
+        for epochs in (1, 2):
+            signals = [engine.signal(one) for one in muted]
+            for signal in signals:
+                signal.is_muted = True
+            engine.run(data, max_epochs=epochs)
+            for signal in signals:
+                signal.is_muted = False
+        return model.state_dict()
+
+    plain, muted = trained(), trained(event)
+    assert all(torch.equal(plain[name], muted[name]) for name in plain)

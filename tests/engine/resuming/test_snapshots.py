@@ -30,6 +30,7 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
     TruncatedBPTT,
 )
+from tests.kit import batches, build, linear
 
 EPOCHS, BATCHES = 3, 5
 
@@ -530,3 +531,24 @@ def test_a_reset_after_a_load_keeps_the_weights_that_were_loaded() -> None:
     other.connect(Events.STARTED, lambda engine: seen.append(digest(engine.model.state_dict())))
     assert other.run(loader(), max_epochs=1).iteration == BATCHES
     assert seen == [digest(engine.model.state_dict())]
+
+
+def test_no_state_is_taken_once_the_setup_of_the_model_has_failed() -> None:
+    engine = build(linear(5, 1))
+    engine.run(batches(2), max_epochs=1)
+    state = engine.state_dict()
+    refused: list[str] = []
+
+    def fail(engine: Engine) -> None:
+        raise LookupError("on purpose")
+
+    def load(engine: Engine) -> None:
+        with pytest.raises(RuntimeError, match="was called during a run"):
+            engine.load_state_dict(state)
+        refused.append("load")
+
+    engine.connect(Events.MODEL_SETUP, fail)
+    engine.connect(Events.EXCEPTION_RAISED, load)
+    with pytest.raises(LookupError):
+        engine.run(batches(2), max_epochs=2)
+    assert refused == ["load"]
