@@ -89,7 +89,7 @@ def counted(engine: Engine, epochs: int, **options: Any) -> Seen:
     engine.connect(Events.ITERATION_STARTED, leave_cycles)
     with watched(engine) as seen:
         engine.run(batches(6), max_epochs=epochs)
-    return seen
+    return seen[seen.index((0, 2)) :]  # before the handler begins, Python collects whenever it likes
 
 
 @pytest.mark.moderate
