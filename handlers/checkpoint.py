@@ -10,18 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
-from signalfire.authoring import (
-    DeviceFeature,
-    Monitor,
-    check_bool,
-    check_choice,
-    check_every,
-    check_int,
-    comes_up,
-    plain_mapping,
-    saving_events,
-    unfiltered,
-)
+from signalfire.authoring import Monitor, check_bool, check_choice, check_every, check_int, comes_up, plain_mapping
+from signalfire.authoring.devices import DeviceFeature
+from signalfire.authoring.interval import saving_events, unfiltered
 from signalfire.distributed import lost_another
 from signalfire.resuming.frozen import FrozenBase, without
 

@@ -22,7 +22,7 @@ from .first_batches import FirstBatches
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["DataRefusals", "use_of_data", "way_to_same_data"]
+__all__ = ["DataRefusals", "use_of_data"]
 
 
 class DataRefusals(Service):
@@ -117,8 +117,8 @@ def _compare_ranks(engine: Engine, data: Any) -> None:
         same = isinstance(engine.group.data, SameData)
         lengths = ", ".join(f"rank {rank}: {_in_words(one)}" for rank, (one, _) in enumerate(others))
         raise ValueError(
-            f"the data ({type(data).__name__}) is {use_of_data(same)} ranks, but differs in length: {lengths}; "
-            f"{way_to_same_data(same)}"
+            f"the data ({type(data).__name__}) is {use_of_data(same)} ranks, but differs in length: {lengths}; give all ranks "
+            "the same data" + ("" if same else ", or let each keep its own with shard_policy='own'")
         )
     engine.feed.contents = [content for _, content in others]
 
@@ -126,11 +126,6 @@ def _compare_ranks(engine: Engine, data: Any) -> None:
 def use_of_data(same: bool) -> str:
     """What ranks do with their data, which should be the same."""
     return "read by each of the" if same else "sharded over the"
-
-
-def way_to_same_data(same: bool) -> str:
-    """What to do where it is not."""
-    return "give all ranks the same data" + ("" if same else ", or let each keep its own with shard_policy='own'")
 
 
 def _in_words(extent: Mapping[str, int]) -> str:

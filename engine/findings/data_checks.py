@@ -16,7 +16,7 @@ from ..core.update import NO_GRADIENT
 from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
-from ..data.refusals import use_of_data, way_to_same_data
+from ..data.refusals import use_of_data
 from ..distributed.processes import SameData
 from .composition import first_batch
 
@@ -54,7 +54,9 @@ def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> Non
             "W25",
             f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but they have "
             "different data" + ("" if same else ", of which a part is never used"),
-            way_to_same_data(same),
+            "give all ranks the same data"
+            if same
+            else "give all ranks the same data, or let each keep its own with shard_policy='own'",
         )
 
 
