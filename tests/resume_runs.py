@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -151,6 +152,17 @@ class Whole:
     reported: set[str]  # why steps were skipped, and how the scale moved
 
 
+def copied(folder: Path) -> Path:
+    """A copy of a folder, without the files that a thread of a logger removes meanwhile, since it has sent what is in them."""
+
+    def copy(source: str, target: str) -> str:
+        with suppress(FileNotFoundError):
+            shutil.copy2(source, target)
+        return target
+
+    return Path(shutil.copytree(folder, a_folder(), copy_function=copy, dirs_exist_ok=True))
+
+
 @cache
 def whole(name: str) -> Whole:
     recipe, folder = (RECIPES | CORNERS)[name], a_folder()
@@ -162,7 +174,7 @@ def whole(name: str) -> Whole:
     def save(engine: Engine) -> None:
         buffer, state, saved = io.BytesIO(), engine.state, engine.state_dict()
         torch.save(saved, buffer)
-        there = Path(shutil.copytree(folder, a_folder(), dirs_exist_ok=True)) if recipe.writes else None
+        there = copied(folder) if recipe.writes else None
         cut = Cut(state.epoch, state.iteration, state.epoch_iteration, state.epoch_open, buffer.getvalue(), there)
         cuts.append(cut)
         with_state.update(type(one) for key, one in engine.handlers.items() if saved["handlers"][key])

@@ -93,7 +93,7 @@ def test_the_guide_is_built_without_a_warning_and_has_a_page_for_each_handler_an
         "\nsignalfire.ablation.divergence(",  # the function, which a module is named after
         "\nUpdate.supervised(loss:",
         "\nLog.image(",
-        "\nsignalfire.checks.check_int(",
+        "\nsignalfire.authoring.checks.check_int(",
     ):
         assert written in texts
     assert "bool(x) -> bool" not in texts  # the docstring of a value's type
