@@ -389,7 +389,7 @@ class Events(EventEnum):
 
 
 class Lifecycle(EventEnum):
-    """What the engine tells its own services, at moments of which users' features need not know; see `Bus.tell`.
+    """What the engine tells its own services, at moments of which users' features need not know; see `Bus.notify`.
 
     Each says in brackets what its receivers are called with, after the engine. None has a count, and none is saved.
     """

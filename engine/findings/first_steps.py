@@ -293,6 +293,8 @@ class _Look:
         if window.length < 2 or engine.processes.distributed or any(map(is_sharded, update.parameters)):
             return
         if window.held == 0:
+            if window.given is not None:  # of a batch that counts nothing
+                window.given.end_backward()
             window.given = GivenGradients(engine, update)
         if window.given is not None:
             window.given.begin_backward()
