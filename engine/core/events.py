@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, EnumMeta
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Never, NoReturn
+from typing import Any, Never, NoReturn
 
 from .words import did_you_mean
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["AnyEvent", "EventEnum", "EventUnion", "Events", "Filter", "FilteredEvent", "Lifecycle", "check_receiver"]
 

@@ -104,7 +104,7 @@ class PlainFeed:
         return True
 
     def give_back(self, batch: Any) -> None:
-        """Let a batch of which no iteration was made come again: a new epoch begins anew in any case."""
+        """Let a batch of which no iteration was made come again: here each epoch reads the data from its start."""
 
     def only_its_end_is_missing(self) -> bool:
         """Whether a resumed epoch has no batches left."""

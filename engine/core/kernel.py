@@ -69,11 +69,13 @@ class Kernel:
 
     def event_of(self, every: Any) -> AnyEvent:
         """The event of a handler's attribute that holds an event; rooms know of intervals, too."""
-        return every  # type: ignore[no-any-return]
+        event: AnyEvent = every
+        return event
 
     def seconds_in(self, max_time: Any) -> float | None:
         """The seconds of `run`'s ``max_time``; rooms know of intervals, too."""
-        return max_time  # type: ignore[no-any-return]
+        seconds: float | None = max_time
+        return seconds
 
     def _furnish(self) -> None:
         self.boundary = Boundary(self)

@@ -127,19 +127,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         if isinstance(handler, Service) and handler.name not in self._services:
             self.install(handler)  # one that was detached before
             return
-        if (service := self._services.get(handler.name)) is not None:
-            raise ValueError(
-                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); give it "
-                f"another: {type(handler).__name__}(..., name='...')"
-            )
-        other = self.get(handler.name)
-        if other is handler:
-            raise ValueError(f"{handler!r} is attached already; to attach it anew: engine.detach({handler.name!r})")
-        if other is not None:
-            raise ValueError(
-                f"{handler!r}: the name is taken by {other!r}; give it another: "
-                f"{type(handler).__name__}(..., name='...'), or detach that one first: engine.detach({other.name!r})"
-            )
+        self._refuse_name(handler)
         if handler.engine is not None:
             raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
         if handler.trains and not self.engine.training:
@@ -160,9 +148,23 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             self._forget(handler)
             raise
 
+    def _refuse_name(self, handler: Handler) -> None:
+        if (service := self._services.get(handler.name)) is not None:
+            raise ValueError(
+                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); give it "
+                f"another: {type(handler).__name__}(..., name='...')"
+            )
+        other = self.get(handler.name)
+        if other is handler:
+            raise ValueError(f"{handler!r} is attached already; to attach it anew: engine.detach({handler.name!r})")
+        if other is not None:
+            raise ValueError(
+                f"{handler!r}: the name is taken by {other!r}; give it another: "
+                f"{type(handler).__name__}(..., name='...'), or detach that one first: engine.detach({other.name!r})"
+            )
+
     def install(self, *services: Service) -> None:
-        """Attach services of the engine itself: they are found, disabled and detached by their names, but neither listed, saved
-        nor shown."""
+        """Attach services of the engine itself: found and detached by their names, but neither listed, saved nor shown."""
         for service in services:
             self._services[service.name] = _Record(service, {}, next_place(), internal=True)
             bind(service, self.engine)
@@ -253,9 +255,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
 
     def _refuse_essential(self, handler: Handler) -> None:
         if isinstance(handler, Service) and handler.essential:
-            optional = ", ".join(
-                repr(name) for name, record in self._services.items() if not getattr(record.handler, "essential", False)
-            )
+            services = [record.handler for record in self._services.values()]
+            optional = ", ".join(repr(one.name) for one in services if isinstance(one, Service) and not one.essential)
             raise ValueError(
                 f"{handler.name!r} is a service that every run depends on: it can be neither disabled nor detached; of the "
                 f"engine's services these can: {optional}"
@@ -331,10 +332,19 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             for connection in several:
                 connection.restart(engine)
         if engine.running:
+            self._start(record)
+
+    def _start(self, record: _Record) -> None:
+        """Let a handler that has joined a run begin as the others did; one that raises an error leaves again."""
+        engine, handler = self.engine, record.handler
+        try:
             self._emit_to(handler, Events.STARTED)
             self.give_held_states()
             if engine.state.epoch_open:
                 self._emit_to(handler, Events.EPOCH_STARTED)
+        except BaseException:
+            self._disconnect(record)
+            raise
 
     def _connections_of(self, record: _Record) -> Iterator[tuple[Signal | Listeners, Connection]]:
         handler, kind = record.handler, type(record.handler).__name__
@@ -355,18 +365,10 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
                     self.engine.signals.register(type(one))
                 bus = self.engine.signals
                 place = bus.listeners(one) if record.internal and type(one) is Lifecycle else bus.of(one)
-                how = (
-                    subscription.phase,
-                    subscription.rank,
-                    chosen,
-                    handler.name,
-                    subscription.reads,
-                    subscription.writes,
-                    subscription.repeatable,
-                    record.place,
-                    record.internal,
-                )
-                yield place, Connection(method, *how)
+                yield place, Connection(
+                    method, subscription.phase, subscription.rank, chosen, handler.name, subscription.reads,
+                    subscription.writes, subscription.repeatable, record.place, record.internal,
+                )  # fmt: skip
 
     def _leave(self, record: _Record) -> None:
         engine, handler = self.engine, record.handler
@@ -374,11 +376,14 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             if engine.running:
                 self._emit_to(handler, Events.ENDED)
         finally:
-            connections, record.connections = record.connections or [], None
-            for signal, connection in connections:
-                signal.remove(connection)
-            self._release(handler)
-            handler.detached(engine)
+            self._disconnect(record)
+
+    def _disconnect(self, record: _Record) -> None:
+        connections, record.connections = record.connections or [], None
+        for signal, connection in connections:
+            signal.remove(connection)
+        self._release(record.handler)
+        record.handler.detached(self.engine)
 
     def _emit_to(self, handler: Handler, event: EventEnum) -> None:
         signal = self.engine.signal(event)

@@ -182,7 +182,7 @@ class Signal(blinker.NamedSignal):
 
     @property
     def is_muted(self) -> bool:
-        """Whether all receivers are disabled; set by blinker's ``muted()``."""
+        """Whether all receivers but those of services are disabled; set by blinker's ``muted()``."""
         return self._muted
 
     @is_muted.setter

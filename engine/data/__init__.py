@@ -1,8 +1,8 @@
 """Batches on their way into the loop: what a run iterates, and how far it has read.
 
 `source` is one run's data with its position; `loading` begins a DataLoader at any batch; `combined` iterates several data
-sets side by side, or reloads one every few epochs; `sharding` splits data over ranks; `feed` gives the loop its batches. Nothing
-here knows of the loop.
+sets side by side, or reloads one every few epochs; `sharding` splits data over ranks; `feed` gives the loop its batches,
+and `refusals` refuses what no run can iterate.
 
 A resumed run skips by index in a DataLoader over a map-style dataset, and in a sequence. Other data may have
 ``batches_from(start)``, or ``state_dict()`` and ``load_state_dict()``, to begin in its middle; it is read again from its start if

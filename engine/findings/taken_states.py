@@ -43,5 +43,5 @@ class UnsavedValues:
             report_unloadable(engine, state)
 
     def end_run(self) -> None:
-        """Look anew at the states of the next run; the values stay those of this one until its first forward."""
+        """Try a state of the next run again; the values stay those of this run until its first forward."""
         self._tried = False

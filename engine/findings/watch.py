@@ -116,7 +116,7 @@ class FindingsWatch(Service):
 
     @on(Lifecycle.RUN_BEGAN, rank=FIRST)
     def begin_run(self, engine: Engine) -> None:
-        """Report anew what was reported in the run before."""
+        """Report again what was reported in the run before."""
         engine.findings.begin_run()
         self._forget()
 

@@ -84,6 +84,7 @@ def test_an_error_of_a_handler_that_joins_a_run_names_the_handler_and_the_event(
         engine.run(make_data(), max_epochs=1)
     assert f"raised by failing.{method} at Events.{event}, epoch 1, iteration 2" in caught.value.__notes__
     assert not engine.has("failing")
+    assert not any(one.owner == "failing" for signal in engine.signals.all() for one in signal.connections)
 
 
 def test_an_error_of_a_handler_that_leaves_a_run_names_the_handler_and_the_event() -> None:
