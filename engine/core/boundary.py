@@ -1,4 +1,4 @@
-"""Everything that waits for the end of an iteration: stops, preemption, toggles, the time limit, a state to restore."""
+"""Everything that waits for a place where the loop may end: stops, preemption, toggles, the time limit, a state to restore."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MOST_EMPTY = 10  # epochs
 
 
 class Boundary(Part["Kernel"]):
-    """What was asked for inside an iteration and takes effect at its end.
+    """What was asked for at any moment, and takes effect where the loop calls `attend`.
 
-    Whoever asks calls `wake`, at any moment, also from a signal handler; the loop calls `attend` once ITERATION_COMPLETED was
-    emitted. An iteration in which nobody asks for anything pays nothing.
+    Whoever asks calls `wake`, also from a signal handler. The loop calls `attend` after ITERATION_COMPLETED, and where no
+    iteration has to be made before a stop. An iteration in which nobody asks for anything pays nothing.
 
     Attributes:
         stops: the stops that were asked for, by who asked. The dictionary stays the same object: the loop holds it.
@@ -58,7 +58,7 @@ class Boundary(Part["Kernel"]):
         """Do what had to wait for the end of the iteration; True if the epoch does not continue, or begins again.
 
         It is called at the end of an iteration, and wherever a stop may take effect besides: after STARTED, EPOCH_STARTED,
-        GET_BATCH_STARTED, the last iteration of an epoch and EPOCH_COMPLETED.
+        GET_BATCH_STARTED, GET_BATCH_COMPLETED, ITERATION_STARTED, the last iteration of an epoch and EPOCH_COMPLETED.
         """
         engine = self.engine
         for update in engine.updates:
@@ -121,8 +121,9 @@ class Boundary(Part["Kernel"]):
         engine.signals.note_asker(engine)
         self.wake()
         run = engine.current_run
-        if self.decides(by) and run is not None and run.loop.makes_iteration and self._may_stop():
-            engine.state.update.skip(f"the run is stopped: {reason}")
+        if self.decides(by) and run is not None and self._may_stop():
+            for update in run.loop.to_skip():
+                update.skip(f"the run is stopped: {reason}")
 
     def withdraw(self, *, by: str = "user") -> None:
         """Cancel a stop that has not taken effect. A step that was skipped for it, or an update omitted, stays so."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, EnumMeta
 from numbers import Integral
-from typing import Any, Never, NoReturn
+from typing import Any, Never
 
 from .words import did_you_mean
 
@@ -110,50 +110,34 @@ class EventEnum(Enum, metaclass=_Catalogue):
             TypeError, ValueError: for a filter that can never fire or contradicts itself.
         """
 
-        def refuse(kind: type[Exception], problem: str) -> NoReturn:
-            raise kind(f"{self}: {problem}")
-
-        def whole(argument: str, number: Any) -> int | None:
-            if number is None:
-                return None
-            if isinstance(number, bool) or not isinstance(number, Integral):
-                refuse(TypeError, f"{argument}={number!r}: expected an int")
-            if number < (0 if argument == "after" else 1):
-                refuse(ValueError, f"{argument}={number} never fires: events are counted from 1")
-            return int(number)
-
-        others: dict[str, Any] = unknown
-        if unnamed or others:
-            what = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in others.items())])
-            hint = did_you_mean(next(iter(others), ""), _FILTERS)
-            refuse(
-                TypeError, f"{what} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
-            )
-        every, after, before = whole("every", every), whole("after", after), whole("before", before)
-        if isinstance(once, Integral):
-            once = [once]
-        if once is not None and not isinstance(once, Iterable):
-            refuse(TypeError, f"once={once!r}: expected an int or several ints")
-        once = (
-            None if once is None else [n for i, one in enumerate(once) if (n := whole(f"once[{i}]", one)) is not None]
+        if unnamed or unknown:
+            raise TypeError(f"{self}: {_no_filters(unnamed, unknown)}")
+        numbers = (
+            _whole(self, "every", every),
+            _several(self, once),
+            _whole(self, "after", after),
+            _whole(self, "before", before),
         )
         if when is not None:
             check_receiver(when, f"{self}: when", returns=True)
-        if once is not None and not once:
-            refuse(ValueError, "once=[] never fires")
-        if once is not None and every is not None:
-            refuse(ValueError, f"every={every} and once={once} contradict each other; give only one of them")
-        chosen = Filter(every, None if once is None else frozenset(once), after, before, when)
+        chosen = Filter(*numbers, when)
+        self._check(chosen)
+        return FilteredEvent(self, chosen)
+
+    def _check(self, chosen: Filter) -> None:
+        """Refuse a filter that selects nothing, or everything."""
+        if chosen.once is not None and chosen.every is not None:
+            raise ValueError(
+                f"{self}: every={chosen.every} and once={sorted(chosen.once)} contradict each other; give only one of them"
+            )
         if chosen == Filter():
-            refuse(
-                TypeError,
-                "give every, once, after, before or when; without a filter, write the event without parentheses",
+            raise TypeError(
+                f"{self}: give every, once, after, before or when; without a filter, write the event without parentheses"
             )
         if chosen.counts and self.counter is None:
-            refuse(ValueError, f"it has no count; filter it with when= instead of {chosen}")
+            raise ValueError(f"{self}: it has no count; filter it with when= instead of {chosen}")
         if chosen.counts and chosen.next_due(1) == NEVER:
-            refuse(ValueError, f"{chosen} never fires")
-        return FilteredEvent(self, chosen)
+            raise ValueError(f"{self}: {chosen} never fires")
 
     def __or__(self, other: AnyEvent) -> EventUnion:
         return EventUnion.of(self, other)
@@ -162,6 +146,38 @@ class EventEnum(Enum, metaclass=_Catalogue):
         return self.full_name
 
     __str__ = __repr__
+
+
+def _whole(event: EventEnum, argument: str, number: Any) -> int | None:
+    """A count of a filter as an int."""
+    if number is None:
+        return None
+    if isinstance(number, bool) or not isinstance(number, Integral):
+        raise TypeError(f"{event}: {argument}={number!r}: expected an int")
+    if number < (0 if argument == "after" else 1):
+        raise ValueError(f"{event}: {argument}={number} never fires: events are counted from 1")
+    return int(number)
+
+
+def _several(event: EventEnum, once: Any) -> frozenset[int] | None:
+    """The counts of ``once=``."""
+    if once is None:
+        return None
+    if isinstance(once, Integral):
+        once = [once]
+    if not isinstance(once, Iterable):
+        raise TypeError(f"{event}: once={once!r}: expected an int or several ints")
+    counts = frozenset(n for i, one in enumerate(once) if (n := _whole(event, f"once[{i}]", one)) is not None)
+    if not counts:
+        raise ValueError(f"{event}: once=[] never fires")
+    return counts
+
+
+def _no_filters(unnamed: tuple[Any, ...], unknown: dict[str, Any]) -> str:
+    """What is wrong with arguments that are no filters."""
+    given = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in unknown.items())])
+    hint = did_you_mean(next(iter(unknown), ""), _FILTERS)
+    return f"{given} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,11 +109,12 @@ class Kernel:
             check: whether the first run reports what `check` finds without a batch.
 
         Returns:
-            The state. An error always leaves: with the handler, event, epoch and iteration in its notes, after
-            EXCEPTION_RAISED (or INTERRUPTED) and ENDED.
+            The state.
 
         Raises:
             ValueError: for bounds that make no sense, or data that is empty or shorter than its length.
+            Exception: any error of a handler, of the model or of the data, once EXCEPTION_RAISED (or INTERRUPTED) and ENDED were
+                emitted. Its notes name the handler, the event, the epoch and the iteration.
         """
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
@@ -129,7 +130,8 @@ class Kernel:
         return self.state
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
-        """Stop the run, inside an iteration without the step that is not made yet; COMPLETED is still emitted.
+        """Stop the run: at the end of this iteration, whose remaining steps are skipped, or before the next one. An iteration of
+        which no update has begun is not made. TERMINATED and COMPLETED are emitted as usual.
 
         Args:
             reason: stored in ``state.stop_reason``.
@@ -138,7 +140,8 @@ class Kernel:
         self.boundary.stop(reason, by=by)
 
     def terminate_epoch(self, reason: str, *, by: str = "user") -> None:
-        """End the epoch after this iteration. An open window is discarded; EPOCH_COMPLETED is emitted as usual."""
+        """End the epoch after this iteration; one of which no update has begun is not made. An open accumulation window is
+        discarded, and EPOCH_COMPLETED is emitted as usual."""
         self.boundary.end_epoch(reason, by=by)
 
     @property

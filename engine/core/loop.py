@@ -22,11 +22,7 @@ __all__ = ["Loop"]
 
 
 class Loop:
-    """The loop of a run: epochs, batches, and the updates of each.
-
-    Args:
-        engine: the engine; its state has the bounds, its feed the data.
-    """
+    """The loop of a run of an engine, whose state has the bounds and whose feed has the data."""
 
     def __init__(self, engine: Kernel) -> None:
         self.engine = engine
@@ -55,10 +51,8 @@ class Loop:
                 for iteration in range(state.iteration + 1, last + 1):
                     plan: Sequence[UpdateState] = updates
                     listened = signals.due <= iteration
-                    if listened and signals.batch_started.due <= iteration and feed.has_data:
-                        signals.batch_started.emit(engine, iteration)
-                        if boundary.cuts_now() and self.cuts(signals.batch_started):  # before a batch is read
-                            break
+                    if listened and signals.batch_started.due <= iteration and self.emit_before_batch(iteration):
+                        break
                     try:
                         batch = next(batches)
                     except StopIteration:
@@ -84,6 +78,13 @@ class Loop:
                 feed.give_back(batch)
             raise
 
+    def emit_before_batch(self, iteration: int) -> bool:
+        """Emit GET_BATCH_STARTED, if there is data; returns True if the epoch ends before a batch is read."""
+        engine, signal = self.engine, self.engine.iteration_signals.batch_started
+        if engine.feed.has_data:
+            signal.emit(engine, iteration)
+        return engine.feed.has_data and engine.boundary.cuts_now() and self.cuts(signal)
+
     def emit_batch(self, iteration: int) -> Sequence[UpdateState]:
         """Emit what comes between a batch and the updates; returns the plan: the updates of this iteration."""
         engine, boundary = self.engine, self.engine.boundary
@@ -102,14 +103,7 @@ class Loop:
         return [*plan] if boundary.epoch_stop is not None else plan  # a list is not the usual plan
 
     def perform_plan(self, plan: Sequence[UpdateState], perform: Perform, batch: Any, listened: bool) -> bool:
-        """Perform the updates of an iteration; a stop omits the remaining ones. Returns False if the epoch ends here.
-
-        Args:
-            plan: the updates.
-            perform: what performs one.
-            batch: the batch as it was read.
-            listened: whether any event of the iteration has receivers.
-        """
+        """Perform the updates of a plan on a batch; a stop omits the remaining ones. Returns False if the epoch ends here."""
         engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
         iteration = state.iteration
         if boundary.cuts_now():  # before any update: this iteration is not made
@@ -128,7 +122,7 @@ class Loop:
             state.update, update.omitted_in = update, 0
             perform(update, state.batch, iteration, listened)
             self.made += 1
-        self.made = 0  # of several updates, how many were made in an iteration under way
+        self.made = 0
         return True
 
     def cuts(self, *emitted: Signal) -> bool:
@@ -148,14 +142,15 @@ class Loop:
         state = self.engine.state
         return state.completed != state.iteration and self._updates_begun
 
-    @property
-    def makes_iteration(self) -> bool:
-        """Whether an iteration is under way that will be made, so that a stop skips the current update.
-
-        With several ranks this is already true once the batch is read: the stop waits until all ranks know of it.
-        """
-        state = self.engine.state
-        return state.completed != state.iteration and (self._updates_begun or not self.engine.group.alone)
+    def to_skip(self) -> list[UpdateState]:
+        """The updates whose steps a stop skips: the current one, and with several ranks all that they have to make after it."""
+        engine, state = self.engine, self.engine.state
+        if state.completed == state.iteration:
+            return []
+        if engine.group.alone:
+            return [state.update] if self._updates_begun else []
+        left = [one for one in engine.updates if one.omitted_in == state.iteration or not self._updates_begun]
+        return [state.update, *left] if self._updates_begun else left
 
     def give_back_position(self) -> None:
         """Let the next run continue at a position at which an error kept this one from continuing."""
@@ -217,17 +212,10 @@ class Loop:
             self._started, self._epoch = 0, None
             return
         state.check_counts(self._epoch)
-        together = engine.training and not engine.group.alone
-        if together and boundary.epoch_stop is None and not engine.feed.epoch_ended():
-            self.attend(together=True)  # one rank may have ended the epoch in the last iteration
-        stopped = state.stop_reason is not None
-        if boundary.preempted or (stopped and (boundary.epoch_stop is not None or state.epoch_iteration == 0)):
+        if not self.epoch_is_over():
             return
-        if boundary.epoch_stop is None:
-            if not engine.feed.epoch_ended():
-                return
-            if not engine.feed.read_to_end():
-                engine.signals.notify(engine, Lifecycle.DATA_ENDED, True)
+        if boundary.epoch_stop is None and not engine.feed.read_to_end():
+            engine.signals.notify(engine, Lifecycle.DATA_ENDED, True)
         boundary.check_moves()
         if any(update.window.filled for update in engine.updates):  # omitted from the epoch's last plan
             discard_windows(engine)
@@ -236,6 +224,18 @@ class Loop:
         state.epoch_open = False  # last: an interrupt before leaves the epoch to be ended by the next run
         engine.signals.emit(engine, Events.EPOCH_COMPLETED)
         self.attend(together=engine.training or not boundary.limit_reached())
+
+    def epoch_is_over(self) -> bool:
+        """Whether the epoch ends here; if not, the next run continues in it."""
+        engine, state, boundary = self.engine, self.engine.state, self.engine.boundary
+        together = engine.training and not engine.group.alone
+        if together and boundary.epoch_stop is None and not engine.feed.epoch_ended():
+            self.attend(together=True)  # one rank may have ended the epoch in the last iteration
+        if boundary.preempted:
+            return False
+        if boundary.epoch_stop is None:
+            return engine.feed.epoch_ended() and (state.stop_reason is None or state.epoch_iteration != 0)
+        return state.stop_reason is None
 
     def attend(self, *, together: bool) -> bool:
         """Attend to what was asked for outside of an iteration; True if the epoch does not continue.

@@ -45,30 +45,31 @@ def set_modes(engine: Kernel) -> None:
         for root in engine.modules.values():
             root.train(False)
         return
-    kept: dict[str, nn.Module] = {}
-    trained: dict[str, nn.Module] = {}
+    frozen, others = _parts_in_eval(engine)
+    modes = Modes(frozen.values())
+    for root in engine.modules.values():
+        root.train()
+    modes.put_back()
+    trained = {path: part for path, part in others.items() if part.training}
+    advice = "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()"
+    for parts, what in ((frozen, "frozen, and stay so"), (trained, "not frozen, and are put in training mode")):
+        if parts:
+            severity = "warning" if parts is trained and any(map(_knows_modes, parts.values())) else "info"
+            problem = f"parts of the model are in eval mode, {what}: {', '.join(parts)}"
+            engine.signals.remark(engine, "W52", problem, advice, key=what, severity=severity)
+
+
+def _parts_in_eval(engine: Kernel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+    """The parts that are in eval mode alone, by their paths: the frozen ones and the others."""
+    frozen: dict[str, nn.Module] = {}
+    others: dict[str, nn.Module] = {}
     for name, root in engine.modules.items():
         if root.training:
             for path, part in _in_eval_alone(root, name):
-                (kept if _is_frozen(part) else trained)[path] = part
+                (frozen if _is_frozen(part) else others)[path] = part
         elif len(engine.modules) > 1 and engine.model.training and _is_frozen(root):
-            kept[name] = root
-    modes = {module: module.training for part in kept.values() for module in part.modules()}
-    for root in engine.modules.values():
-        root.train()
-    for module, mode in modes.items():
-        module.training = mode
-    trained = {path: part for path, part in trained.items() if part.training}
-    for parts, what in ((kept, "frozen, and stay so"), (trained, "not frozen, and are put in training mode")):
-        if parts:
-            engine.signals.remark(
-                engine,
-                "W52",
-                f"parts of the model are in eval mode, {what}: {', '.join(parts)}",
-                "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()",
-                key=what,
-                severity="warning" if parts is trained and any(map(_knows_modes, parts.values())) else "info",
-            )
+            frozen[name] = root
+    return frozen, others
 
 
 def _in_eval_alone(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -90,7 +90,7 @@ class Signal(blinker.NamedSignal):
         self._shown: tuple[Connection, ...] = ()  # those of them that are not internal
         self._alike: dict[Hashable, list[Connection]] = {}  # by `Connection.kind`
         self._plan = Plan([], [])  # the connections without a filter on counts
-        self._filtered: list[Connection] = []  # those with one
+        self._filtered: list[tuple[Connection, Filter]] = []  # those with one
         self._passing: list[Connection] = []  # the filtered ones that passed in the last selection
         self._selected: Plan | None = None  # the plan of that selection
         self._plans: list[weakref.ref[Plan]] = []  # plans that may be executing
@@ -225,11 +225,11 @@ class Signal(blinker.NamedSignal):
         active = self._active(self._connections)
         self._shown = tuple([one for one in self._connections if not one.internal])
         self._selected, self._passing = None, []
-        self._filtered = [one for one in active if one.filter is not None and one.filter.counts]
+        self._filtered = [(one, one.filter) for one in active if one.filter is not None and one.filter.counts]
         self._plan = self._new_plan([one for one in active if one.filter is None or not one.filter.counts])
         # 0: `_select` runs at the next count, whatever it is, and computes the one after it.
         self._filtered_due = 0 if self._filtered else NEVER
-        first = [chosen.next_due(1) for one in self._filtered if (chosen := one.filter) is not None]
+        first = [chosen.next_due(1) for _, chosen in self._filtered]
         self._set_due(0 if self._plan else min(first, default=NEVER))
 
     def _set_due(self, due: int) -> None:
@@ -395,16 +395,13 @@ class Signal(blinker.NamedSignal):
             return self._plan
         passed = self.askers or () if count == self.repeats else ()
         passing, following = [], NEVER
-        for connection in self._filtered:
-            assert connection.filter is not None
-            due = connection.filter.next_due(count)
-            if due <= count and connection in passed:
-                due = connection.filter.next_due(count + 1)
-            elif due <= count:
+        for connection, chosen in self._filtered:
+            due = chosen.next_due(count + 1 if connection in passed else count)
+            if due <= count:
                 passing.append(connection)
                 # Other events stay due: several updates or time chunks may emit them again at this count.
                 if self._once_a_count:
-                    due = connection.filter.next_due(count + 1)
+                    due = chosen.next_due(count + 1)
             if due < following:
                 following = due
         # A user's counter may restart at any time, so that nothing can be predicted from it.
@@ -413,10 +410,13 @@ class Signal(blinker.NamedSignal):
         if not passing:
             return self._plan
         if self._selected is None or self._passing != passing:  # usually the same ones pass as last time
-            self._passing = passing
-            omitted = set(self._filtered).difference(passing)
-            self._selected = self._new_plan([one for one in self._active(self._connections) if one not in omitted])
+            self._passing, self._selected = passing, self._plan_with(passing)
         return self._selected
+
+    def _plan_with(self, passing: list[Connection]) -> Plan:
+        """The plan of the connections without a filter on counts, and of these."""
+        omitted = {one for one, _ in self._filtered}.difference(passing)
+        return self._new_plan([one for one in self._active(self._connections) if one not in omitted])
 
     def _subset(self, count: int | None, owner: str | None, phases: Collection[Phase] | None) -> Plan:
         """The plan for this count, restricted to one handler, to some phases, or both."""

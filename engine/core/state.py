@@ -267,22 +267,10 @@ class State:
         epoch_length: int | None,
     ) -> None:
         """Set the bounds of the next run; the arguments are those of `Engine.run`."""
-        max_epochs, max_iters, max_steps = as_int(max_epochs), as_int(max_iters), as_int(max_steps)
-        min_epochs, min_iters, epoch_length = as_int(min_epochs), as_int(min_iters), as_int(epoch_length)
-        numbers = {
-            "max_epochs": max_epochs,
-            "max_iters": max_iters,
-            "max_steps": max_steps,
-            "epoch_length": epoch_length,
-        }
-        for name, number in numbers.items():
-            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ValueError(f"run({name}={number!r}): expected an int of 1 or more, or None")
-        for name, number, largest in (("min_epochs", min_epochs, max_epochs), ("min_iters", min_iters, max_iters)):
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-                raise ValueError(f"run({name}={number!r}): expected an int of 0 or more")
-            if largest is not None and number > largest:
-                raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
+        max_epochs, max_iters = _limit("max_epochs", max_epochs), _limit("max_iters", max_iters)
+        max_steps, epoch_length = _limit("max_steps", max_steps), _limit("epoch_length", epoch_length)
+        min_epochs = _least("min_epochs", min_epochs, max_epochs)
+        min_iters = _least("min_iters", min_iters, max_iters)
         if not has_data and epoch_length is None and max_iters is None:
             raise ValueError("run(): without data, pass epoch_length=, or max_iters= for a single epoch")
         if max_epochs is max_iters is max_steps is seconds is None:
@@ -327,3 +315,21 @@ class State:
     def __repr__(self) -> str:
         metrics = ", ".join(f"{name}={value}" for name, value in self.metrics.items())
         return f"State(epoch={self.epoch}, iteration={self.iteration}, metrics={{{metrics}}})"
+
+
+def _limit(name: str, number: Any) -> int | None:
+    """A bound of a run, as an int."""
+    number = as_int(number)
+    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+        raise ValueError(f"run({name}={number!r}): expected an int of 1 or more, or None")
+    return number
+
+
+def _least(name: str, number: Any, largest: int | None) -> int:
+    """What a run makes at least, as an int."""
+    number = as_int(number)
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"run({name}={number!r}): expected an int of 0 or more")
+    if largest is not None and number > largest:
+        raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
+    return number
