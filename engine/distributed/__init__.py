@@ -1,8 +1,9 @@
 """Distributed training: the process group, sharded tensors, and the step of several ranks.
 
 `processes` provides the collectives; `rendezvous` joins the process group under torchrun; `watch` detects failed and dead ranks;
-`liveness` checks whether a process of this machine is running; `sharded` reads and writes DTensors; `differences` merges the
-states of all ranks into one. `group`, `step`, `boundary` and `notice` are what the loop calls in place of the kernel's own.
+`job` proves that they belong together; `liveness` checks whether a process of this machine is running; `sharded` reads and
+writes DTensors; `differences` merges the states of all ranks into one. `group`, `step`, `boundary` and `notice` are what the
+loop calls in place of the kernel's own.
 """
 
 from .processes import SINGLE_PROCESS, DataGroups, Processes, SameData, expected_processes, lost_another, process_group

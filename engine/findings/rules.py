@@ -94,7 +94,7 @@ def _function_of(one: Connection) -> Any:
 
 
 # Two receivers may write these in either order: each writes entries, files or requests of its own.
-_OWN = frozenset({"metrics", "files", "stop", "step", "flags", "processes", "signals", "state", "position", "error"})
+_OWN = frozenset({"metrics", "files", "stop", "step", "flags", "processes", "signals", "state", "error"})
 
 
 def _conflict(one: Connection, other: Connection) -> str | None:
