@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .authoring.interval import Interval, event_of, seconds_of
 from .authoring.log import Log
 from .authoring.randomness import check_seed
 from .core.events import AnyEvent
+from .core.handler import Handler
 from .core.kernel import Kernel
+from .core.update import UpdateState
 from .data.feed import Feed
 from .data.refusals import DataRefusals
 from .distributed.boundary import DistributedBoundary
@@ -35,6 +38,8 @@ from .runs.wiring import Wiring
 from .updates.spec import Update
 
 __all__ = ["Engine"]
+
+H = TypeVar("H", bound=Handler)
 
 
 class Engine(Kernel):
@@ -93,6 +98,7 @@ class Engine(Kernel):
         self.findings = Reports(self, allow)
         self.streams = streams
         specs, seed = _checked_specs(update), None if seed is None else check_seed("Engine", seed)
+        _refuse_shared_parameters(specs, model)
         super().__init__(specs, model, seed=seed, training=training)
         self.model = model_of(model, self.modules)
         self.seed_given = seed is not None
@@ -144,6 +150,49 @@ class Engine(Kernel):
         """Where the model's first parameter is; the CPU without a model."""
         first = next((parameter for root in self.modules.values() for parameter in root.parameters()), None)
         return torch.device("cpu") if first is None else first.device
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer of the only update, once it is built: before STARTED, if it was given as a class or factory."""
+        update = self._only_update("optimizer")
+        if update.optimizer is None:
+            why = "it is built as a run begins" if self.training else "this engine evaluates"
+            raise RuntimeError(f"engine.optimizer: there is none yet: {why}")
+        return update.optimizer
+
+    @property
+    def loss(self) -> Any:
+        """The loss of the only update in the latest iteration, as a detached tensor; None before the first."""
+        return self._only_update("loss").loss
+
+    def _only_update(self, attribute: str) -> UpdateState:
+        if len(self.updates) > 1:
+            names = ", ".join(repr(update.name) for update in self.updates)
+            raise RuntimeError(
+                f"engine.{attribute}: there are several updates, {names}; write "
+                f"engine.find_update({self.updates[0].name!r}).{attribute}"
+            )
+        return self.updates[0]
+
+    @overload
+    def __getitem__(self, handler: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, handler: type[H]) -> H: ...
+
+    def __getitem__(self, handler: str | type[Handler]) -> Any:
+        """An attached handler, by its name or its class: ``engine["ema"]``, ``engine[EMA]``; the latter is what `find` returns.
+
+        Raises:
+            KeyError: if there is none, or several of the class, listing what is attached.
+        """
+        if isinstance(handler, str):
+            return self.handlers[handler]
+        if not isinstance(handler, type):
+            raise TypeError(
+                f"engine[{handler!r}]: give the name or the class of a handler, such as engine['ema'] or engine[EMA]"
+            )
+        return self.find(handler)
 
     def wiring(self) -> Wiring:
         """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
@@ -245,3 +294,19 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
     if len(set(names)) < len(names):
         raise ValueError(f"Engine: two updates have the same name in {names}; give Update(..., name=)")
     return specs
+
+
+def _refuse_shared_parameters(specs: Sequence[Update], model: Any) -> None:
+    """Raise ValueError if two updates train all of several modules, and nothing says that this is meant."""
+    if not isinstance(model, Mapping) or len(model) < 2:
+        return
+    of_all = [
+        spec.name for spec in specs if spec.parameters is None and not isinstance(spec.optimizer, Optimizer | None)
+    ]
+    if len(of_all) > 1:
+        name = next(iter(model))
+        raise ValueError(
+            f"Engine: the updates {', '.join(map(repr, of_all))} each train all of the modules {', '.join(map(repr, model))}, so "
+            f"that each loss changes what the other one trains; give each its own: Update(..., parameters={name!r}), or "
+            "parameters='all' where that is meant"
+        )

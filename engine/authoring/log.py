@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, overload
 
 import numpy as np
 import torch
@@ -107,14 +107,22 @@ class Log(Part["Engine"]):
         self.entry: Entry | None = None
         self.given: dict[str, Any] = {}
 
-    def __call__(self, name: str, value: float | Tensor) -> None:
-        """Log a number: it is the metric of that name, so that monitors, `History` and the progress bar know it as well.
+    @overload
+    def __call__(self, name: str, value: float | Tensor) -> None: ...
+
+    @overload
+    def __call__(self, name: Mapping[str, float | Tensor]) -> None: ...
+
+    def __call__(self, name: str | Mapping[str, float | Tensor], value: Any = None) -> None:
+        """Log a number, or several by name: ``log({"kl": kl, "entropy": entropy})``.
+
+        It is the metric of that name, so that monitors, `History` and the progress bar know it as well.
 
         A tensor stays on its device until a logger writes the row. Of a number that is logged in each iteration, loggers write
         those of every ``every=``; others are all written.
 
         Args:
-            name: its name.
+            name: its name; or a mapping from names to numbers, without ``value``.
             value: a number, or a tensor of one element.
 
         Raises:
@@ -122,6 +130,12 @@ class Log(Part["Engine"]):
             ValueError: for a metric that a handler writes.
             RuntimeError: outside a run.
         """
+        if isinstance(name, Mapping):
+            if value is not None:
+                raise TypeError(f"log({name!r}, {value!r}): give a name and a number, or numbers by name alone")
+            for one, number in name.items():
+                self(one, number)
+            return
         engine = self.engine
         if not isinstance(value, Real) and not (
             isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()

@@ -181,12 +181,14 @@ class Kernel:
         """Decorate a function to be called as ``function(engine)`` at an event, as `Wiring` shows."""
         return Decorator(self, event, phase, rank)
 
-    def attach(self, *handlers: Handler) -> Attachment:
+    def attach(self, *handlers: Handler | Iterable[Handler]) -> Attachment:
         """Attach all of these handlers, or none if one fails; the order never matters for those that come with Signalfire.
 
-        The returned handle detaches them, by ``handle.detach()`` or as a context manager.
+        A list or tuple stands for the handlers in it. The returned handle detaches them, by ``handle.detach()`` or as a context
+        manager.
         """
-        return self.handlers.attach(handlers)
+        several = [one if isinstance(one, list | tuple) else [one] for one in handlers]
+        return self.handlers.attach([handler for group in several for handler in group])
 
     def detach(self, handler: Handler | str | Receiver) -> None:
         """Detach a handler, by itself or by name, or a function from all of its events; an error if it is not attached."""

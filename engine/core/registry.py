@@ -119,7 +119,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             hint = (
                 f"give an instance: {handler.__name__}(...)"
                 if isinstance(handler, type)
-                else "give the handlers one by one: attach(*handlers)"
+                else "give the handlers one by one, or in a list: attach(*handlers)"
                 if isinstance(handler, list | tuple | dict | set)
                 else ("for a plain function use engine.on(event) or engine.connect(event, function)")
             )

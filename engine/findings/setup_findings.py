@@ -47,7 +47,7 @@ def report_shared_parameters(engine: Engine) -> None:
                     "W71",
                     f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so that each loss changes what "
                     "the other one trains",
-                    "give each its own: Update(..., parameters=lambda engine: engine.modules['generator'].parameters())",
+                    "build each optimizer with the parameters of its own module",
                     key=(update.name, other.name),
                 )
 

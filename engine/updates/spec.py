@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..authoring.batches import samples_in
+from .arguments import parameters_named, with_options
 from .from_model import loss_in_output, model_by_keyword
 from .optimizers import joined
 from .places import Place, PlaceError, check_place, described, value_at
@@ -26,6 +27,9 @@ Loss = Callable[["Any", Any, Any], Tensor | None]
 OptimizerFactory = Callable[[Iterable[Any]], Optimizer]
 OneOptimizer = Optimizer | OptimizerFactory
 AnyOptimizer = OneOptimizer | Mapping[str, Any] | Sequence[Optimizer]
+Parameters = str | Sequence[str] | Callable[[Any], Any]
+
+_ARGUMENTS = ("name", "parameters", "samples", "input", "output", "target")
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ class Update:
             once the model is set up. Several, in a mapping from names, or built ones in a list, step together: their gradients
             are clipped, scaled and skipped as one.
         name: Name under which the update is found and its optimizer is saved.
-        parameters: For a factory, called as ``parameters(engine)``; returns the parameters or parameter groups to optimize. By
-            default, all parameters of the engine's modules. For several factories, it returns those of each by name, as `groups`
-            does.
+        parameters: For a factory, what it optimizes: the name of one of the engine's modules, or the path of a part of its only
+            model, or several of them; by default, or as "all", all parameters. Or a function ``parameters(engine)`` that returns
+            the parameters or parameter groups; for several factories those of each by name, as `groups` does.
         function: One function ``function(engine, batch) -> loss`` instead of forward and loss; see `from_function`.
         samples: Called as ``samples(batch)``; returns the number of samples, by which averages weight a batch. By default
             `batches.samples_in` finds it; needed for batches of classes that do not say how many they hold. An index, key or
@@ -70,7 +74,7 @@ class Update:
     loss: Loss | None = None
     optimizer: AnyOptimizer | None = None
     name: str = "main"
-    parameters: Callable[[Any], Any] | None = None
+    parameters: Parameters | None = None
     function: Callable[[Any, Any], Tensor | None] | None = None
     samples: Place | None = None
     input: Place | None = None
@@ -85,6 +89,7 @@ class Update:
         where = f"Update {self.name!r}"
         optimizer = joined(where, self.optimizer, with_parameters=self.parameters is not None)
         object.__setattr__(self, "optimizer", optimizer)
+        object.__setattr__(self, "parameters", parameters_named(where, self.parameters))
         for argument in ("samples", "input", "output", "target"):
             check_place(f"Update {self.name!r}: {argument}", getattr(self, argument))
         for argument in ("forward", "loss", "optimizer", "parameters", "function"):
@@ -159,20 +164,22 @@ class Update:
         optimizer: AnyOptimizer | None = None,
         *,
         name: str = "main",
-        parameters: Callable[[Any], Iterable[Any]] | None = None,
+        parameters: Parameters | None = None,
         samples: Place | None = None,
         input: Place | None = None,
         output: Place | None = None,
         target: Place | None = None,
+        **options: Any,
     ) -> Update:
         """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
 
+        Further keyword arguments are those of the optimizer's class: ``Update.supervised(loss, torch.optim.AdamW, lr=1e-3)``.
         A loss that is a module with trainable parameters, such as class centres, is trained, moved and saved with the model.
         ``input``, ``target`` and ``output`` say where these are in other batches and outputs; see `Update`.
 
         Example:
             >>> import torch
-            >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, input="image", target="label").name
+            >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, lr=0.1, input="image", target="label").name
             'main'
         """
         kind = getattr(loss, "func", loss)  # of a partial
@@ -185,6 +192,7 @@ class Update:
                 f"Update.supervised({loss!r}): a class of modules as the loss; give an instance: {kind.__name__}(...)"
             )
         _check_signature(f"Update {name!r}: loss", loss, 2)
+        optimizer = with_options("Update.supervised", optimizer, options, _ARGUMENTS)
         places: dict[str, Any] = {"samples": samples, "input": input, "output": output, "target": target}
         if input is None and output is None and target is None:
 
@@ -208,11 +216,12 @@ class Update:
         *,
         loss: Callable[[Any, Any], Tensor] | None = None,
         name: str = "main",
-        parameters: Callable[[Any], Iterable[Any]] | None = None,
+        parameters: Parameters | None = None,
         samples: Place | None = None,
         input: Place | None = None,
         output: Place | None = "logits",
         target: Place | None = "labels",
+        **options: Any,
     ) -> Update:
         """An update for models that take the batch by keyword and return their loss, as those of Hugging Face do.
 
@@ -225,6 +234,7 @@ class Update:
             loss: Computes the loss from the output and the targets, ``loss(output, target)``, in place of the model's own.
                 `MixUp` and `CutMix` need it, since they compute the loss of an output for other targets.
             name, parameters, samples, input, output, target: As for `Update`.
+            options: Keyword arguments of the optimizer's class.
 
         Raises:
             ValueError: In training, for a model that returns no loss, as Hugging Face's do for a batch without labels.
@@ -232,17 +242,17 @@ class Update:
 
         Example:
             >>> import torch
-            >>> from functools import partial
             >>> from types import SimpleNamespace
             >>> from signalfire import Engine
             >>> class Model(nn.Linear):
             ...     def forward(self, x, labels):
             ...         logits = super().forward(x)
             ...         return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
-            >>> update = Update.from_model(partial(torch.optim.AdamW, lr=1e-3))
+            >>> update = Update.from_model(torch.optim.AdamW, lr=1e-3)
             >>> trainer = Engine(update, model=Model(4, 3), seed=0)
             >>> state = trainer.run([{"x": torch.ones(2, 4), "labels": torch.tensor([0, 1])}], max_epochs=1)
         """
+        optimizer = with_options("Update.from_model", optimizer, options, ("loss", *_ARGUMENTS))
         if loss is not None:
             made = cls.supervised(loss, optimizer, name=name, parameters=parameters, output=output, target=target)
             return replace(made, forward=model_by_keyword, samples=samples, input=input)
@@ -256,10 +266,15 @@ class Update:
         optimizer: AnyOptimizer | None = None,
         *,
         name: str = "main",
-        parameters: Callable[[Any], Iterable[Any]] | None = None,
+        parameters: Parameters | None = None,
         samples: Place | None = None,
+        **options: Any,
     ) -> Update:
-        """An update made of a single function ``(engine, batch) -> loss``; without output, FORWARD_COMPLETED is not emitted."""
+        """An update made of a single function ``(engine, batch) -> loss``; without output, FORWARD_COMPLETED is not emitted.
+
+        ``options`` are keyword arguments of the optimizer's class.
+        """
+        optimizer = with_options("Update.from_function", optimizer, options, _ARGUMENTS[:3])
         return cls(None, None, optimizer, name, parameters, function, samples)
 
     @classmethod

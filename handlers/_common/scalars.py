@@ -196,5 +196,7 @@ def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
     if len(groups) == 1:
         rate = groups[0]["lr"]
         return {} if rate is None else {tag: float(rate)}  # Adafactor finds its rates itself where the group's is None
-    rates = {f"{tag}/group{i}": group["lr"] for i, group in enumerate(groups)}
+    names = [group.get("name") for group in groups]
+    own = all(names) and len({*names}) == len(names)
+    rates = {f"{tag}/{names[i] if own else f'group{i}'}": group["lr"] for i, group in enumerate(groups)}
     return {name: float(rate) for name, rate in rates.items() if rate is not None}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Update, on
-from signalfire.handlers import GradientClipping
+from signalfire.handlers import EMA, GradientClipping, History
 from tests import kit
 from tests.kit import build, linear
 
@@ -103,6 +103,43 @@ def test_it_trains_if_an_update_has_an_optimizer_unless_it_is_told_not_to() -> N
 def test_updates_are_found_by_name_and_the_first_without_one() -> None:
     engine = Engine([Update.prediction(name="a"), Update.prediction(name="b")])
     assert (engine.find_update(), engine.find_update("b")) == engine.updates
+
+
+def test_the_optimizer_and_the_loss_of_the_only_update_are_the_engines() -> None:
+    engine = build(linear(5, 1))
+    assert engine.loss is None
+    with pytest.raises(RuntimeError, match=r"engine\.optimizer: there is none yet: it is built as a run begins"):
+        _ = engine.optimizer
+    engine.run(kit.batches(2), max_epochs=1)
+    assert engine.optimizer is engine.updates[0].optimizer
+    assert torch.equal(engine.loss, engine.updates[0].loss)
+    assert not engine.loss.requires_grad
+    with pytest.raises(RuntimeError, match="there is none yet: this engine evaluates"):
+        _ = Engine(Update.prediction(), model=linear(5, 1)).optimizer
+    several = Engine([Update.from_function(lambda engine, batch: None, name=name) for name in ("d", "g")])
+    for attribute in ("optimizer", "loss"):
+        with pytest.raises(
+            RuntimeError, match=rf"several updates, 'd', 'g'; write engine\.find_update\('d'\)\.{attribute}"
+        ):
+            getattr(several, attribute)
+
+
+def test_handlers_are_attached_from_lists_and_found_by_name_or_class() -> None:
+    ema, history, clipping = EMA(0.5), History(), GradientClipping(max_norm=1.0)
+    engine = build(linear(5, 1))
+    with engine.attach([ema, history], clipping):
+        assert engine["ema"] is engine[EMA] is ema
+        assert [*engine.handlers] == ["ema", "history", "gradient_clipping"]
+    assert [*engine.handlers] == []
+    with pytest.raises(KeyError, match="no handler 'ema' is attached"):
+        _ = engine["ema"]
+    with pytest.raises(TypeError, match=r"engine\[0\]: give the name or the class of a handler"):
+        _ = engine[0]  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="one by one, or in a list"):
+        engine.attach({"ema": ema})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="attached already"):
+        engine.attach([history, history])
+    assert [*engine.handlers] == []
 
 
 def test_only_what_does_not_train_evaluates() -> None:

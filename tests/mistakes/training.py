@@ -346,12 +346,15 @@ def two_updates_that_were_not_given_their_own_parameters(right: bool) -> None:
     def step_of(name: str) -> Callable[[Engine, Any], Tensor]:
         return lambda engine, batch: mse_loss(engine.modules[name](batch[0]), batch[1])
 
-    def update_of(name: str) -> Update:
-        own = (lambda engine: engine.modules[name].parameters()) if right else None
-        return Update.from_function(step_of(name), SGD, parameters=own, name=name)
+    modules = {"one": linear(5, 1), "other": linear(5, 1)}
+    everything = [parameter for module in modules.values() for parameter in module.parameters()]
 
-    updates = [update_of("one"), update_of("other")]
-    Engine(updates, model={"one": linear(5, 1), "other": linear(5, 1)}).run(batches(), max_epochs=1)
+    def update_of(name: str) -> Update:
+        return Update.from_function(
+            step_of(name), SGD([*modules[name].parameters()] if right else everything), name=name
+        )
+
+    Engine([update_of("one"), update_of("other")], model=modules).run(batches(), max_epochs=1)
 
 
 # ---- weights that cannot move, or not as meant -------------------------------------------------------------------------

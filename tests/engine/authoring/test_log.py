@@ -174,6 +174,16 @@ def test_what_is_no_number_is_refused_with_the_way_out(value: Any) -> None:
         engine.run(batches(1), max_epochs=1)
 
 
+def test_several_numbers_are_logged_by_name() -> None:
+    engine = build(mlp(5, 4, 1))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log({"kl": 0.5, "entropy": torch.tensor(2.0)}))
+    metrics = engine.run(batches(1), max_epochs=1).metrics
+    assert metrics["kl"] == 0.5
+    assert metrics["entropy"] == 2.0
+    with pytest.raises(TypeError, match=r"give a name and a number, or numbers by name alone"):
+        engine.log({"kl": 0.5}, 3)  # type: ignore[call-overload]
+
+
 def test_outside_a_run_nothing_is_lost_silently() -> None:
     engine = build(mlp(5, 8, 1))
     for call in (

@@ -1,0 +1,132 @@
+"""What users give an update in place of functions: an optimizer's class with its options, and names of modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..authoring.checks import did_you_mean
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["NamedParameters", "parameters_named", "with_options"]
+
+
+def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: Iterable[str]) -> Any:
+    """A factory that builds an optimizer with these options; without options, the optimizer as it was given.
+
+    Args:
+        where: what an error begins with.
+        optimizer: a class or another factory.
+        options: its keyword arguments.
+        own: the keyword arguments of whoever takes the options, one of which may be meant.
+
+    Raises:
+        TypeError: for options that no factory takes, or that it has already.
+    """
+    if not options:
+        return optimizer
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+    names = _options_of(optimizer)
+    unknown = next((name for name in options if names is not None and name not in names), None)
+    if optimizer is None:
+        hint = did_you_mean(next(iter(options)), own)
+        raise TypeError(f"{where}: {given} without an optimizer to give it to{hint}")
+    if unknown is not None:
+        hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; its options are {', '.join(names or ())}"
+        raise TypeError(f"{where}: {unknown}= is no option of {_name_of(optimizer)}, and no argument{hint}")
+    if isinstance(optimizer, Optimizer):
+        raise TypeError(f"{where}: {given} beside an optimizer that is built; give the options where it is built")
+    if not callable(optimizer):
+        raise TypeError(
+            f"{where}: {given} beside several optimizers; give each its own: partial(torch.optim.AdamW, lr=1e-3)"
+        )
+    if isinstance(optimizer, partial) and (twice := [name for name in options if name in optimizer.keywords]):
+        raise TypeError(f"{where}: {twice[0]}= is given twice: to the partial, and beside it; omit one of them")
+    return partial(optimizer, **options)
+
+
+def _options_of(optimizer: Any) -> list[str] | None:
+    """The names of the options that a factory takes; None where it takes any, or does not say."""
+    if optimizer is None or isinstance(optimizer, Optimizer) or not callable(optimizer):
+        return None
+    try:
+        parameters = list(inspect.signature(optimizer).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return [one.name for one in parameters[1:]]
+
+
+def _name_of(optimizer: Any) -> str:
+    return str(getattr(getattr(optimizer, "func", optimizer), "__name__", optimizer))
+
+
+class NamedParameters:
+    """The parameters of parts of the model, as the ``parameters=`` of an update: called with the engine, it returns them.
+
+    Args:
+        names: names of the engine's modules, or paths in its only one; "all" for all parameters.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+
+    def __call__(self, engine: Engine) -> list[nn.Parameter]:
+        """The parameters, each once.
+
+        Raises:
+            ValueError: for a name that there is not, saying which there are.
+        """
+        parts = (
+            list(engine.modules.values()) if self.names == ("all",) else [_part(engine, name) for name in self.names]
+        )
+        return list(dict.fromkeys(parameter for part in parts for parameter in part.parameters()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NamedParameters) and other.names == self.names
+
+    def __hash__(self) -> int:
+        return hash(self.names)
+
+    def __repr__(self) -> str:
+        return repr(self.names[0] if len(self.names) == 1 else list(self.names))
+
+
+def _part(engine: Engine, name: str) -> nn.Module:
+    """A module by its name, or by a path in the only model."""
+    modules, models = engine.modules, [*engine.modules.models.values()]
+    first, _, rest = name.partition(".")
+    for root, path in ((models[0] if len(models) == 1 else None, name), (modules.get(first), rest)):
+        if root is not None and (path == "" or path in dict(root.named_modules())):
+            return root.get_submodule(path)
+    there = [child for child, _ in models[0].named_children()] if len(models) == 1 else [*modules]
+    raise ValueError(
+        f"Update(parameters={name!r}): the engine has no such module; there are: {', '.join(there)}{did_you_mean(name, there)}"
+    )
+
+
+def parameters_named(where: str, parameters: Any) -> Callable[[Any], Any] | None:
+    """The ``parameters=`` of an update as a function of the engine; None for all parameters.
+
+    Raises:
+        TypeError, ValueError: for what is neither a function nor names of modules.
+    """
+    if parameters is None or callable(parameters):
+        return parameters  # type: ignore[no-any-return]
+    names = [parameters] if isinstance(parameters, str) else parameters
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"{where}: parameters={parameters!r}; expected the name of a module, several in a list, or a function of the engine "
+            "that returns parameters or groups"
+        )
+    if not names or not all(names):
+        raise ValueError(f"{where}: parameters={parameters!r} names no module")
+    return NamedParameters(names)

@@ -1,0 +1,153 @@
+"""What users give an update in place of functions: the options of an optimizer's class, and names of modules."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import SGD, AdamW
+
+from signalfire import Engine, Update
+from signalfire.handlers import CSVLogger
+from signalfire.testing import fingerprint
+from tests.kit import batches, linear, mlp
+
+BUILT = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+
+
+def weights(update: Update) -> Any:
+    engine = Engine(update, model=linear(5, 1), seed=0)
+    engine.run(batches(3), max_epochs=2)
+    return fingerprint(engine)
+
+
+def loss_of(engine: Engine, batch: Any) -> torch.Tensor:
+    return F.mse_loss(engine.model(batch[0]), batch[1])
+
+
+def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
+    made = weights(Update.supervised(F.mse_loss, AdamW, lr=0.02, weight_decay=0.1))
+    assert made == weights(Update.supervised(F.mse_loss, partial(AdamW, lr=0.02, weight_decay=0.1)))
+    assert made == weights(Update.from_function(loss_of, AdamW, lr=0.02, weight_decay=0.1))
+    assert made == weights(Update.supervised(F.mse_loss, partial(AdamW, lr=0.02), weight_decay=0.1))
+    assert made != weights(Update.supervised(F.mse_loss, AdamW, lr=0.02))
+    assert Update.from_model(AdamW, lr=0.5).optimizer.keywords == {"lr": 0.5}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options", "message"),
+    [
+        (SGD, {"paramters": "head"}, "paramters= is no option of SGD, and no argument; did you mean 'parameters'?"),
+        (SGD, {"momentun": 0.9}, "momentun= is no option of SGD, and no argument; did you mean 'momentum'?"),
+        (
+            SGD,
+            {"learning_rate": 0.1},
+            "learning_rate= is no option of SGD, and no argument; its options are lr, momentum",
+        ),
+        (lambda p: SGD(p), {"lr": 0.1}, "lr= is no option of <lambda>"),
+        (None, {"lr": 0.1}, "lr=0.1 without an optimizer to give it to"),
+        (BUILT, {"lr": 0.2}, "lr=0.2 beside an optimizer that is built"),
+        (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is given twice"),
+        ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 beside several optimizers"),
+    ],
+)
+def test_options_that_nobody_takes_are_refused(optimizer: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError) as error:
+        Update.supervised(F.mse_loss, optimizer, **options)
+    assert str(error.value).startswith(f"Update.supervised: {message}")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("0", ["0.weight", "0.bias"]),
+        (["1", "0"], ["1.weight", "1.bias", "0.weight", "0.bias"]),
+        ("all", ["0.weight", "0.bias", "1.weight", "1.bias"]),
+        (None, ["0.weight", "0.bias", "1.weight", "1.bias"]),
+    ],
+)
+def test_parameters_are_those_of_parts_of_the_only_model(given: Any, expected: list[str]) -> None:
+    model = mlp(5, 4, 1)
+    engine = Engine(Update.supervised(F.mse_loss, SGD, lr=0.1, parameters=given), model=model, allow=["C08"])
+    engine.run(batches(1), max_epochs=1)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    assert [names[one] for one in engine.optimizer.param_groups[0]["params"]] == expected
+
+
+def test_parameters_are_those_of_a_module_or_of_a_part_of_it() -> None:
+    modules = {"encoder": mlp(5, 4, 3), "head": linear(3, 1)}
+    updates = [
+        Update.from_function(
+            lambda engine, batch: engine.modules["encoder"](batch[0]).mean(), SGD, parameters="encoder.1"
+        ),
+        Update.from_function(loss_of_both, SGD, parameters="head", name="head"),
+    ]
+    engine = Engine(updates, model=modules, allow=["C08"])
+    engine.run(batches(1), max_epochs=1)
+    held = [
+        set(update.optimizer.param_groups[0]["params"]) for update in engine.updates if update.optimizer is not None
+    ]
+    assert held == [set(modules["encoder"].get_submodule("1").parameters()), set(modules["head"].parameters())]
+
+
+def loss_of_both(engine: Engine, batch: Any) -> torch.Tensor:
+    return F.mse_loss(engine.modules["head"](engine.modules["encoder"](batch[0])), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind", "message"),
+    [
+        (
+            "haed",
+            ValueError,
+            "Update(parameters='haed'): the engine has no such module; there are: one, head; did you mean 'head'?",
+        ),
+        ("head.x", ValueError, "Update(parameters='head.x'): the engine has no such module; there are: one, head"),
+    ],
+)
+def test_a_name_that_is_no_module_lists_those_that_are(parameters: Any, kind: type[Exception], message: str) -> None:
+    update = Update.from_function(loss_of, SGD, parameters=parameters)
+    with pytest.raises(kind) as error:
+        Engine(update, model={"one": linear(5, 1), "head": linear(5, 1)}).run(batches(1), max_epochs=1)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kind"), [(3, TypeError), ([linear(1, 1)], TypeError), ([], ValueError), ("", ValueError)]
+)
+def test_parameters_that_are_no_names_are_refused(parameters: Any, kind: type[Exception]) -> None:
+    with pytest.raises(kind, match=r"Update 'main': parameters="):
+        Update.from_function(loss_of, SGD, parameters=parameters)
+
+
+@pytest.mark.parametrize("parameters", [None, "all"])
+def test_two_updates_that_train_all_of_several_modules_are_refused_unless_it_is_meant(parameters: Any) -> None:
+    updates = [Update.from_function(loss_of_both, SGD, name=name, parameters=parameters) for name in ("d", "g")]
+    modules = {"encoder": linear(5, 3), "head": linear(3, 1)}
+    if parameters == "all":
+        assert Engine(updates, model=modules).run(batches(1), max_epochs=1).iteration == 1
+        return
+    with pytest.raises(
+        ValueError, match=r"'d', 'g' each train all of the modules 'encoder', 'head'.*parameters='encoder'"
+    ):
+        Engine(updates, model=modules)
+
+
+def test_rates_of_groups_with_names_are_logged_by_them(tmp_path: Any) -> None:
+    def named(engine: Engine) -> list[dict[str, Any]]:
+        first, last = engine.model[0], engine.model[1]
+        return [
+            {"params": first.parameters(), "lr": 0.25, "name": "backbone"},
+            {"params": last.parameters(), "name": "head"},
+        ]
+
+    engine = Engine(Update.supervised(F.mse_loss, SGD, lr=0.5, parameters=named), model=mlp(5, 4, 1))
+    engine.attach(CSVLogger(tmp_path / "log.csv", every="1it"))
+    engine.run(batches(1), max_epochs=1)
+    rows = (tmp_path / "log.csv").read_text().splitlines()
+    assert "1,1,1,lr/backbone,0.25" in rows
+    assert "1,1,1,lr/head,0.5" in rows
