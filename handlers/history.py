@@ -150,6 +150,8 @@ class History(Handler):
         Raises:
             KeyError: If the metric was not recorded; the message names those that were.
         """
+        if name not in self.records:  # "val/loss" is "val_loss"
+            name = next((one for one in self.records if one.replace("/", "_") == name.replace("/", "_")), name)
         if name not in self.records:
             raise KeyError(f"no metric {name!r} was recorded; recorded metrics: {', '.join(self.records) or 'none'}")
         return [value for _, _, value in self.records[name]]

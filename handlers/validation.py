@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, overload
 
-from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.authoring import check_bool, check_every, check_int
+from signalfire import AnyEvent, Engine, EventEnum, Events, Handler, Interval, Phase, on
+from signalfire.authoring import check_bool, check_every, check_int, check_name, did_you_mean
 from signalfire.findings.evaluation_findings import watch_weights
 from signalfire.runs.evaluation import check_evaluable, sanity_check
 
 from ._common.batches import check_data
+from ._common.measures import Average
+from ._common.metrics import Metrics
+from ._common.updates import only_update
 
 __all__ = ["Validation"]
 
 
 class Validation(Handler):
     """Evaluates at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
+
+    ``Validation(data, accuracy=Accuracy())`` measures "val_accuracy" and "val_loss", the mean loss of the trainer's update, with
+    the trainer's model. To measure something else, such as an update of its own, build the engine that evaluates:
+    ``Validation(evaluator, data)``, whose names have no prefix by default.
 
     An evaluation leaves all random states, gradients and train or eval flags of modules unchanged, so that training continues
     bit for bit as without it.
@@ -26,76 +33,150 @@ class Validation(Handler):
     ``print(trainer)`` lists what is inherited.
 
     Args:
-        evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it.
+        evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it. Without it, one is built for
+            each trainer that this is attached to, and found as ``evaluator``.
         data: The validation data, of known length or not, iterable more than once. Or a mapping from names to several data sets,
-            evaluated in this order; the metrics of each are prefixed with its name and a slash. `ReloadedData` is loaded for the
-            trainer's epoch.
+            evaluated in this order; the metrics of each are prefixed with its name: "val_clean_loss". `ReloadedData` is loaded
+            for the trainer's epoch.
+        metrics: Without an evaluator, what is measured besides the loss, by name; as for `Metrics`.
+        update: Without an evaluator, the name of the trainer's update that is measured; required if there are several.
         every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
-        prefix: Prefix of the metrics' names, to distinguish several validations.
+        prefix: Prefix of the metrics' names, to distinguish several validations; "val_" by default, and none with an evaluator.
         at_start: Whether to evaluate before the first batch, too.
         sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
             discarded and no handler writes files.
         inherit: Whether the evaluator inherits how the trainer prepares its batches, and its precision.
+        named: The same as ``metrics``, as keyword arguments.
 
     Raises:
         DataError: at the start of a run, for data of length 0.
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> from signalfire.handlers import Average, History, Metrics
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> from signalfire.handlers import History
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> model, history = torch.nn.Linear(1, 1, bias=False), History()
         >>> _ = torch.nn.init.ones_(model.weight)
-        >>> trainer, evaluator = Engine(update, model=model), Engine(update.evaluation(), model=model)
-        >>> _ = evaluator.attach(Metrics(loss=Average()))
-        >>> _ = trainer.attach(Validation(evaluator, [(torch.full((4, 1), 4.0), torch.zeros(4, 1))]), history)
+        >>> trainer = Engine(update, model=model)
+        >>> _ = trainer.attach(Validation([(torch.full((4, 1), 4.0), torch.zeros(4, 1))]), history)
         >>> _ = trainer.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=3)
-        >>> history["loss"]  # of the weights 0.5, 0.25 and 0.125
+        >>> history["val_loss"]  # of the weights 0.5, 0.25 and 0.125
         [4.0, 1.0, 0.25]
     """
 
     interval_matters = True
 
+    @overload
     def __init__(
         self,
         evaluator: Engine,
         data: Iterable[Any] | Mapping[str, Iterable[Any]],
         *,
         every: str | Interval | AnyEvent = "1ep",
-        prefix: str = "",
+        prefix: str | None = None,
         at_start: bool = False,
         sanity: int = 0,
         inherit: bool = True,
         name: str | None = None,
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        data: Iterable[Any] | Mapping[str, Iterable[Any]],
+        /,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        update: str | None = None,
+        every: str | Interval | AnyEvent = "1ep",
+        prefix: str | None = None,
+        at_start: bool = False,
+        sanity: int = 0,
+        inherit: bool = True,
+        name: str | None = None,
+        **named: Any,
+    ) -> None: ...
+
+    def __init__(
+        self,
+        evaluator: Any = None,
+        data: Any = None,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        update: str | None = None,
+        every: str | Interval | AnyEvent = "1ep",
+        prefix: str | None = None,
+        at_start: bool = False,
+        sanity: int = 0,
+        inherit: bool = True,
+        name: str | None = None,
+        **named: Any,
     ) -> None:
         super().__init__(name=name)
         if isinstance(data, Engine):
             raise TypeError("Validation(...): the evaluator comes before the data: Validation(evaluator, data)")
-        if not isinstance(evaluator, Engine) or evaluator.training:
-            shown = "an engine that trains" if isinstance(evaluator, Engine) else f"a {type(evaluator).__name__}"
-            raise ValueError(
-                f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
-                "`update.evaluation()`, which has no optimizer"
+        if evaluator is None or data is None:
+            evaluator, data = (
+                (evaluator, data) if isinstance(evaluator, Engine) else (None, evaluator if data is None else data)
+            )
+        self._given = None if evaluator is None else _checked_evaluator(evaluator)
+        self.metrics = _checked_metrics(metrics, named)
+        self.update = check_name(self, "update", update)
+        if self._given is not None and (self.metrics or update is not None):
+            what = f"{next(iter(self.metrics))}=" if self.metrics else "update="
+            raise TypeError(
+                f"Validation({what}) beside an evaluator, which has its own; attach Metrics({what}...) to it"
             )
         self.data_sets = _data_sets(data)
-        self.evaluator = evaluator
         self.data = data
         self.every = check_every(self, every)
-        if not isinstance(prefix, str):
+        if not isinstance(prefix, str | None):
             raise TypeError(f"Validation(prefix={prefix!r}): expected a str, such as 'val/'")
-        self.prefix = prefix
+        self.prefix = prefix if prefix is not None else "val_" if self._given is None else ""
         self.start_event = Events.EPOCH_STARTED(once=1) if check_bool(self, "at_start", at_start) else None
         self.sanity = check_int(self, "sanity", sanity, least=0)
         self.inherit = check_bool(self, "inherit", inherit)
+        self._built: Engine | None = None
         self._evaluated = False  # in this run
         self._done: list[str] = []  # the data sets of a validation that an error has cut short
         self.sanity_event = Events.EPOCH_STARTED(once=1) if sanity else None
 
+    @property
+    def evaluator(self) -> Engine:
+        """The engine that evaluates: the given one, or the one that is built for the trainer that this is attached to."""
+        evaluator = self._built if self._given is None else self._given
+        if evaluator is None:
+            raise AttributeError(
+                f"{self.name!r} has no evaluator yet: it is built for the engine that this is attached to"
+            )
+        return evaluator
+
     def attached(self, engine: Engine) -> None:
-        if self.evaluator is engine:
+        if self._given is None:
+            self._built = self._evaluator_of(engine)
+        elif self._given is engine:
             raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; build a separate Engine to evaluate")
+
+    def detached(self, engine: Engine) -> None:
+        self._built = None
+
+    def _evaluator_of(self, engine: Engine) -> Engine:
+        """An engine that evaluates an update of this one, with its model."""
+        spec = only_update(engine, self.update, by=self, does="is validated").spec
+        models = engine.modules.models
+        has_loss = spec.loss is not None or spec.function is not None
+        measured = ({"loss": Average()} if has_loss else {}) | self.metrics
+        if not measured:
+            raise ValueError(
+                f"{self.name!r}: update {spec.name!r} has no loss, and no metric is given: nothing is measured"
+            )
+        evaluator = Engine(spec.evaluation(), model=next(iter(models.values())) if len(models) == 1 else models or None)
+        evaluator.attach(Metrics(measured))
+        return evaluator
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_built": None}
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
     def announce(self, engine: Engine) -> None:
@@ -157,7 +238,7 @@ class Validation(Handler):
             self.validate(engine)
 
     def _prefix(self, key: str) -> str:
-        return f"{self.prefix}{key}/" if key else self.prefix
+        return f"{self.prefix}{key}{'/' if self._given is not None else '_'}" if key else self.prefix
 
 
 def _data_sets(data: Any) -> dict[str, Any]:
@@ -173,3 +254,28 @@ def _data_sets(data: Any) -> dict[str, Any]:
     if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
         raise TypeError(f"Validation(data=...): the names {list(data)} must be non-empty strings")
     return found
+
+
+def _checked_evaluator(evaluator: Any) -> Engine:
+    if not isinstance(evaluator, Engine) or evaluator.training:
+        shown = "an engine that trains" if isinstance(evaluator, Engine) else f"a {type(evaluator).__name__}"
+        raise ValueError(
+            f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
+            "`update.evaluation()`, which has no optimizer"
+        )
+    return evaluator
+
+
+_ARGUMENTS = ("evaluator", "data", "metrics", "update", "every", "prefix", "at_start", "sanity", "inherit", "name")
+_NO_METRICS = (EventEnum, AnyEvent, Interval, str, int, float, Engine)
+
+
+def _checked_metrics(metrics: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+    """All metrics by name, checked as `Metrics` does it."""
+    for key, value in named.items():
+        if isinstance(value, _NO_METRICS) or value is None:
+            hint = did_you_mean(key, _ARGUMENTS) or f"; the arguments are {', '.join(_ARGUMENTS)}"
+            raise TypeError(f"Validation({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
+    if metrics is None and not named:
+        return {}
+    return Metrics(metrics, **named).metrics

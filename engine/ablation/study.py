@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from signalfire import Engine, Handler
 from signalfire.authoring.checks import check_bool, check_choice, check_int
-from signalfire.authoring.monitor import find_mode
+from signalfire.authoring.monitor import find_mode, find_name
 from signalfire.authoring.randomness import unchanged_random_state
 
 from .arguments import check_build, check_handlers, check_seeds, check_workers
@@ -194,6 +194,7 @@ class Study:
                 first.check(lambda: self._built(usual), again)
             self._is_repeatable = True
             self._look_at(parts, usual)
+            self.metric = find_name(engine, self.metric, by="Study")
             self.mode = find_mode(engine, self.metric, self.mode, by="Study")
             if self.mode is None:
                 raise no_direction(self.metric, reference)

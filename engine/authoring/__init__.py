@@ -64,7 +64,7 @@ from .devices import DeviceFeature, as_signed, first_wide, is_readable, refusal,
 from .interval import Interval, check_every, event_of, saving_events, unfiltered
 from .log import Entry, Histogram, as_pixels
 from .markup import preformatted, table
-from .monitor import Monitor, check_announced, find_mode, no_direction
+from .monitor import Monitor, check_announced, find_mode, find_name, no_direction
 from .plain import fields_of, plain_mapping, plain_value
 from .planning import comes_up, last_epoch, last_iteration, steps_to_come
 from .randomness import (
@@ -114,6 +114,7 @@ __all__ = [
     "field_names",
     "fields_of",
     "find_mode",
+    "find_name",
     "first_wide",
     "is_readable",
     "last_epoch",

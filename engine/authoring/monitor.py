@@ -13,7 +13,38 @@ from .checks import check_bool, check_choice, check_number, did_you_mean
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Monitor", "check_announced", "find_mode", "no_direction"]
+__all__ = ["Monitor", "check_announced", "find_mode", "find_name", "no_direction"]
+
+
+def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
+    """The metric that is asked for: itself, its other spelling, or that of a validation, "val_loss" for "loss".
+
+    Args:
+        engine: The engine that has the metric.
+        metric: The name that the user gave.
+        by: The class that needs it, for messages.
+        name: Name of the handler.
+
+    Raises:
+        KeyError: if a metric of the training may be meant, too.
+    """
+    metrics = engine.state.metrics
+    written = metrics.under(metric)
+    if written in metrics or written in metrics.owners:
+        return written
+    validated, trained = metrics.under(f"val_{metric}"), metrics.under(f"train_{metric}")
+    if validated not in metrics.owners:
+        return metric
+    if trained in metrics.owners:
+        raise KeyError(f"{by} asks for {metric!r}, which is ambiguous: write {validated!r} or {trained!r}")
+    engine.findings.report(
+        "C40",
+        f"{by} takes {validated!r}, which {metrics.owners[validated]!r} measures, for {metric!r}",
+        f"write {validated!r}",
+        *([name] if name else []),
+        key=(by, metric),
+    )
+    return validated
 
 
 def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, name: str = "") -> Direction | None:
@@ -135,6 +166,7 @@ class Monitor:
         given: The mode that was given.
         needs_mode: Whether a metric whose direction nobody knows is an error.
         mode: The mode in force; None as long as it is not known.
+        asked: The name that was given; `metric` is the one under which it is written, from `start` on.
     """
 
     def __init__(
@@ -150,6 +182,7 @@ class Monitor:
         if not isinstance(metric, str) or not metric:
             raise TypeError(f"{handler}: the monitored metric is {metric!r}; expected a name, such as 'accuracy'")
         self.handler = handler
+        self.asked = metric
         self.metric = metric
         self.mode_of = mode_of
         self.needs_mode = True
@@ -169,6 +202,7 @@ class Monitor:
             KeyError: for a metric that nobody can write.
             ValueError: for an announced metric whose direction nobody knows, without mode=.
         """
+        self.metric = find_name(engine, self.asked, by=self.handler, name=name)
         announced = check_announced(engine, self.metric, by=self.handler)
         self.mode = find_mode(engine, self.metric, self.given, by=self.handler, name=name)
         if self.mode is None and self.needs_mode and announced and self.metric in engine.state.metrics.owners:

@@ -52,8 +52,11 @@ class MetricStore(dict[str, Any]):
         self.running: dict[str, Callable[[], float | None]] = {}
 
     def __setitem__(self, name: str, value: Any) -> None:
+        count = self.serials.get(name, 0)
+        if not count and (other := self.under(name)) != name:
+            raise ValueError(f"{name!r} and {other!r} are one metric for monitors and loggers; write it as {other!r}")
         self.serial += 1
-        self.serials[name] = self.serials.get(name, 0) + 1
+        self.serials[name] = count + 1
         if isinstance(value, Tensor):  # its memory may change later, and its graph would keep the batch alive
             value = value.detach().clone()
         elif isinstance(value, np.generic | np.ndarray):
@@ -63,7 +66,16 @@ class MetricStore(dict[str, Any]):
         for listener in self.listeners:
             listener(name, value)
 
+    def under(self, name: str) -> str:
+        """The name under which a metric is written that is asked for as "val/loss" or "val_loss"; else the name itself."""
+        if name in self or name in self.owners:
+            return name
+        plain = name.replace("/", "_")
+        return next((one for one in (*self.owners, *self) if one.replace("/", "_") == plain), name)
+
     def __missing__(self, name: str) -> Any:
+        if (other := self.under(name)) in self:
+            return self[other]
         known = sorted({*self, *self.owners})
         if name in self.owners:
             raise KeyError(
@@ -121,11 +133,16 @@ class MetricStore(dict[str, Any]):
         if isinstance(names, str):
             raise TypeError(f"announce({owner!r}, {names!r}): expected a list of names: [{names!r}]")
         for name in names:
+            if (written := self.under(name)) != name and written in self.owners:
+                raise ValueError(
+                    f"{self.owners[written]!r} writes the metric {written!r} and {owner!r} writes {name!r}, which are one name; "
+                    "rename one of them"
+                )
             other = self.owners.setdefault(name, owner)
             if other != owner:
                 raise ValueError(
                     f"both {other!r} and {owner!r} write the metric {name!r}; rename one of them, "
-                    "for example with Validation(prefix='val_')"
+                    "for example with Validation(prefix='test_')"
                 )
             if not saved:
                 self.unsaved.add(name)
@@ -166,10 +183,16 @@ class MetricStore(dict[str, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()
-        super().update(state["values"])
-        self.serials = dict(state["serials"])
+        super().update({self._now(name, state): value for name, value in state["values"].items()})
+        self.serials = {self._now(name, state): count for name, count in state["serials"].items()}
         self.serial = state["serial"]
-        self.evaluated = set(state.get("evaluated", ()))
+        self.evaluated = {self._now(name, state) for name in state.get("evaluated", ())}
+
+    def _now(self, name: str, state: Mapping[str, Any]) -> str:
+        """What a metric of a saved state is called now: a validation's "loss" may have become "val_loss"."""
+        prefixed = f"val_{name}"
+        renamed = name not in self.owners and prefixed in self.owners and prefixed not in state["serials"]
+        return prefixed if renamed else name
 
 
 def as_number(value: Any) -> float | None:

@@ -192,6 +192,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C37": ("warning", "linear layers follow each other without an activation between them"),
     "C38": ("warning", "a handler for several processes is attached in a notebook, which is one process"),
     "C39": ("info", "a guard learns for longer than the run lasts what is usual"),
+    "C40": ("info", "a name is taken for that of the validation's metric"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),
@@ -220,7 +221,9 @@ CODES: dict[str, tuple[Severity, str]] = {
 }
 """For each code its default severity and what it means, in words that fit every case of it."""
 
-PRINTED = frozenset(("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "G01", "G13", "G15", "G24"))
+PRINTED = frozenset(
+    ("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "C40", "G01", "G13", "G15", "G24")
+)
 """Codes whose information is printed as one line on stderr when it is found in a run, since it is about what the run does."""
 
 REPEATS: dict[str, tuple[str, ...]] = {

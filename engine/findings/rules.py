@@ -29,8 +29,10 @@ Rule = Callable[[Composition], Iterator[Finding]]
 
 
 def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
+    names = {name.replace("/", "_") for name in it.produced}
     for handler, monitor in it.monitors:
-        if monitor.metric in it.produced:
+        asked = monitor.metric.replace("/", "_")
+        if monitor.metric in it.produced or asked in names or f"val_{asked}" in names:
             continue
         there = ", ".join(sorted(it.produced)) or "none"
         if it.may_write_metrics:

@@ -94,6 +94,9 @@ class ScalarLogger(Handler):
         """Skip the metrics measured so far: the previous run wrote them."""
         self._new.start(engine)
         self._tags = {}
+        for name, owner in engine.state.metrics.owners.items():
+            if owner != "user":  # of whose metrics a value shows whether they are an evaluation's
+                self._tag(engine, name)
         self._losses = list(zip(_tags_of_losses(engine), engine.updates, strict=True))
         self._seen_loaded = self._wrote_losses = False
 
@@ -145,13 +148,26 @@ class ScalarLogger(Handler):
         if self._new.pending:
             self._write_new(engine, earlier=True)
 
+    def _tag(self, engine: Engine, name: str) -> str:
+        """The name of a metric in the log, found once.
+
+        Raises:
+            ValueError: for one that another metric has.
+        """
+        if name not in self._tags:
+            tag = self.tag_of(engine, name)
+            if (other := next((one for one, its in self._tags.items() if its == tag), None)) is not None:
+                raise ValueError(
+                    f"{self.name!r}: the metrics {other!r} and {name!r} are both {tag!r} in a log; rename one of them"
+                )
+            self._tags[name] = tag
+        return self._tags[name]
+
     def _write_new(self, engine: Engine, *, last: bool = False, earlier: bool = False) -> None:
         for epoch, iteration, step, measured in self._new.take(engine, last=last, earlier=earlier):
             values = {}
             for name, value in measured.items():
-                if name not in self._tags:
-                    self._tags[name] = self.tag_of(engine, name)
-                values[self._tags[name]] = value
+                values[self._tag(engine, name)] = value
             self._record(Record(epoch, iteration, step, values))
 
     @on(Events.COMPLETED, phase=Phase.RECORD, reads=[], writes=[])

@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Update, allow, seed_everything
 from signalfire.handlers import (
+    Accuracy,
     Average,
+    CSVLogger,
     EarlyStopping,
     GradientAccumulation,
     History,
@@ -472,3 +474,175 @@ class RefusesLength(list[Any]):
 def test_data_that_refuses_to_say_its_length_is_data() -> None:
     evaluator = Engine(Update.supervised(torch.nn.functional.mse_loss), model=torch.nn.Linear(5, 1))
     assert len(Validation(evaluator, RefusesLength([1])).data_sets) == 1
+
+
+# ---- with an evaluator that it builds --------------------------------------------------------------------------------
+
+
+def classifying(*handlers: Any, updates: int = 1) -> Engine:
+    model = mlp(5, 8, 3, nn.BatchNorm1d(8), nn.Dropout(0.5))
+    cross_entropy = nn.functional.cross_entropy
+    names = ["main", "other"][:updates]
+    specs = [Update.supervised(cross_entropy, torch.optim.SGD, lr=0.05, name=name) for name in names]
+    engine = Engine(specs, model=model, seed=0)
+    engine.attach(*handlers)
+    return engine
+
+
+def weights_of(engine: Engine) -> list[Any]:
+    return [tensor.tolist() for tensor in engine.model.state_dict().values()]
+
+
+def labelled(count: int, seed: int = 0) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 5, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(count)]
+
+
+def test_the_short_form_is_the_long_one_with_another_prefix_bit_for_bit() -> None:
+    torch.manual_seed(0)
+    long = classifying()
+    evaluator = Engine(long.updates[0].spec.evaluation(), model=long.model)
+    evaluator.attach(Metrics(accuracy=Accuracy(), loss=Average()))
+    long_history, short_history = History(), History()
+    long.attach(Validation(evaluator, labelled(3, 1)), long_history)
+    torch.manual_seed(0)
+    short = classifying(Validation(labelled(3, 1), accuracy=Accuracy()), short_history)
+    for engine in (long, short):
+        torch.manual_seed(1)
+        engine.run(labelled(4), max_epochs=3)
+    assert weights_of(long) == weights_of(short)
+    for name in ("accuracy", "loss"):
+        assert short_history[f"val_{name}"] == long_history[name]
+    assert sorted(short.state.metrics) == ["val_accuracy", "val_loss"]
+
+
+def test_the_evaluator_is_built_for_each_engine_that_it_is_attached_to() -> None:
+    validation = Validation(labelled(2), metrics={"accuracy": Accuracy()})
+    with pytest.raises(AttributeError, match="'validation' has no evaluator yet: it is built for the engine"):
+        _ = validation.evaluator
+    built = []
+    for _ in range(2):
+        engine = classifying(validation)
+        engine.run(labelled(2, 2), max_epochs=1)
+        built.append(validation.evaluator)
+        assert validation.evaluator.modules["model"] is engine.modules["model"]
+        engine.detach(validation)
+    assert built[0] is not built[1]
+    assert not hasattr(validation, "evaluator")
+
+
+def test_of_several_updates_one_is_named() -> None:
+    with pytest.raises(ValueError, match=r"several updates \(main, other\); give update=, the one that is validated"):
+        classifying(Validation(labelled(2)), updates=2)
+    engine = classifying(Validation(labelled(2), update="other"), updates=2)
+    assert engine[Validation].evaluator.updates[0].name == "other"
+
+
+def test_several_data_sets_have_their_names_in_those_of_the_metrics() -> None:
+    engine = classifying(Validation({"clean": labelled(2, 1), "noisy": labelled(2, 2)}, accuracy=Accuracy()))
+    metrics = engine.run(labelled(2), max_epochs=1).metrics
+    assert sorted(metrics) == ["val_clean_accuracy", "val_clean_loss", "val_noisy_accuracy", "val_noisy_loss"]
+
+
+def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
+    def build_with(**metrics: Any) -> Engine:
+        engine = Engine(Update.prediction(), model=mlp(5, 4, 3))
+        engine.attach(Validation(labelled(1), **metrics))
+        return engine
+
+    with pytest.raises(ValueError, match="update 'main' has no loss, and no metric is given: nothing is measured"):
+        build_with()
+    engine = build_with(accuracy=Accuracy())
+    assert engine[Validation].metric_names(engine) == ["val_accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"evry": "2ep"},
+            r"Validation\(evry='2ep'\): evry= is no argument, and '2ep' is no metric; did you mean 'every'\?",
+        ),
+        ({"at": Events.STARTED}, r"at= is no argument, and Events.STARTED is no metric"),
+        ({"evaluate": None}, r"evaluate= is no argument, and None is no metric; did you mean 'evaluator'\?"),
+        ({"accuracy": Accuracy}, r"accuracy=Accuracy\): expected an instance; write Accuracy\(\)"),
+        ({"accuracy": 3}, r"accuracy= is no argument, and 3 is no metric"),
+    ],
+)
+def test_what_is_neither_an_argument_nor_a_metric_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Validation(labelled(1), **arguments)
+
+
+@pytest.mark.parametrize("argument", ["accuracy", "update"])
+def test_an_evaluator_that_is_given_has_its_own_metrics(argument: str) -> None:
+    value = Accuracy() if argument == "accuracy" else "main"
+    with pytest.raises(TypeError, match=rf"Validation\({argument}=\) beside an evaluator, which has its own"):
+        Validation(evaluator_of(mlp(5, 4, 1)), labelled(1), **{argument: value})  # type: ignore[call-overload]
+
+
+def test_a_run_that_was_saved_with_the_long_form_continues_with_the_short_one() -> None:
+    def build_with(*, short: bool) -> tuple[Engine, EarlyStopping]:
+        torch.manual_seed(0)
+        stopping = EarlyStopping("val_loss" if short else "loss", patience=50)
+        engine = classifying(stopping)
+        evaluator = Engine(engine.updates[0].spec.evaluation(), model=engine.model)
+        evaluator.attach(Metrics(loss=Average()))
+        engine.attach(Validation(labelled(3, 1)) if short else Validation(evaluator, labelled(3, 1)))
+        return engine, stopping
+
+    whole, expected = build_with(short=True)
+    whole.run(labelled(4), max_epochs=6)
+    first, _ = build_with(short=False)
+    first.run(labelled(4), max_epochs=3)
+    second, found = build_with(short=True)
+    second.load_state_dict(first.state_dict())
+    with allow("W32"):  # the monitor was given another name
+        second.run(labelled(4), max_epochs=6)
+    assert found.state_dict() == expected.state_dict()
+    assert second.state.metrics == whole.state.metrics
+    assert second.state.metrics.serials == whole.state.metrics.serials
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slash_and_an_underscore_spell_one_name() -> None:
+    history = History()
+    engine = classifying(Validation(labelled(2), accuracy=Accuracy()), EarlyStopping("val/accuracy"), history)
+    engine.run(labelled(2), max_epochs=2)
+    assert history["val/accuracy"] == history["val_accuracy"]
+    assert engine.state.metrics["val/loss"] == engine.state.metrics["val_loss"]
+    assert engine[EarlyStopping].monitor.metric == "val_accuracy"
+    with pytest.raises(KeyError, match="there is no metric 'val/nothing'"):
+        _ = engine.state.metrics["val/nothing"]
+
+
+@pytest.mark.filterwarnings("default::signalfire.FindingWarning")
+def test_a_name_without_the_prefix_is_that_of_the_validation_and_is_said_once(capsys: Any) -> None:
+    engine = classifying(Validation(labelled(2), accuracy=Accuracy()), EarlyStopping("accuracy"))
+    engine.run(labelled(2, 3), max_epochs=2)
+    assert [one.code for one in engine.findings.of_run() if one.code == "C40"] == ["C40"]
+    assert engine[EarlyStopping].monitor.metric == "val_accuracy"
+
+
+def test_a_name_that_could_be_that_of_the_training_too_is_refused() -> None:
+    engine = classifying(
+        Validation(labelled(2), accuracy=Accuracy()), Metrics(train_accuracy=Accuracy()), EarlyStopping("accuracy")
+    )
+    with pytest.raises(KeyError, match=r"'accuracy', which is ambiguous: write 'val_accuracy' or 'train_accuracy'"):
+        engine.run(labelled(2, 3), max_epochs=1)
+
+
+def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: Any) -> None:
+    with pytest.raises(ValueError, match=r"'val_loss' and 'again' writes 'val/loss', which are one name"):
+        classifying(Validation(labelled(2)), Validation(labelled(2), prefix="val/", name="again")).run(
+            labelled(2, 3), max_epochs=1
+        )
+    metrics = Metrics(metrics={"kl": Average(), "train/kl": Average(lambda output, target: output.sum())})
+    with pytest.raises(ValueError, match=r"the metrics 'kl' and 'train/kl' are both 'train/kl' in a log"):
+        classifying(metrics, CSVLogger(tmp_path / "log.csv")).run(labelled(2), max_epochs=1)
+    engine = classifying(Validation(labelled(2)))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
+    with pytest.raises(ValueError, match=r"'val/loss' and 'val_loss' are one metric"):
+        engine.run(labelled(2, 3), max_epochs=1)

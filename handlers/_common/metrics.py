@@ -1,0 +1,500 @@
+"""`Metrics`: measures with each batch, and gives the values of an epoch; `handlers.metrics` and `Validation` use it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire.authoring import check_name, map_leaves, samples_in, tensors_in
+from signalfire.authoring.batches import hides_samples
+from signalfire.core.state import as_number
+from signalfire.findings import Finding, finding
+from signalfire.findings.calls import MetricCalls
+from signalfire.findings.dropout import is_compiled
+from signalfire.findings.loss_graph import Problem
+
+from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
+from .ranks import PUBLISH
+from .torchmetrics import keeps_inputs, load_state_of, merging_nothing, state_of, synced, torchmetrics_in
+from .updates import only_update, selected_updates
+
+__all__ = ["Metric", "Metrics"]
+
+Inputs = Callable[[Engine], tuple[Any, ...] | Mapping[str, Any]]
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """The interface of torchmetrics metrics: any object with these three methods."""
+
+    def reset(self) -> None: ...
+    def update(self, *inputs: Any) -> None: ...
+    def compute(self) -> Any: ...
+
+
+class Metrics(Handler):
+    """Updates metrics with every batch, and writes the epoch's values to ``state.metrics`` when the epoch completes.
+
+    Attach it to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values so
+    far are available in ``state.metrics.running``.
+
+    Metrics get tensors of half precision in float32, as copies, so that its rounding does not decide about a checkpoint. Values
+    of one number are Python numbers.
+
+    A score that is no mean over batches, such as F1, is an object that counts, with ``reset``, ``update`` and ``compute``; for
+    several processes ``state_dict`` and ``merge``, which is given the states of all ranks.
+
+    Args:
+        metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
+            ``(output, target) -> mean of the batch``, which is averaged over the samples. A function may return several
+            values by name: those of ``scores`` are written as "scores/f1" and so on. Each metric's ``higher_is_better`` tells
+            monitors which way is better.
+        inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics: a tuple, or a mapping of
+            keyword arguments; by default the output and the targets, where `Update` has them (``output``, ``target``): all that
+            the forward returns, and the batch's second element.
+        update: Name of the update that is measured; required if there are several.
+        named: The same as ``metrics``, as keyword arguments.
+
+    Example:
+        >>> import torch
+        >>> from functools import partial
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+        >>> batches = [(torch.zeros(3, 2), torch.tensor([0, 0, 0])), (torch.zeros(1, 2), torch.tensor([1]))]  # scores and classes
+        >>> metrics = evaluator.run(batches).metrics
+        >>> round(metrics["loss"], 3), metrics["accuracy"]
+        (0.693, 0.75)
+        >>> class F1:  # no mean over batches, so that it counts by itself
+        ...     higher_is_better = True
+        ...     def __init__(self):
+        ...         self.reset()
+        ...     def reset(self):
+        ...         self.hits = self.wrong = 0
+        ...     def update(self, output, target):  # of two classes
+        ...         guess = output.argmax(1)
+        ...         self.hits += int((guess & target).sum())
+        ...         self.wrong += int((guess != target).sum())
+        ...     def compute(self):
+        ...         return 2 * self.hits / (2 * self.hits + self.wrong)
+        ...     def state_dict(self):
+        ...         return {"hits": self.hits, "wrong": self.wrong}
+        ...     def merge(self, states):
+        ...         self.hits, self.wrong = (sum(state[key] for state in states) for key in ("hits", "wrong"))
+        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
+        >>> _ = evaluator.attach(Metrics(f1=F1()))
+        >>> scores = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+        >>> evaluator.run([(scores, torch.tensor([1, 0, 0])), (scores[:1], torch.tensor([1]))]).metrics
+        {'f1': 0.8}
+    """
+
+    def __init__(
+        self,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        inputs: Inputs | None = None,
+        update: str | None = None,
+        name: str | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(name=name)
+        self.metrics = _checked(metrics, named)
+        if inputs is not None and not callable(inputs):
+            raise TypeError(
+                f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
+            )
+        self.inputs = inputs or _output_and_target
+        self.update = check_name(self, "update", update)
+        self._placed = False  # whether torchmetrics metrics are on the output's device
+        self._counted = False  # whether the samples of a batch were found to be countable
+        self._ignored: int | None = None  # the class that the update's loss ignores, if its targets are classes
+        self._chances: dict[str, _Chance] = {}  # by metric
+        self._looked: set[Average] = set()  # whose functions were looked at
+        self._averaging: dict[str, Problem] = {}  # by metric, what its function should not be averaged for
+        self._batches = 0  # of this epoch
+        # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
+        self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
+        self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
+        self._widens = any(not isinstance(m, Accuracy) for m in self._of_output)
+        self._keeping = {id(m) for m in self._of_output if keeps_inputs(m)}
+
+    def findings(self, engine: Engine) -> Iterator[Finding]:
+        """Report a mean of losses that are sums."""
+        for update in selected_updates(engine, self.update) if self._of_loss else ():
+            loss = getattr(update.spec.loss, "loss", None) or update.spec.loss
+            reduction = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", None))
+            if reduction == "sum":
+                yield finding(
+                    "W04",
+                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but it is a sum over the batch "
+                    "(reduction='sum'): the value grows with the size of a batch",
+                    "use reduction='mean'",
+                    [self.name],
+                )
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the values in ``state.metrics``."""
+        names = []
+        for key, metric in self.metrics.items():
+            collection = isinstance(metric, torch.nn.ModuleDict)  # of torchmetrics
+            parts = metric.keys() if collection else None
+            names += [key] if parts is None else [f"{key}/{part}" for part in parts]
+        return names
+
+    @property
+    def directions(self) -> dict[str, Literal["min", "max"]]:
+        """The values whose direction is known: "max" if greater is better, "min" if smaller is."""
+        found: dict[str, Literal["min", "max"]] = {}
+        for key, metric in self.metrics.items():
+            parts = metric.items() if isinstance(metric, torch.nn.ModuleDict) else None
+            for name, one in [(key, metric)] if parts is None else [(f"{key}/{part}", one) for part, one in parts]:
+                if isinstance(higher := getattr(one, "higher_is_better", None), bool):
+                    found[name] = "max" if higher else "min"
+        return found
+
+    def attached(self, engine: Engine) -> None:
+        update = only_update(engine, self.update, by=self, does="is measured")
+        engine.state.metrics.announce(self.name, self.names, self.directions)
+        if self._of_output and update.forward is None:
+            raise ValueError(
+                f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
+                "is a single function without one; build the Update with forward= and loss="
+            )
+        if self._of_loss and update.forward is not None and update.loss_function is None:
+            raise ValueError(
+                f"{self.name!r}: Average() without a function averages the loss, but update {update.name!r} has no loss; "
+                "give it a function"
+            )
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    def check_mergeable(self, engine: Engine) -> None:
+        """Raise an error for a metric that would cover only one rank of a distributed run."""
+        for key, metric in self.metrics.items() if engine.group.data.distributed else ():
+            if not torchmetrics_in(metric) and not callable(getattr(metric, "merge", None)):
+                raise ValueError(
+                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
+                    f"{engine.group.data.world_size} processes; give it a method merge(states), which loads a list of the "
+                    "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
+                )
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    def claim_metrics(self, engine: Engine) -> None:
+        """Raise an error for a metric object that a handler of another running engine updates, too."""
+        self._placed = self._counted = False
+        for key, metric in self.metrics.items():
+            other = _in_use.setdefault(id(metric), self)
+            if other is not self:
+                raise ValueError(
+                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in another Metrics handler "
+                    "that is running, so that each would reset and count the other's batches; build one for each"
+                )
+
+    @on(Events.ENDED, reads=[], writes=[])
+    def release_metrics(self, engine: Engine) -> None:
+        """Leave the metric objects to other runs."""
+        for metric in self.metrics.values():
+            if _in_use.get(id(metric)) is self:
+                del _in_use[id(metric)]
+
+    def detached(self, engine: Engine) -> None:
+        for key in self.metrics:
+            engine.state.metrics.running.pop(key, None)
+
+    @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    def reset_metrics(self, engine: Engine) -> None:
+        """Reset the metrics at the start of an epoch."""
+        self._placed, self._batches = False, 0
+        for metric in self.metrics.values():
+            if not (engine.training and engine.state.epoch > 1 and getattr(metric, "carries_over", False)):
+                metric.reset()
+
+    @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["metrics"])
+    def publish_running(self, engine: Engine) -> None:
+        """Make the values so far available to displays."""
+        for key, metric in self.metrics.items():
+            engine.state.metrics.running[key] = partial(_current, metric)
+            if isinstance(metric, Accuracy) and metric.follows_loss:
+                metric.ignore_index = ignored_class(_loss_of(engine.find_update(self.update)))
+
+    @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss", "modules", "plan"], writes=[])
+    def update_metrics(self, engine: Engine) -> None:
+        """Update the metrics with this batch after its last backward; a batch in time chunks counts once, as a whole."""
+        update = engine.state.update
+        if self.update not in (None, update.name) or update.more:
+            return
+        if self._of_loss and update.raw_loss is not None:
+            size = (samples_in if update.spec.samples is None else update.samples_in)(engine.state.batch)
+            if not self._counted:
+                self._check_batch(engine)
+            ignored = None
+            if self._ignored is not None:
+                ignored = all_ignored(_targets_in(update, engine.state.batch), self._ignored)
+            for metric in self._of_loss:
+                metric.add(update.raw_loss, size, ignored)
+        if self._of_output and update.output is not None:
+            self._update_with_output(engine)
+
+    def _check_batch(self, engine: Engine) -> None:
+        """Find out whether the loss may ignore targets, and report a batch whose class hides its number of samples."""
+        self._counted = True
+        batch, spec = engine.state.batch, engine.state.update.spec
+        ignored = ignored_class(_loss_of(engine.state.update))
+        self._ignored = None if all_ignored(_targets_in(engine.state.update, batch), ignored) is None else ignored
+        if spec.samples is None and hides_samples(batch):
+            engine.findings.report(
+                "W03",
+                f"a batch of class {type(batch).__name__} is counted as one sample, so that a short last batch weighs as much as "
+                "the others in averages",
+                "give the class a __len__, or pass Update(..., samples=lambda batch: ...)",
+                self.name,
+            )
+
+    def _update_with_output(self, engine: Engine) -> None:
+        update = engine.state.update
+        with torch.no_grad():
+            inputs = self.inputs(engine)
+            if not isinstance(inputs, tuple | list | Mapping):
+                raise TypeError(
+                    f"{self.name!r}: inputs= returned a {type(inputs).__name__}; expected a tuple of the metrics' arguments, "
+                    "such as (output, target), or a mapping of keyword arguments"
+                )
+            if not self._placed:
+                self._place(inputs)
+            prepared = self._prepared
+            named = {key: prepared(one) for key, one in inputs.items()} if isinstance(inputs, Mapping) else {}
+            given = () if named else tuple(map(prepared, inputs))
+            size = samples_in(given or named) if update.spec.samples is None else update.samples_in(engine.state.batch)
+            self._pass_on(engine, given, named, size)
+            self._batches += 1
+            if self._averaging:
+                self._report_averaging(engine)
+
+    def _pass_on(self, engine: Engine, given: tuple[Any, ...], named: dict[str, Any], size: int) -> None:
+        try:
+            for metric in self._of_output:
+                if isinstance(metric, Average):
+                    self._measure(engine, metric, given, named, size)
+                elif id(metric) in self._keeping:
+                    metric.update(*map(_copied, given), **{key: _copied(one) for key, one in named.items()})
+                else:
+                    metric.update(*given, **named)
+        except RuntimeError as error:
+            if "expected scalar type" in str(error):
+                error.add_note(
+                    f"{self.name!r}: metrics get tensors of half precision in float32; convert what your function combines "
+                    "with them, such as weights of classes"
+                )
+            raise
+
+    def _prepared(self, item: Any) -> Any:
+        """An argument of the metrics. Comparing is exact in half precision, which spares `Accuracy` a copy of the scores."""
+        item = item.detach() if isinstance(item, Tensor) else item
+        return in_float32(item) if self._widens else item
+
+    def _measure(self, engine: Engine, metric: Average, *batch: Any) -> None:
+        """Measure a batch, and look at the first call of the function that does."""
+        if metric in self._looked or is_compiled(engine):
+            metric.measure(*batch)
+            return
+        self._looked.add(metric)
+        with MetricCalls() as calls:
+            metric.measure(*batch)
+        (key,) = (key for key, one in self.metrics.items() if one is metric)
+        for problem in calls.problems:
+            self._report_problem(engine, key, problem)
+        if (problem := calls.averages(metric.function, metric.latest)) is not None:
+            self._averaging[key] = problem
+
+    def _report_averaging(self, engine: Engine) -> None:
+        """Report values that are averaged over several batches and are no means, once there is more than one batch."""
+        while self._batches > 1 and self._averaging:
+            key, problem = self._averaging.popitem()
+            self._report_problem(engine, key, problem)
+
+    def _report_problem(self, engine: Engine, key: str, problem: Problem) -> None:
+        code, sentence, way_out = problem
+        engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
+
+    def _place(self, inputs: Any) -> None:
+        """Move torchmetrics metrics, with their states, to the device of the output."""
+        self._placed = True
+        tensors = tensors_in(inputs)
+        for metric in self._of_output if tensors else ():
+            if torchmetrics_in(metric):
+                metric.to(tensors[0].device)
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["step", "processes"], writes=["metrics"])
+    def publish(self, engine: Engine) -> None:
+        """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
+        if engine.group.data.distributed:
+            merged = {key: metric for key, metric in self.metrics.items() if not torchmetrics_in(metric)}
+            states = engine.group.data.gather([metric.state_dict() for metric in merged.values()]) if merged else []
+            for place, metric in enumerate(merged.values()):
+                metric.merge([several[place] for several in states])
+        for key, metric in self.metrics.items():
+            with synced(metric, engine.group.data):
+                value = metric.compute()
+            if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
+                for part, one in value.items():
+                    engine.state.metrics[f"{key}/{part}"] = _plain(one)
+            else:
+                value = _plain(value)
+                engine.state.metrics[key] = value
+                self._check_value(engine, key, metric, value)
+
+    def _check_value(self, engine: Engine, key: str, metric: Any, value: Any) -> None:
+        """Report values that the metric cannot have."""
+        if isinstance(metric, Accuracy) and (trainer := engine.findings.parent) is not None:
+            self._check_chance(engine, trainer, key, metric)
+        found = metric.doubt() if isinstance(metric, Average | Accuracy) else None
+        of_accuracy = isinstance(value, float) and _ACCURACY.search(key.lower())
+        if found is None and of_accuracy and not (0 <= value <= 100 or value != value):
+            found = (
+                "W04",
+                f"its value {value:.4g} is neither a fraction nor a percentage",
+                "return the mean of the batch, or use Accuracy",
+            )
+        if found is not None:
+            self._report_problem(engine, key, found)
+
+    def _check_chance(self, engine: Engine, trainer: Engine, key: str, metric: Accuracy) -> None:
+        """Report an accuracy that training has never lifted above that of a constant answer."""
+        found, planned = metric.most_frequent, trainer.state.max_epochs or 0
+        if found is None or not trainer.training:
+            return
+        share, count = found
+        chance = self._chances.get(key)
+        if chance is None or chance.run != trainer.snapshots.run_id:
+            chance = self._chances[key] = _Chance(trainer.snapshots.run_id)
+        chance.evaluations += 1
+        value, deviation = metric.compute(), (share * (1 - share) / count) ** 0.5
+        chance.exceeded = chance.exceeded or value > share + deviation
+        late = trainer.state.epoch >= max(3, planned / 2) and chance.evaluations >= 3
+        if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
+            engine.findings.report(
+                "W64",
+                f"in {chance.evaluations} evaluations, {key!r} has never exceeded {share:.3g}, which always answering the most "
+                f"frequent class reaches (now: {value:.3g})",
+                "check that inputs and labels belong together and that both data sets number the classes alike; then the rates "
+                "of learning, weight decay and clipping",
+                self.name,
+                key=key,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: state_of(metric) for key, metric in self.metrics.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != set(self.metrics):
+            raise ValueError(f"{self.name!r} has the metrics {sorted(self.metrics)}, but the state has {sorted(state)}")
+        self._placed = False
+        for key, metric in self.metrics.items():
+            load_state_of(metric, state[key])
+
+
+@dataclass
+class _Chance:
+    """What was seen of an accuracy in the evaluations of one run."""
+
+    run: str
+    evaluations: int = 0
+    exceeded: bool = False
+
+
+_ENOUGH_SAMPLES = 200
+_MOST_BALANCED = 0.8  # share of the most frequent class, above which an accuracy says little
+
+_in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
+"""The handlers of running engines by the ids of their metrics."""
+
+_ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
+
+
+def _checked(metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """All metrics by name, functions as averages."""
+    if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
+        raise TypeError(_without_names(metrics))
+    found = {key: _as_metric(key, metric) for key, metric in {**(metrics or {}), **named}.items()}
+    if not found:
+        raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
+    places: dict[int, str] = {}
+    for key, metric in found.items():
+        if (other := places.setdefault(id(metric), key)) != key:
+            raise ValueError(
+                f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
+                "batch twice; build one for each name"
+            )
+    return found
+
+
+def _without_names(metrics: Any) -> str:
+    """What is wrong with a metric, or anything else, in place of metrics by name."""
+    if isinstance(metrics, str):
+        known = {"accuracy": "Accuracy()", "loss": "Average()"}
+        return (
+            f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
+            f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
+        )
+    kind = type(metrics).__name__
+    if not callable(getattr(metrics, "update", metrics)):
+        return f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics"
+    return f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())"
+
+
+def _as_metric(key: str, metric: Any) -> Any:
+    if isinstance(metric, type):
+        raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
+    if not isinstance(metric, Metric) and not callable(metric):
+        raise TypeError(
+            f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
+            "torchmetrics metric, or a function (output, target) -> mean of the batch"
+        )
+    return metric if isinstance(metric, Metric) else Average(metric)
+
+
+def _copied(item: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, item)
+
+
+def _plain(value: Any) -> Any:
+    """A value of one number as a Python number; any other as it is."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
+
+
+def _loss_of(update: UpdateState) -> Any:
+    """The loss that a user gave."""
+    return getattr(update.spec.loss, "loss", None) or update.spec.loss
+
+
+def _targets_in(update: UpdateState, batch: Any) -> Any:
+    """The targets of a batch; None if nobody said where they are."""
+    try:
+        return update.target_in(batch)
+    except Exception:  # as the loss has got its own, whatever is in the way is no problem of the run
+        return None
+
+
+def _is_of_loss(metric: Any) -> TypeGuard[Average]:
+    return isinstance(metric, Average) and metric.function is None
+
+
+def _output_and_target(engine: Engine) -> tuple[Any, ...]:
+    update = engine.state.update
+    return update.output_in(update.output), update.target_in(engine.state.batch)
+
+
+def _current(metric: Any) -> float | None:
+    """The value so far on this rank, without synchronising: the other ranks may not call it, and would block this one."""
+    with merging_nothing(metric):
+        return as_number(metric.compute())
