@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
@@ -140,6 +141,39 @@ class Engine(Kernel):
         """
         return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
 
+    def test(
+        self,
+        data: Iterable[Any],
+        *,
+        weights: Any = None,
+        validation: str | None = None,
+        inherit: bool = True,
+        metrics: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> dict[str, Any]:
+        """Measure data as the attached `Validation` does, and return the metrics: ``trainer.test(data, weights="best")``.
+
+        It emits no event, and leaves the weights, metrics, states and random generators of the engine as they are. With several
+        ranks each has to call it.
+
+        Args:
+            data: its data.
+            weights: those of a checkpoint, as evaluations saw them when it was written, with averages in their place: "best" for
+                that of the one attached `Checkpoint` with a monitor, or a `Checkpoint`, or a path. By default those that the
+                engine has.
+            validation: the name of the `Validation`, where there are several.
+            inherit: as for `evaluate`.
+            metrics, named: what is measured besides the loss, in place of the validation's metrics; as for `Validation`.
+
+        Raises:
+            ValueError: without a `Validation`, or for "best" where none or several checkpoints are chosen by a metric.
+            RuntimeError: during a run.
+        """
+        from .weights.chosen import test  # what reads checkpoints is loaded only where one is read
+
+        given = {**(metrics or {}), **named}
+        return test(self, data, weights, validation=validation, metrics=given, inherit=inherit)
+
     @property
     def processes(self) -> Processes:
         """The ranks that train together; a single process unless a handler has joined a process group."""
@@ -252,12 +286,16 @@ class Engine(Kernel):
         """The states of the modules by name, as they are to be used: with averages in place, where a handler has them."""
         return self.snapshots.weights()
 
-    def load_weights(self, weights: Mapping[str, Any]) -> None:
-        """Put weights in place, and nothing else: what `weights` or `state_dict` returned, or `handlers.Checkpoint.load`.
+    def load_weights(self, weights: Mapping[str, Any] | str | os.PathLike[str]) -> None:
+        """Put weights in place, and nothing else: what `weights` or `state_dict` returned, or the path of a checkpoint.
 
         Raises:
             ValueError: for what does not fit the engine's modules, naming it; then nothing was changed.
         """
+        if isinstance(weights, str | os.PathLike):
+            from .weights.chosen import read_state  # as in `test`
+
+            weights = read_state(weights, "load_weights()")
         self.snapshots.load_weights(weights)
 
     def reset(self) -> None:

@@ -192,6 +192,11 @@ class Lookahead(Handler):
     def parameter_copies(self) -> Mapping[str, Tensor]:
         return {name: value for slow in self._slow.values() for name, value in slow.values.items()}
 
+    def evaluated_in(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """What evaluations put in place of the weights when a state was saved, by name."""
+        parts = state.values() if self.evaluate else ()
+        return {name: value for part in parts for name, value in part["weights"].items()}
+
     def state_dict(self) -> dict[str, Any]:
         return {
             name: {"begun": slow.begun, "seen": slow.seen, "weights": dict(slow.values)}

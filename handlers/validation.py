@@ -154,19 +154,23 @@ class Validation(Handler):
 
     def attached(self, engine: Engine) -> None:
         if self._given is None:
-            self._built = self._evaluator_of(engine)
+            self._built = self._evaluator_of(engine, self.metrics)
         elif self._given is engine:
             raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; build a separate Engine to evaluate")
 
     def detached(self, engine: Engine) -> None:
         self._built = None
 
-    def _evaluator_of(self, engine: Engine) -> Engine:
+    def evaluator_for(self, engine: Engine, metrics: Mapping[str, Any]) -> Engine:
+        """The engine that measures these metrics, or those of the validation if there are none."""
+        return self._evaluator_of(engine, _checked_metrics(None, metrics)) if metrics else self.evaluator
+
+    def _evaluator_of(self, engine: Engine, metrics: Mapping[str, Any]) -> Engine:
         """An engine that evaluates an update of this one, with its model."""
         spec = only_update(engine, self.update, by=self, does="is validated").spec
         models = engine.modules.models
         has_loss = spec.loss is not None or spec.function is not None
-        measured = ({"loss": Average()} if has_loss else {}) | self.metrics
+        measured = ({"loss": Average()} if has_loss else {}) | dict(metrics)
         if not measured:
             raise ValueError(
                 f"{self.name!r}: update {spec.name!r} has no loss, and no metric is given: nothing is measured"

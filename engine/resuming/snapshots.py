@@ -386,10 +386,15 @@ class Snapshots(Part["Engine"]):
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
+        given = self.put_weights(weights)
+        self.engine.signals.notify(self.engine, Lifecycle.WEIGHTS_GIVEN, given)
+        self.left_out = given.get("engine")
+        self.engine.signals.emit(self.engine, Events.WEIGHTS_LOADED)
+
+    def put_weights(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Put weights in place without an event; returns the whole state that they are of, empty without one."""
         if not isinstance(weights, Mapping):
-            raise TypeError(
-                f"load_weights({weights!r}): expected weights; of a file, load_weights(Checkpoint.load({weights!r}))"
-            )
+            raise TypeError(f"load_weights({weights!r}): expected weights, or the path of a checkpoint")
         engine, given = self.engine, weights if "format" in weights else {}
         weights = read_shards(weights, parameters=_parameters(engine), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
@@ -399,9 +404,7 @@ class Snapshots(Part["Engine"]):
         with torch.no_grad():
             for parameter, value in own:
                 parameter.copy_(value)
-        engine.signals.notify(engine, Lifecycle.WEIGHTS_GIVEN, given)
-        self.left_out = given.get("engine")
-        engine.signals.emit(engine, Events.WEIGHTS_LOADED)
+        return given
 
     def _put_modules_back(self, weights: Mapping[str, Any], given: Mapping[str, Any]) -> None:
         """Let the modules load weights, of which some may be missing or frozen in the whole state that is given with them."""

@@ -19,7 +19,7 @@ from ..updates.optimizer_modes import weights_to_evaluate
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["check_evaluable", "evaluate", "inherited", "prepare_batch", "sanity_check"]
+__all__ = ["check_evaluable", "evaluate", "inherited", "measure", "prepare_batch", "sanity_check"]
 
 
 def evaluate(
@@ -58,6 +58,35 @@ def evaluate(
     engine.state.metrics.update(measured)
     engine.signals.emit(engine, Events.EVALUATION_COMPLETED)
     return measured
+
+
+def measure(
+    engine: Engine, evaluator: Engine, data: Iterable[Any], *, inherit: bool, averages: bool = True
+) -> dict[str, Any]:
+    """What `evaluate` measures, outside of a run, without an event or a metric in the engine, and as if it had not been.
+
+    Args:
+        engine, evaluator, data, inherit: as for `evaluate`.
+        averages: whether handlers put their averages in place of the weights.
+    """
+    metrics = evaluator.state.metrics
+    before, seen = metrics.state_dict(), dict(metrics.serials)
+    data = _data_for(engine, evaluator, data)
+    try:
+        with _as_part_of(engine, evaluator, inherit=inherit), unchanged_random_state(*generators_of(data)):
+            for one in engine.signal(Events.EVALUATION_STARTED).connections:
+                handler = _handler_of(one)
+                if (
+                    handler is not None
+                    and one.phase is Phase.PREPARE
+                    and (averages or not hasattr(handler, "in_place"))
+                ):
+                    one.receiver(engine)
+            begin_stream(engine, "evaluation", engine.state.iteration)
+            evaluator.run(data)
+            return metrics.new_since(seen)
+    finally:
+        metrics.load_state_dict(before)
 
 
 def sanity_check(engine: Engine, evaluator: Engine, data: Iterable[Any], batches: int, *, inherit: bool = True) -> None:

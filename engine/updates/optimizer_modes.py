@@ -14,7 +14,7 @@ from .optimizers import optimizers_of
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["put_in_training_mode", "weights_to_evaluate"]
+__all__ = ["has_modes", "put_in_training_mode", "weights_to_evaluate"]
 
 
 def put_in_training_mode(engine: Engine) -> None:
@@ -43,6 +43,11 @@ def weights_to_evaluate(engine: Engine) -> Iterator[None]:
         with torch.no_grad():
             for parameter, value in trained:
                 parameter.copy_(value)
+
+
+def has_modes(engine: Engine) -> bool:
+    """Whether an optimizer has weights for evaluations, which it computes from those that it trains."""
+    return engine.training and next(_with_modes(engine), None) is not None
 
 
 def _with_modes(engine: Engine) -> Iterator[tuple[Callable[[], Any], Callable[[], Any], list[Tensor]]]:

@@ -120,6 +120,10 @@ class AveragedWeights(Handler):
     def parameter_copies(self) -> Mapping[str, Tensor]:
         return self._averages.values
 
+    def evaluated_in(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
+        """What evaluations put in place of the weights when a state was saved, by name."""
+        return state["averages"] if self.evaluate and not state.get("overruled", False) else {}
+
     def state_dict(self) -> dict[str, Any]:
         return self._averages.state_dict()
 

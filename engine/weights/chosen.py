@@ -1,0 +1,144 @@
+"""Measuring weights that were chosen before, such as those of the best checkpoint, without a trace in the engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoints import Files, load
+from ..core.words import listed
+from ..distributed.sharded import read_shards
+from ..resuming.changeable import own_parameters
+from ..resuming.loads import ModuleTensors
+from ..runs.evaluation import measure
+from ..updates.optimizer_modes import has_modes
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["read_state", "test"]
+
+
+def test(
+    engine: Engine,
+    data: Iterable[Any],
+    weights: Any,
+    *,
+    validation: str | None,
+    metrics: Mapping[str, Any],
+    inherit: bool,
+) -> dict[str, Any]:
+    """Measure data as a validation does, with the weights of a checkpoint; see `Engine.test`."""
+    if engine.running:
+        raise RuntimeError("test() was called during a run; call engine.evaluate(evaluator, data) there")
+    evaluator = _validation_of(engine, validation).evaluator_for(engine, metrics)
+    if weights is None:
+        return measure(engine, evaluator, data, inherit=inherit)
+    path = _path_of(engine, weights)
+    state = read_state(path, "test()")
+    with _in_place(engine, state, path):
+        return measure(engine, evaluator, data, inherit=inherit, averages=False)
+
+
+def read_state(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
+    """The state of a checkpoint, or of the newest one in a folder.
+
+    Raises:
+        FileNotFoundError: if there is none.
+        ValueError: if it is damaged.
+    """
+    return load(path, name=None, where=f"{where}: {os.fspath(path)!r}", files=Files())
+
+
+def _validation_of(engine: Engine, name: str | None) -> Any:
+    """The handler that knows what is measured."""
+    found = {key: one for key, one in engine.handlers.items() if hasattr(type(one), "evaluator_for")}
+    if name is None and len(found) == 1:
+        return next(iter(found.values()))
+    if name in found:
+        return found[name]
+    names = ", ".join(map(repr, found))
+    if name is not None:
+        raise ValueError(f"test(validation={name!r}): no Validation has this name; there are: {names or 'none'}")
+    raise ValueError(
+        f"test(): several validations are attached, {names}; say which one measures: validation={next(iter(found))!r}"
+        if found
+        else "test(): no Validation is attached, which says what is measured; attach Validation(data, accuracy=Accuracy()), or "
+        "build an evaluator and call engine.evaluate(evaluator, data)"
+    )
+
+
+def _path_of(engine: Engine, weights: Any) -> Path:
+    """The checkpoint that is meant: a path, a handler that writes checkpoints, or "best"."""
+    if weights == "best":
+        writers = {name: one for name, one in engine.handlers.items() if _chooses(one)}
+        if len(writers) != 1:
+            found = f"there are {listed(map(repr, writers))}" if writers else "there is none"
+            raise ValueError(
+                f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; give weights= one, or a path"
+            )
+        weights = next(iter(writers.values()))
+    if isinstance(weights, str | os.PathLike):
+        return Path(weights)
+    if not hasattr(weights, "best") or not hasattr(weights, "last"):
+        raise TypeError(f"test(weights={weights!r}): expected 'best', a Checkpoint, or the path of one")
+    path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
+    if path is None:
+        raise ValueError(f"test(weights={weights!r}): it has written no checkpoint yet")
+    return Path(path)
+
+
+def _chooses(handler: Any) -> bool:
+    """Whether a handler writes checkpoints, of which a metric chooses the best."""
+    return hasattr(handler, "best") and hasattr(handler, "last") and getattr(handler, "monitor", None) is not None
+
+
+@contextmanager
+def _in_place(engine: Engine, state: Mapping[str, Any], path: Path) -> Iterator[None]:
+    """Put the weights of a checkpoint in place, as an evaluation saw them when it was written, and afterwards the own ones."""
+    before = ModuleTensors(engine.modules.values())
+    trained = [(parameter, parameter.detach().clone()) for parameter in own_parameters(engine).values()]
+    try:
+        engine.snapshots.put_weights(_as_evaluated(engine, state, path))
+        yield
+    finally:
+        before.put_back()
+        with torch.no_grad():
+            for parameter, value in trained:
+                parameter.copy_(value)
+
+
+def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The weights in a checkpoint; of a whole state with the averages that evaluations had put in place of them.
+
+    Raises:
+        ValueError: where they cannot be found in the state.
+    """
+    if "handlers" not in state:
+        return state  # what `Engine.weights` gave, with averages in place
+    if has_modes(engine):
+        raise ValueError(
+            f"test(weights={str(path)!r}): evaluations put the optimizer in eval mode, and the checkpoint has the weights of its "
+            "training mode; write Checkpoint(..., weights_only=True) beside it, and test that"
+        )
+    whole = read_shards(state, parameters=_parameters(engine), device=engine.device)
+    modules = {name: dict(tensors) for name, tensors in whole["modules"].items()}
+    for name, part in whole["handlers"].items():
+        handler: Any = engine.handlers.get(name)
+        if handler is None or not handler.enabled or not hasattr(handler, "evaluated_in"):
+            continue
+        for key, value in handler.evaluated_in(part).items():
+            module, _, place = key.partition(".")
+            if place in modules.get(module, {}):
+                modules[module][place] = value
+    return {**whole, "modules": modules}
+
+
+def _parameters(engine: Engine) -> Iterator[Tensor]:
+    return (parameter for root in engine.modules.values() for parameter in root.parameters())

@@ -1,0 +1,190 @@
+"""`Engine.test`: what was measured when a checkpoint was chosen is measured again, and the engine stays as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from signalfire import Engine, Events, Handler, Update
+from signalfire.handlers import (
+    EMA,
+    Accuracy,
+    Average,
+    Checkpoint,
+    EarlyStopping,
+    History,
+    Lookahead,
+    Metrics,
+    Validation,
+)
+from signalfire.testing import fingerprint
+from tests.kit import mlp
+from tests.processes import run_together
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def labelled(count: int, seed: int = 0) -> Batches:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.randn(4, 5, generator=generator), torch.randint(3, (4,), generator=generator)) for _ in range(count)]
+
+
+VALIDATION, TEST = labelled(3, 1), labelled(3, 2)
+
+
+def trainer_of(*handlers: Handler) -> Engine:
+    torch.manual_seed(0)
+    model = mlp(5, 8, 3, nn.BatchNorm1d(8), nn.Dropout(0.5))
+    engine = Engine(Update.supervised(cross_entropy, torch.optim.SGD, lr=0.5), model=model, seed=0)
+    engine.attach(Validation(VALIDATION, accuracy=Accuracy()), History(), *handlers)
+    return engine
+
+
+def averages(kind: str) -> list[Handler]:
+    return {"none": [], "ema": [EMA(0.5)], "lookahead": [Lookahead(k=3)]}[kind]
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.parametrize("kind", ["none", "ema", "lookahead"])
+def test_the_best_weights_are_those_that_were_chosen_averages_included(
+    kind: str, weights_only: bool, tmp_path: Path
+) -> None:
+    checkpoint = Checkpoint(tmp_path, monitor="val_loss", weights_only=weights_only)
+    engine = trainer_of(checkpoint, *averages(kind))
+    engine.run(labelled(4), max_epochs=4)
+    losses = engine[History]["val_loss"]
+    assert engine.test(VALIDATION)["loss"] == losses[-1]
+    assert engine.test(VALIDATION, weights="best")["loss"] == min(losses)
+    assert engine.test(VALIDATION, weights=checkpoint)["loss"] == min(losses)
+    assert engine.test(VALIDATION, weights=checkpoint.best)["loss"] == min(losses)
+    assert engine.test(VALIDATION, weights=str(checkpoint.best))["loss"] == min(losses)
+
+
+class Recording(Handler):
+    """Every event that a handler can see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def attached(self, engine: Engine) -> None:
+        for event in Events:
+            engine.connect(event, lambda _, event=event: self.seen.append(event.name))
+
+
+@pytest.mark.parametrize("weights", [None, "best"])
+def test_it_leaves_no_trace(weights: str | None, tmp_path: Path) -> None:
+    engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"), EMA(0.5), EarlyStopping("val_loss", patience=9))
+    engine.run(labelled(4), max_epochs=2)
+    recording = Recording()
+    engine.attach(recording)
+    before = fingerprint(engine), dict(engine.state.metrics), torch.get_rng_state().tolist()
+    measured = dict(engine[Validation].evaluator.state.metrics)
+    recording.seen.clear()
+    first = engine.test(TEST, weights=weights)
+    assert recording.seen == []
+    assert engine.test(TEST, weights=weights) == first
+    assert dict(engine[Validation].evaluator.state.metrics) == measured
+    assert (fingerprint(engine), dict(engine.state.metrics), torch.get_rng_state().tolist()) == before
+
+
+def test_it_is_the_plain_loop_with_the_best_weights(tmp_path: Path) -> None:
+    engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"))
+    engine.run(labelled(4), max_epochs=3)
+    found = engine.test(
+        TEST, weights="best", error=Average(lambda output, target: (output.argmax(1) != target).float().mean())
+    )
+    model = mlp(5, 8, 3, nn.BatchNorm1d(8), nn.Dropout(0.5))
+    model.load_state_dict(Checkpoint.load(engine[Checkpoint].best)["modules"]["model"])  # type: ignore[arg-type]
+    model.eval()
+    with torch.no_grad():
+        losses = [cross_entropy(model(inputs), targets).item() for inputs, targets in TEST]
+        wrong = [(model(inputs).argmax(1) != targets).float().mean().item() for inputs, targets in TEST]
+    assert found == {"loss": pytest.approx(sum(losses) / 3), "error": pytest.approx(sum(wrong) / 3)}
+
+
+def test_what_is_measured_comes_from_one_validation() -> None:
+    engine = trainer_of(Validation(TEST, prefix="test_", name="other"))
+    with pytest.raises(
+        ValueError, match=r"several validations are attached, 'validation', 'other'.*validation='validation'"
+    ):
+        engine.test(TEST)
+    assert sorted(engine.test(TEST, validation="other")) == ["loss"]
+    assert sorted(engine.test(TEST, validation="validation")) == ["accuracy", "loss"]
+    with pytest.raises(
+        ValueError, match=r"test\(validation='none'\): no Validation has this name; there are: 'validation'"
+    ):
+        engine.test(TEST, validation="none")
+    with pytest.raises(ValueError, match=r"no Validation is attached, which says what is measured"):
+        Engine(Update.prediction(), model=mlp(5, 8, 3)).test(TEST)
+    with pytest.raises(TypeError, match=r"Validation\(acuracy=3\)"):
+        engine.test(TEST, validation="other", acuracy=3)
+
+
+def test_the_long_form_is_measured_by_its_evaluator() -> None:
+    engine = trainer_of()
+    engine.detach("validation")
+    evaluator = Engine(engine.updates[0].spec.evaluation(), model=engine.model)
+    evaluator.attach(Metrics(right=Accuracy()))
+    engine.attach(Validation(evaluator, VALIDATION))
+    assert [*engine.test(TEST)] == ["right"]
+
+
+def test_weights_that_nothing_chose_are_refused(tmp_path: Path) -> None:
+    engine = trainer_of()
+    with pytest.raises(ValueError, match=r"expected one Checkpoint with a monitor, but there is none"):
+        engine.test(TEST, weights="best")
+    engine.attach(Checkpoint(tmp_path / "each", name="each"))
+    with pytest.raises(ValueError, match=r"expected one Checkpoint with a monitor, but there is none"):
+        engine.test(TEST, weights="best")
+    engine.attach(
+        Checkpoint(tmp_path / "a", monitor="val_loss", name="a"),
+        Checkpoint(tmp_path / "b", monitor="val_accuracy", name="b"),
+    )
+    with pytest.raises(ValueError, match=r"but there are 'a', 'b'"):
+        engine.test(TEST, weights="best")
+    with pytest.raises(ValueError, match=r"it has written no checkpoint yet"):
+        engine.test(TEST, weights=engine["a"])
+    with pytest.raises(TypeError, match=r"expected 'best', a Checkpoint, or the path of one"):
+        engine.test(TEST, weights=3)
+    with pytest.raises(FileNotFoundError):
+        engine.test(TEST, weights=tmp_path / "nothing")
+
+
+def test_it_is_refused_inside_a_run() -> None:
+    engine = trainer_of()
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.test(TEST))
+    with pytest.raises(RuntimeError, match=r"test\(\) was called during a run; call engine.evaluate"):
+        engine.run(labelled(1), max_epochs=1)
+
+
+def test_load_weights_takes_the_path_of_a_checkpoint(tmp_path: Path) -> None:
+    engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"))
+    engine.run(labelled(4), max_epochs=2)
+    other = trainer_of()
+    other.load_weights(engine[Checkpoint].best)  # type: ignore[arg-type]
+    assert other.test(VALIDATION)["loss"] == min(engine[History]["val_loss"])
+
+
+def _tested(folder: str) -> list[float]:
+    from signalfire.handlers import DistributedDataParallel
+
+    torch.set_num_threads(1)
+    engine = trainer_of(DistributedDataParallel(timeout=60), Checkpoint(folder, monitor="val_loss"), EMA(0.5))
+    engine.run(labelled(4), max_epochs=3)
+    return [
+        min(engine[History]["val_loss"]),
+        engine.test(VALIDATION, weights="best")["loss"],
+        engine.test(VALIDATION)["loss"],
+    ]
+
+
+@pytest.mark.moderate
+def test_all_ranks_measure_the_same(tmp_path: Path) -> None:
+    first, second = run_together(_tested, 2, str(tmp_path))
+    assert first[1:] == second[1:]
+    assert first[0] == first[1]

@@ -1,0 +1,1 @@
+from engine.weights.chosen import *
