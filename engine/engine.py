@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, overload
 
 import torch
@@ -33,7 +34,7 @@ from .resuming.past import Past, Place
 from .resuming.service import Resuming
 from .resuming.snapshots import Snapshots
 from .resuming.unfinished import Unfinished
-from .runs.evaluation import evaluate
+from .runs.evaluation import evaluate, evaluating
 from .runs.replay import Replay
 from .runs.wiring import Wiring
 from .updates.spec import Update
@@ -140,6 +141,20 @@ class Engine(Kernel):
             bounds: for ``evaluator.run``.
         """
         return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """The model as an evaluation would see it, for a ``with`` block: to sample text or images inside a run, or after it.
+
+        It is in eval mode and without gradients, with averages in place of the weights, in the precision of the training.
+        Afterwards the modes, the weights and the random generators are as before. Move a batch as `runs.prepare_batch` does.
+
+        Example:
+            >>> engine = Engine(Update.prediction(), model=torch.nn.Dropout(0.5))
+            >>> with engine.evaluating():
+            ...     engine.model(torch.ones(3))
+            tensor([1., 1., 1.])
+        """
+        return evaluating(self)
 
     def test(
         self,

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from .parameter_scheduling import ParameterScheduling
     from .parameter_statistics import ParameterStatistics
     from .penalty import Penalty
+    from .perplexity import Perplexity
     from .precision32 import Precision32
     from .predictions import Predictions
     from .preemption import Preemption
@@ -155,6 +156,7 @@ __all__ = [
     "ParameterScheduling",
     "ParameterStatistics",
     "Penalty",
+    "Perplexity",
     "Precision32",
     "Predictions",
     "Preemption",
@@ -255,6 +257,7 @@ _MODULES = {
     "ParameterScheduling": "parameter_scheduling",
     "ParameterStatistics": "parameter_statistics",
     "Penalty": "penalty",
+    "Perplexity": "perplexity",
     "Precision32": "precision32",
     "Predictions": "predictions",
     "Preemption": "preemption",

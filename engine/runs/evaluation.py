@@ -6,10 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection, Phase
 from ..core.events import EventEnum, Events, Lifecycle
 from ..core.handler import Handler
+from ..core.modes import Modes
 from ..data.first_batches import FirstBatches
 from ..data.loading import generators_of
 from ..data.source import DataError
@@ -19,7 +22,7 @@ from ..updates.optimizer_modes import weights_to_evaluate
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["check_evaluable", "evaluate", "inherited", "measure", "prepare_batch", "sanity_check"]
+__all__ = ["check_evaluable", "evaluate", "evaluating", "inherited", "measure", "prepare_batch", "sanity_check"]
 
 
 def evaluate(
@@ -74,19 +77,42 @@ def measure(
     data = _data_for(engine, evaluator, data)
     try:
         with _as_part_of(engine, evaluator, inherit=inherit), unchanged_random_state(*generators_of(data)):
-            for one in engine.signal(Events.EVALUATION_STARTED).connections:
-                handler = _handler_of(one)
-                if (
-                    handler is not None
-                    and one.phase is Phase.PREPARE
-                    and (averages or not hasattr(handler, "in_place"))
-                ):
-                    one.receiver(engine)
+            _prepare(engine, averages=averages)
             begin_stream(engine, "evaluation", engine.state.iteration)
             evaluator.run(data)
             return metrics.new_since(seen)
     finally:
         metrics.load_state_dict(before)
+
+
+@contextmanager
+def evaluating(engine: Engine) -> Iterator[None]:
+    """The model as an evaluation would see it, for the ``with`` block; see `Engine.evaluating`."""
+    modes = Modes(engine.modules.values())
+    try:
+        with torch.no_grad(), weights_to_evaluate(engine), engine.regions.region(), unchanged_random_state():
+            _prepare(engine, averages=True)
+            for event, connection in inherited(engine):
+                if event is Events.FORWARD_STARTED:
+                    connection.receiver(engine)
+            for root in engine.modules.values():
+                root.eval()
+            yield
+    finally:
+        modes.put_back()
+
+
+def _prepare(engine: Engine, *, averages: bool) -> None:
+    """Let handlers prepare an evaluation, of which users' functions do not hear.
+
+    Args:
+        engine: the engine.
+        averages: whether they put averages in place of the weights.
+    """
+    for one in engine.signal(Events.EVALUATION_STARTED).connections:
+        handler = _handler_of(one)
+        if handler is not None and one.phase is Phase.PREPARE and (averages or not hasattr(handler, "in_place")):
+            one.receiver(engine)
 
 
 def sanity_check(engine: Engine, evaluator: Engine, data: Iterable[Any], batches: int, *, inherit: bool = True) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from signalfire import DataError, Engine, Events, Handler, Phase, ReloadedData, Update, on, seed_everything
 from signalfire.handlers import (
+    EMA,
     Average,
     Checkpoint,
     DeviceTransfer,
@@ -25,6 +26,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.runs.evaluation import check_evaluable
+from signalfire.testing import fingerprint
 from tests import kit
 from tests.kit import build, mlp
 
@@ -323,3 +325,59 @@ def test_data_that_lost_its_batches_is_refused_as_the_run_starts() -> None:
     fine: list[Any] = [batches(2), iter(batches(2)), ReloadedData(batches)]
     for one in fine:
         check_evaluable(trainer, evaluator_of(model), one, "here")
+
+
+# ---- the model as an evaluation would see it --------------------------------------------------------------------------
+
+
+def sampled(*handlers: Handler, sampling: bool) -> tuple[Engine, list[Any]]:
+    """A trainer after its run, and what it sampled at the ends of the epochs."""
+    torch.manual_seed(0)
+    engine = build(mlp(5, 8, 1, nn.BatchNorm1d(8), nn.Dropout(0.5)), *handlers)
+    found: list[Any] = []
+
+    @engine.on(Events.EPOCH_COMPLETED)
+    def sample(engine: Engine) -> None:
+        if sampling:
+            with engine.evaluating():
+                output = engine.model(torch.ones(4, 5))
+                found.append((output.tolist(), output.dtype, output.requires_grad, engine.model.training))
+                torch.rand(3)
+
+    torch.manual_seed(1)
+    engine.run(kit.batches(4), max_epochs=3)
+    return engine, found
+
+
+@pytest.mark.parametrize("kind", ["none", "average", "precision"])
+def test_a_receiver_samples_from_the_model_that_evaluations_see_without_a_trace(kind: str) -> None:
+    def handlers() -> list[Handler]:
+        return {"none": [], "average": [EMA(0.5)], "precision": [MixedPrecision("bf16")]}[kind]
+
+    plain, _ = sampled(*handlers(), sampling=False)
+    engine, found = sampled(*handlers(), sampling=True)
+    assert fingerprint(engine) == fingerprint(plain)
+    assert all(part.training == other.training for part, other in zip(engine.model, plain.model, strict=True))
+    output, dtype, requires_grad, training = found[-1]
+    assert (requires_grad, training) == (False, False)
+    assert dtype == (torch.bfloat16 if kind == "precision" else torch.float32)
+    evaluator = Engine(Update.prediction(), model=engine.model)
+    seen = []
+    evaluator.connect(Events.FORWARD_COMPLETED, lambda engine: seen.append(engine.state.update.output.tolist()))
+    engine.evaluate(evaluator, [(torch.ones(4, 5),)])
+    assert output == seen[0]
+
+
+def test_an_error_inside_leaves_the_model_as_it_was() -> None:
+    engine = build(mlp(5, 8, 1, nn.Dropout(0.5)), EMA(0.5))
+    engine.run(kit.batches(2), max_epochs=1)
+    engine.model.train()
+    before = [tensor.tolist() for tensor in engine.model.state_dict().values()], torch.get_rng_state().tolist()
+    with pytest.raises(RuntimeError, match="mat1"), engine.evaluating():
+        engine.model(torch.rand(2))
+    assert engine.model.training
+    assert torch.is_grad_enabled()
+    assert (
+        [tensor.tolist() for tensor in engine.model.state_dict().values()],
+        torch.get_rng_state().tolist(),
+    ) == before
