@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,8 @@ class Freezing(Handler):
             such as ``"*.bias"``; in an engine with several modules they start with the module's name. Alternatively a mapping
             from these to the epoch at which the part is unfrozen, or to None for the whole run. If several match a
             parameter, the longest applies. A parameter shared by two parts may be named by either path.
-        until: Epoch at which parts not given as a mapping are unfrozen, at least 2.
+        unfreeze_at: Epoch with whose start parts not given as a mapping are unfrozen, at least 2: with 3, two epochs are frozen.
+        until: The earlier name of ``unfreeze_at``.
         statistics: Whether to freeze the running statistics of frozen normalisation layers, too.
 
     Source:
@@ -53,7 +55,7 @@ class Freezing(Handler):
         >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Linear(3, 1))
         >>> engine = build(model)
-        >>> _ = engine.attach(Freezing("0", until=3))  # the first layer, for two epochs
+        >>> _ = engine.attach(Freezing("0", unfreeze_at=3))  # the first layer, for two epochs
         >>> @engine.on(Events.EPOCH_STARTED)
         ... def show(engine):
         ...     print(engine.state.epoch, model[0].weight.requires_grad, model[1].weight.requires_grad)
@@ -71,19 +73,33 @@ class Freezing(Handler):
         self,
         parts: str | Iterable[str] | Mapping[str, int | None],
         *,
+        unfreeze_at: int | None = None,
         until: int | None = None,
         statistics: bool = True,
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self.parts = _epochs_of(parts, until)
+        if until is not None:
+            warnings.warn(
+                f"Freezing(until={until}) unfreezes as epoch {until} starts; write unfreeze_at={until}, until= goes with 0.4.0",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            if unfreeze_at is not None:
+                raise TypeError(
+                    f"Freezing(until={until}, unfreeze_at={unfreeze_at}): two names of one argument; omit until="
+                )
+            unfreeze_at = until
+        self.parts = _epochs_of(parts, unfreeze_at)
         if not self.parts:
             raise ValueError(f"Freezing(parts={parts!r}): expected at least one part of the model")
         for pattern, epoch in self.parts.items():
             if not isinstance(pattern, str) or not pattern:
                 raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is not a path of a module or parameter")
             if epoch is not None:
-                _check_epoch(f"parts={parts!r}" if isinstance(parts, Mapping) else f"until={until!r}", pattern, epoch)
+                _check_epoch(
+                    f"parts={parts!r}" if isinstance(parts, Mapping) else f"unfreeze_at={unfreeze_at!r}", pattern, epoch
+                )
         self.statistics = check_bool(self, "statistics", statistics)
         # What is frozen in some epoch: the object, the epoch at which it is unfrozen, and its original setting.
         self._parameters: list[tuple[nn.Parameter, float, bool]] = []
@@ -165,7 +181,8 @@ def discriminative_rates(
         default: Learning rate of all other parameters; by default that of the optimizer.
 
     Returns:
-        Parameter groups in the order of ``rates``, with the remaining parameters last. Empty groups are omitted.
+        Parameter groups in the order of ``rates``, named by their parts, with the remaining parameters last, as "rest". Empty
+        groups are omitted. Loggers write the rates under these names: "lr/backbone".
 
     Raises:
         ValueError: If a path matches no parameter; the message names some existing ones.
@@ -189,23 +206,25 @@ def discriminative_rates(
     for parameter, names in parameters.items():
         groups[longest_match(names, rates)].append(parameter)
     return [
-        {"params": groups[pattern]} if rate is None else {"params": groups[pattern], "lr": rate}
+        {"params": groups[pattern], "name": pattern or "rest"} | ({} if rate is None else {"lr": rate})
         for pattern, rate in rate_of.items()
         if groups[pattern]
     ]
 
 
-def _epochs_of(parts: Any, until: int | None) -> dict[str, int | None]:
+def _epochs_of(parts: Any, unfreeze_at: int | None) -> dict[str, int | None]:
     """The epoch at which each part is unfrozen."""
     if isinstance(parts, Mapping):
-        if until is not None:
-            raise ValueError(f"Freezing(until={until!r}): the mapping already gives an epoch per part; omit until=")
+        if unfreeze_at is not None:
+            raise ValueError(
+                f"Freezing(unfreeze_at={unfreeze_at!r}): the mapping already gives an epoch per part; omit unfreeze_at="
+            )
         return dict(parts)
     if not isinstance(parts, str | Iterable):
         raise TypeError(
             f"Freezing(parts={parts!r}): expected a path, an iterable of paths, or a mapping from paths to epochs"
         )
-    return dict.fromkeys([parts] if isinstance(parts, str) else parts, until)
+    return dict.fromkeys([parts] if isinstance(parts, str) else parts, unfreeze_at)
 
 
 def _check_epoch(argument: str, pattern: str, epoch: object) -> None:

@@ -341,7 +341,7 @@ ON_META: dict[str, Callable[[], list[Handler]]] = {
     "Cutout": lambda: [Cutout(2)],
     "EMA": lambda: [EMA(0.9, warmup=True, buffers="average")],
     "EarlyStopping": lambda: [EarlyStopping("loss"), Metrics(loss=Average())],
-    "Freezing": lambda: [Freezing("0", until=2)],
+    "Freezing": lambda: [Freezing("0", unfreeze_at=2)],
     "GradientAccumulation": lambda: [GradientAccumulation(3)],
     "GradientAccumulation, weighted": lambda: [GradientAccumulation(3, weight=count_samples)],
     "GradientClipping": lambda: [GradientClipping(max_norm=1.0, max_value=0.1)],

@@ -121,7 +121,7 @@ CASES: dict[str, tuple[Callable[[], Freezing], Callable[[Network, int], None]]] 
     "written with a dot": (lambda: Freezing(["backbone."]), whole_backbone),
     "gradually": (lambda: Freezing(GRADUAL), gradually),
     "the statistics continue": (lambda: Freezing(["backbone"], statistics=False), without_statistics),
-    "a pattern": (lambda: Freezing("*.bias", until=2), biases),
+    "a pattern": (lambda: Freezing("*.bias", unfreeze_at=2), biases),
 }
 
 
@@ -198,7 +198,7 @@ def test_what_the_user_froze_stays_frozen_and_comes_back_as_it_was() -> None:
     model.backbone[1].eval()
     before = model.get_parameter("backbone.0.weight").clone()
     with allow("W52"):
-        run(trainer_of(model, Freezing("backbone", until=2)))
+        run(trainer_of(model, Freezing("backbone", unfreeze_at=2)))
     assert torch.equal(model.get_parameter("backbone.0.weight"), before)
     assert not model.get_parameter("backbone.0.weight").requires_grad
     assert model.backbone[3].weight.requires_grad
@@ -356,9 +356,9 @@ def test_two_of_them_refuse_each_other() -> None:
         (([1],), {}, TypeError, r"parts=\[1\]"),
         (({"head": 1},), {}, ValueError, r"parts=\{'head': 1\}.*'head' would never be frozen"),
         (({"head": 1.5},), {}, TypeError, r"parts=\{'head': 1.5\}"),
-        (({"head": 2},), {"until": 3}, ValueError, "until=3"),
-        (("head",), {"until": 0}, ValueError, "until=0"),
-        (("head",), {"until": True}, TypeError, "until=True"),
+        (({"head": 2},), {"unfreeze_at": 3}, ValueError, "unfreeze_at=3"),
+        (("head",), {"unfreeze_at": 0}, ValueError, "unfreeze_at=0"),
+        (("head",), {"unfreeze_at": True}, TypeError, "unfreeze_at=True"),
         (("head",), {"statistics": None}, TypeError, "statistics=None"),
     ],
 )
@@ -397,7 +397,7 @@ def test_training_with_rates_by_part_equals_a_plain_loop() -> None:
         nn.functional.mse_loss, SGD, parameters=lambda engine: discriminative_rates(engine.model, {"backbone": 1e-3})
     )
     engine = Engine(update, model=(model := Network()), seed=0)
-    engine.attach(Freezing("backbone.0", until=3))
+    engine.attach(Freezing("backbone.0", unfreeze_at=3))
     run(engine)
 
     def optimizer(_: Any) -> torch.optim.Optimizer:
@@ -429,3 +429,16 @@ def test_bad_rates_are_refused() -> None:
         discriminative_rates(Network(), {"head": -1})
     with pytest.raises(TypeError, match=r"discriminative_rates\(default='1'\)"):
         discriminative_rates(Network(), {}, default="1")  # type: ignore[arg-type]
+
+
+def test_the_earlier_name_of_unfreeze_at_still_works_and_says_the_new_one() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Freezing\(until=3\) unfreezes as epoch 3 starts; write unfreeze_at=3"):
+        earlier = Freezing("backbone", until=3)
+    assert earlier.parts == Freezing("backbone", unfreeze_at=3).parts == {"backbone": 3}
+    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match=r"two names of one argument; omit until="):
+        Freezing("backbone", until=3, unfreeze_at=3)
+
+
+def test_rates_by_part_are_named_by_it() -> None:
+    model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
+    assert [group["name"] for group in discriminative_rates(model, {"backbone": 1e-4})] == ["backbone", "rest"]

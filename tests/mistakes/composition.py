@@ -349,7 +349,7 @@ def the_head_is_frozen_and_the_freezing_handler_would_say_so(right: bool) -> Fin
     model = net()
     if not right:
         model[1].requires_grad_(False)
-    return build(model, *([Freezing(["1"], until=2)] if right else [])).check(batches())
+    return build(model, *([Freezing(["1"], unfreeze_at=2)] if right else [])).check(batches())
 
 
 @mistake("C21")

@@ -68,7 +68,7 @@ def test_a_teacher_is_frozen_and_comes_after_nothing() -> None:
 def test_what_the_freezing_handler_freezes_is_meant() -> None:
     model = mlp(5, 8, 1)
     model[1].requires_grad_(False)
-    assert codes(build(model, Freezing(["0"], until=2))) == {"C09": "info"}
+    assert codes(build(model, Freezing(["0"], unfreeze_at=2))) == {"C09": "info"}
 
 
 def test_parameters_that_an_update_leaves_out_are_meant() -> None:
