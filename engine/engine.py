@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .authoring.checks import did_you_mean
+from .authoring.elsewhere import ENGINE, RUN, instead
 from .authoring.interval import Interval, event_of, seconds_of
 from .authoring.log import Log
 from .authoring.randomness import check_seed
@@ -115,6 +117,15 @@ class Engine(Kernel):
     def seconds_in(self, max_time: str | Interval | None) -> float | None:
         """The seconds of `run`'s ``max_time``."""
         return None if max_time is None else seconds_of(max_time)
+
+    def _instead(self, name: str) -> str:
+        return f"; {RUN[name]}" if name in RUN else super()._instead(name)
+
+    if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            hint = instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
+            raise AttributeError(f"Engine has no attribute {name!r}{'' if name.startswith('_') else hint}", name=name)
 
     def _furnish(self) -> None:
         self.boundary = DistributedBoundary(self)

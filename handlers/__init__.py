@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from signalfire.authoring import did_you_mean
+from signalfire.authoring.elsewhere import HANDLERS, instead
 
 if TYPE_CHECKING:
     from .activation_checkpointing import ActivationCheckpointing
@@ -306,9 +307,8 @@ if not TYPE_CHECKING:  # type checkers would accept any name of a module that ha
             return import_module(f".{name}", __name__)
         if name not in _MODULES:
             # Given the name, Python adds no suggestion of its own to this one.
-            raise AttributeError(
-                f"module {__name__!r} has no attribute {name!r}{did_you_mean(name, __all__)}", name=name
-            )
+            hint = instead(name, HANDLERS) or did_you_mean(name, __all__)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
         value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
         globals()[name] = value  # found without this function from now on
         return value

@@ -58,6 +58,12 @@ class CSVLogger(TextLogger):
         1,2,2,lr,0.25
     """
 
+    other_names = {
+        "save_dir": "the first argument, the path",
+        "log_every_n_steps": 'every="10it"',
+        "flush_logs_every_n_steps": 'every="10it"',
+    }
+
     def __init__(
         self,
         path: str | os.PathLike[str],

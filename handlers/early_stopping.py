@@ -68,6 +68,13 @@ class EarlyStopping(Handler):
     trains = True
     decides_alike = True
 
+    other_names = {
+        "metric": "monitor=",
+        "restore_best_weights": "restore_best=",
+        "stopping_threshold": "threshold=",
+        "divergence_threshold": "divergence=",
+    }
+
     def __init__(
         self,
         monitor: str,

@@ -74,6 +74,12 @@ class EMA(AveragedWeights):
 
     interval_matters = True
 
+    other_names = {
+        "beta": "decay=",
+        "momentum": "decay=",
+        "update_every": "every=",
+    }
+
     def __init__(
         self,
         decay: float = 0.999,

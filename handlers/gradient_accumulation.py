@@ -47,6 +47,12 @@ class GradientAccumulation(Handler):
     capture = Capture.FORBIDDEN  # a window has several kinds of steps
     trains = True
 
+    other_names = {
+        "accumulate_grad_batches": "the first argument, steps",
+        "gradient_accumulation_steps": "the first argument, steps",
+        "accumulation_steps": "the first argument, steps",
+    }
+
     def __init__(
         self,
         steps: int | Mapping[int, int],

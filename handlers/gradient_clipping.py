@@ -65,6 +65,14 @@ class GradientClipping(Handler):
     clips_gradients = True
     decides_alike = True
 
+    other_names = {
+        "gradient_clip_val": "max_norm=",
+        "max_grad_norm": "max_norm=",
+        "clip_value": "max_value=",
+        "clip_norm": "max_norm=",
+        "value": "max_norm= or max_value=",
+    }
+
     def __init__(
         self,
         max_norm: float | None = None,

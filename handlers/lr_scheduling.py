@@ -92,6 +92,12 @@ class LRScheduling(Handler):
 
     trains = True
 
+    other_names = {
+        "interval": 'every="1it" or "1ep"',
+        "frequency": 'every="1it" or "1ep"',
+        "lr_scheduler": "the first argument, scheduler",
+    }
+
     def __init__(
         self,
         scheduler: Callable[..., Any] | Mapping[str, Callable[..., Any]],

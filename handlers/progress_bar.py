@@ -80,6 +80,10 @@ class ProgressBar(Handler):
     rank_zero_only = True
     _forecast: Forecast
 
+    other_names = {
+        "refresh_rate": "interval=, in seconds",
+    }
+
     def __init__(
         self,
         metrics: Sequence[str] | None = None,

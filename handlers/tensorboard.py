@@ -70,6 +70,13 @@ class TensorBoardLogger(ScalarLogger):
         {'train/loss': 3, 'train/accuracy': 1}
     """
 
+    other_names = {
+        "save_dir": "the first argument, the folder",
+        "log_dir": "the first argument, the folder",
+        "log_every_n_steps": 'every="10it"',
+        "log_graph": "graph=",
+    }
+
     def __init__(
         self,
         folder: str | os.PathLike[str],

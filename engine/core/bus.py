@@ -220,13 +220,10 @@ class Decorator:
 
     def __del__(self) -> None:
         if not self._used and (engine := self._engine()) is not None:
-            engine.signals.remark(
-                engine,
-                "W48",
-                f"engine.on({self._arguments[0]}) was called and decorates no function, so that nothing is connected",
-                f"write @engine.on({self._arguments[0]}) directly above a function, or call engine.connect(event, function)",
-                key=str(self._arguments[0]),
-            )
+            call = f"engine.on({self._arguments[0]})"
+            problem = f"{call} was called and decorates no function, so that nothing is connected"
+            way_out = f"write @{call} directly above a function, or call engine.connect(event, function)"
+            engine.remark("W48", problem, way_out, key=str(self._arguments[0]))
 
 
 _BEFORE_UPDATES = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)

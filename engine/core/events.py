@@ -60,6 +60,17 @@ class Filter:
         return ", ".join(parts)
 
 
+_ELSEWHERE = {
+    "BATCH_BEGIN": "ITERATION_STARTED", "BATCH_START": "ITERATION_STARTED", "BATCH_STARTED": "ITERATION_STARTED",
+    "BATCH_END": "ITERATION_COMPLETED", "BATCH_COMPLETED": "ITERATION_COMPLETED", "STEP_END": "ITERATION_COMPLETED",
+    "BEGIN": "STARTED", "START": "STARTED", "FIT_START": "STARTED", "END": "COMPLETED", "FIT_END": "COMPLETED",
+    "EPOCH_BEGIN": "EPOCH_STARTED", "EPOCH_START": "EPOCH_STARTED", "EPOCH_END": "EPOCH_COMPLETED",
+    "VALIDATION_START": "EVALUATION_STARTED", "VALIDATION_END": "EVALUATION_COMPLETED", "EVALUATE": "EVALUATION_COMPLETED",
+    "AFTER_BACKWARD": "BACKWARD_COMPLETED", "EXCEPTION": "EXCEPTION_RAISED", "SAVE": "CHECKPOINT_SAVED",
+}  # fmt: skip
+"""What other engines call events, without "on" and "train"."""
+
+
 class _Catalogue(EnumMeta):
     def __getattr__(cls, name: str) -> Any:
         members = vars(cls).get("_member_map_", {})
@@ -67,7 +78,8 @@ class _Catalogue(EnumMeta):
             return members[name]
         if name.startswith("_"):
             raise AttributeError(name)
-        raise AttributeError(f"{cls.__name__} has no event {name!r}{did_you_mean(name.upper(), members)}")
+        meant = _ELSEWHERE.get(name.upper().removeprefix("ON_").removeprefix("TRAIN_"), name.upper())
+        raise AttributeError(f"{cls.__name__} has no event {name!r}{did_you_mean(meant, members)}")
 
 
 class EventEnum(Enum, metaclass=_Catalogue):

@@ -21,7 +21,7 @@ from .connection import Phase, check_place
 from .declarations import Things, check_things
 from .events import AnyEvent, resolve
 from .seeds import derived_seed
-from .settings import plain_arguments
+from .settings import check_arguments, plain_arguments
 
 if TYPE_CHECKING:
     from .kernel import Kernel
@@ -138,6 +138,7 @@ class Handler:
         writes: Whether the handler writes files or sends data elsewhere, so that a dry run disables it.
         decides_alike: Whether it skips steps and asks for stops only by what is equal on all ranks (counters, reduced gradients,
             weights, metrics), so that the ranks need not synchronise the decision.
+        other_names: What other libraries call its arguments, and what they are here, for errors about unknown ones.
         rank_zero_only: Whether the handler takes part on rank 0 only, as loggers and progress bars do.
         device_features: What it needs of the device beyond tensor operations; an instance may need less than its class. Where the
             device of the model lacks one (see `devices.TABLE`), the run raises an error before the first batch.
@@ -148,6 +149,7 @@ class Handler:
     trains: ClassVar[bool] = False
     writes: bool = False
     decides_alike: ClassVar[bool] = False
+    other_names: ClassVar[Mapping[str, str]] = {}
     rank_zero_only: ClassVar[bool] = False
     device_features: frozenset[Any] = frozenset()
     capture: Any = None
@@ -162,6 +164,8 @@ class Handler:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         handler = super().__new__(cls)
         handler._arguments = plain_arguments(cls, args, kwargs)
+        if kwargs and not handler._arguments:
+            check_arguments(cls, kwargs, cls.other_names)
         if cls.writes:
             made[handler] = Made(type(handler).__name__, *place_of_user(), os.getpid())
         return handler

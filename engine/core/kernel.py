@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from .signals import Signal
 from .single_process import SingleProcess
 from .state import State
 from .update import UpdateState
+from .words import did_you_mean
 
 __all__ = ["Kernel"]
 
@@ -77,6 +79,10 @@ class Kernel:
         seconds: float | None = max_time
         return seconds
 
+    def _instead(self, name: str) -> str:
+        """What an unknown argument of `run` may mean; rooms know what other engines call it, too."""
+        return did_you_mean(name, inspect.signature(self.run).parameters)
+
     def _furnish(self) -> None:
         self.boundary = Boundary(self)
         self.group = SingleProcess(self)
@@ -94,6 +100,7 @@ class Kernel:
         min_iters: int = 0,
         epoch_length: int | None = None,
         check: bool = True,
+        **unknown: Never,
     ) -> State:
         """Run up to the first of the given bounds; called again with larger ones, it continues.
 
@@ -116,6 +123,9 @@ class Kernel:
             Exception: any error of a handler, of the model or of the data, once EXCEPTION_RAISED (or INTERRUPTED) and ENDED were
                 emitted. Its notes name the handler, the event, the epoch and the iteration.
         """
+        if unknown:
+            name = next(iter(unknown))
+            raise TypeError(f"run() got an unexpected keyword argument {name!r}{self._instead(name)}")
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
 
 if TYPE_CHECKING:
     from .kernel import Kernel
 
-__all__ = ["Modes", "modules_of", "set_modes"]
+__all__ = ["Modes", "modules_of", "parts_in_eval", "set_modes"]
 
 
 def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
@@ -45,21 +43,13 @@ def set_modes(engine: Kernel) -> None:
         for root in engine.modules.values():
             root.train(False)
         return
-    frozen, others = _parts_in_eval(engine)
-    modes = Modes(frozen.values())
+    kept = Modes(parts_in_eval(engine)[0].values())
     for root in engine.modules.values():
         root.train()
-    modes.put_back()
-    trained = {path: part for path, part in others.items() if part.training}
-    advice = "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()"
-    for parts, what in ((frozen, "frozen, and stay so"), (trained, "not frozen, and are put in training mode")):
-        if parts:
-            severity = "warning" if parts is trained and any(map(_knows_modes, parts.values())) else "info"
-            problem = f"parts of the model are in eval mode, {what}: {', '.join(parts)}"
-            engine.signals.remark(engine, "W52", problem, advice, key=what, severity=severity)
+    kept.put_back()
 
 
-def _parts_in_eval(engine: Kernel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
+def parts_in_eval(engine: Kernel) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The parts that are in eval mode alone, by their paths: the frozen ones and the others."""
     frozen: dict[str, nn.Module] = {}
     others: dict[str, nn.Module] = {}
@@ -78,11 +68,6 @@ def _in_eval_alone(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modul
             yield from _in_eval_alone(child, f"{path}.{name}")
         else:
             yield f"{path}.{name}", child
-
-
-def _knows_modes(module: nn.Module) -> bool:
-    """Whether a module does something else in training."""
-    return any(isinstance(part, _DropoutNd | _NormBase) for part in module.modules())
 
 
 def _is_frozen(module: nn.Module) -> bool:

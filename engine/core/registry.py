@@ -470,13 +470,8 @@ class _Without:
     def __del__(self) -> None:
         if not self._entered and (engine := self._engine()) is not None:
             names = ", ".join(map(repr, self._names))
-            engine.signals.remark(
-                engine,
-                "W45",
-                f"without({names}) was called and not entered, so that nothing was disabled",
-                f"write `with engine.without({names}):` around the run",
-                *self._names,
-            )
+            problem = f"without({names}) was called and not entered, so that nothing was disabled"
+            engine.remark("W45", problem, f"write `with engine.without({names}):` around the run", *self._names)
 
 
 class Attachment:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_default", "plain_arguments"]
+__all__ = ["check_arguments", "is_default", "plain_arguments"]
+
+from .words import did_you_mean
 
 _signature = lru_cache(maxsize=256)(inspect.signature)
 _PLAIN = (type(None), bool, int, float, str)
@@ -34,6 +36,23 @@ def plain_arguments(kind: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     bound.apply_defaults()
     found = {name: _plain(value) for name, value in bound.arguments.items() if name != "name"}
     return {name: value for name, value in found.items() if value is not _OTHER}
+
+
+def check_arguments(kind: type, given: Mapping[str, Any], other_names: Mapping[str, str]) -> None:
+    """Raise TypeError for a keyword that a constructor does not take, saying which one may be meant.
+
+    Args:
+        kind: the class.
+        given: the keyword arguments.
+        other_names: what other libraries call an argument, and what it is here.
+    """
+    parameters = _signature(kind).parameters
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return
+    for name in given:
+        if name not in parameters:
+            hint = f"; here it is {other_names[name]}" if name in other_names else did_you_mean(name, parameters)
+            raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def is_default(owner: object, name: str) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from ..core.events import Events
 
@@ -12,7 +16,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "report_loss_parameters", "report_never_emitted", "report_shared_parameters", "report_untrained", "report_wrapped",
+    "Parts", "report_loss_parameters", "report_never_emitted", "report_parts_in_eval", "report_shared_parameters",
+    "report_untrained", "report_wrapped",
 ]  # fmt: skip
 
 
@@ -33,6 +38,29 @@ def report_untrained(engine: Engine) -> None:
             f"run(max_epochs={state.max_epochs}): nothing is trained, since no update has an optimizer",
             "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch",
         )
+
+
+Parts = Mapping[str, nn.Module]
+
+
+def report_parts_in_eval(engine: Engine, found: tuple[Parts, Parts] | None) -> None:
+    """Report parts of the model that were in eval mode before a training: frozen ones, and others, which it has changed."""
+    frozen, others = found if found is not None and engine.training else ({}, {})
+    others = {path: part for path, part in others.items() if part.training}
+    for parts, what in ((frozen, "frozen, and stay so"), (others, "not frozen, and are put in training mode")):
+        if parts:
+            engine.findings.report(
+                "W52",
+                f"parts of the model are in eval mode, {what}: {', '.join(parts)}",
+                "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()",
+                key=what,
+                severity="warning" if parts is others and any(map(_knows_modes, parts.values())) else "info",
+            )
+
+
+def _knows_modes(module: nn.Module) -> bool:
+    """Whether a module does something else in training."""
+    return any(isinstance(part, _DropoutNd | _NormBase) for part in module.modules())
 
 
 def report_shared_parameters(engine: Engine) -> None:

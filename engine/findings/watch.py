@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..core.connection import Connection, Phase
 from ..core.events import Events, Filter, Lifecycle
 from ..core.handler import Handler, Service, on
+from ..core.modes import parts_in_eval
 from .check import report as report_composition
 from .connected import report_double, report_handler
 from .data_checks import check_data, check_epoch, check_steps, report_length
@@ -31,8 +32,10 @@ from .own_weights import OwnLoads, changed_at_start, versions_before_start
 from .resumption import report_resume, say_left_out
 from .returned import look_at_return
 from .setup_findings import (
+    Parts,
     report_loss_parameters,
     report_never_emitted,
+    report_parts_in_eval,
     report_shared_parameters,
     report_untrained,
     report_wrapped,
@@ -75,6 +78,7 @@ class FindingsWatch(Service):
 
     def _forget(self) -> None:
         self._began = 0
+        self._in_eval: tuple[Parts, Parts] | None = None
         self._epochs: EpochChecks | None = None
         self._schedulers: OwnSchedulers | None = None
         self._until_the_end: list[OwnLoads | LateScores] = []
@@ -116,13 +120,15 @@ class FindingsWatch(Service):
 
     @on(Lifecycle.RUN_BEGAN, rank=FIRST)
     def begin_run(self, engine: Engine) -> None:
-        """Report again what was reported in the run before."""
+        """Report again what was reported in the run before, and look at the model as the user left it."""
         engine.findings.begin_run()
         self._forget()
+        self._in_eval = engine.findings.look(parts_in_eval, engine)  # before the run puts them in training mode
 
     @on(Lifecycle.BUILT)
     def look_at_setup(self, engine: Engine) -> None:
         """Look at what the run trains, or evaluates."""
+        engine.findings.look(report_parts_in_eval, engine, self._in_eval)
         for look in AT_START:
             engine.findings.look(look, engine)
         self._versions = engine.findings.look(versions_before_start, engine)

@@ -432,10 +432,15 @@ def test_bad_rates_are_refused() -> None:
 
 
 def test_the_earlier_name_of_unfreeze_at_still_works_and_says_the_new_one() -> None:
-    with pytest.warns(DeprecationWarning, match=r"Freezing\(until=3\) unfreezes as epoch 3 starts; write unfreeze_at=3"):
+    with pytest.warns(
+        DeprecationWarning, match=r"Freezing\(until=3\) unfreezes as epoch 3 starts; write unfreeze_at=3"
+    ):
         earlier = Freezing("backbone", until=3)
     assert earlier.parts == Freezing("backbone", unfreeze_at=3).parts == {"backbone": 3}
-    with pytest.warns(DeprecationWarning), pytest.raises(TypeError, match=r"two names of one argument; omit until="):
+    with (
+        pytest.warns(DeprecationWarning, match="write unfreeze_at=3"),
+        pytest.raises(TypeError, match=r"two names of one argument; omit until="),
+    ):
         Freezing("backbone", until=3, unfreeze_at=3)
 
 
