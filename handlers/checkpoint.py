@@ -96,23 +96,11 @@ class Checkpoint(Handler):
     device_features = frozenset({DeviceFeature.GENERATOR})
     interval_matters = True
 
-    files: checkpoints.Files = checkpoints.Files()
-    """File-system operations; tests record them or make them fail."""
-
+    files: checkpoints.Files = checkpoints.Files()  # tests record them or make them fail
     other_names = {
-        "save_top_k": "keep=",
-        "n_saved": "keep=",
-        "max_to_keep": "keep=",
-        "save_total_limit": "keep=",
-        "dirpath": "the first argument, the folder",
-        "path": "the first argument, the folder",
-        "every_n_epochs": 'every="2ep"',
-        "every_n_train_steps": 'every="100st"',
-        "save_steps": 'every="100st"',
-        "save_weights_only": "weights_only=",
-        "save_on_exception": "on_exception=",
-        "metric": "monitor=",
-    }
+        "save_top_k": "keep=", "n_saved": "keep=", "save_total_limit": "keep=", "dirpath": "the first argument, the folder",
+        "every_n_epochs": 'every="2ep"', "every_n_train_steps": 'every="100st"', "save_weights_only": "weights_only=",
+    }  # fmt: skip
 
     def __init__(
         self,
