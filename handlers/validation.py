@@ -98,7 +98,7 @@ class Validation(Handler):
         **named: Any,
     ) -> None: ...
 
-    def __init__(
+    def __init__(  # type: ignore[misc]  # `named` has no place for evaluator= and data=
         self,
         evaluator: Any = None,
         data: Any = None,

@@ -197,7 +197,7 @@ class Kernel:
         A list or tuple stands for the handlers in it. The returned handle detaches them, by ``handle.detach()`` or as a context
         manager.
         """
-        several = [one if isinstance(one, list | tuple) else [one] for one in handlers]
+        several: list[Any] = [one if isinstance(one, list | tuple) else [one] for one in handlers]
         return self.handlers.attach([handler for group in several for handler in group])
 
     def detach(self, handler: Handler | str | Receiver) -> None:

@@ -112,8 +112,11 @@ def test_the_optimizer_and_the_loss_of_the_only_update_are_the_engines() -> None
         _ = engine.optimizer
     engine.run(kit.batches(2), max_epochs=1)
     assert engine.optimizer is engine.updates[0].optimizer
-    assert torch.equal(engine.loss, engine.updates[0].loss)
-    assert not engine.loss.requires_grad
+    loss, expected = engine.loss, engine.updates[0].loss
+    assert isinstance(loss, Tensor)
+    assert isinstance(expected, Tensor)
+    assert torch.equal(loss, expected)
+    assert not loss.requires_grad
     with pytest.raises(RuntimeError, match="there is none yet: this engine evaluates"):
         _ = Engine(Update.prediction(), model=linear(5, 1)).optimizer
     several = Engine([Update.from_function(lambda engine, batch: None, name=name) for name in ("d", "g")])
@@ -136,7 +139,7 @@ def test_handlers_are_attached_from_lists_and_found_by_name_or_class() -> None:
     with pytest.raises(TypeError, match=r"engine\[0\]: give the name or the class of a handler"):
         _ = engine[0]  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="one by one, or in a list"):
-        engine.attach({"ema": ema})  # type: ignore[arg-type]
+        engine.attach({"ema": ema})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="attached already"):
         engine.attach([history, history])
     assert [*engine.handlers] == []

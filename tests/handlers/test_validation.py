@@ -295,9 +295,9 @@ def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"does not train.*evaluation\(\)"):
         Validation(trainer_of(model), batches(3))
     with pytest.raises(ValueError, match="does not train"):
-        Validation(model, batches(3))  # type: ignore[arg-type]
+        Validation(model, batches(3))  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="iterable"):
-        Validation(evaluator_of(model), 3)  # type: ignore[arg-type]
+        Validation(evaluator_of(model), 3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="iterator is exhausted"):
         Validation(evaluator_of(model), iter(batches(3)))
     with pytest.raises(ValueError, match=r"Validation\(every='often'\)"):

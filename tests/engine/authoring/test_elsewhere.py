@@ -9,7 +9,7 @@ import pytest
 import signalfire
 from signalfire import Engine, Events, handlers
 from signalfire.authoring.elsewhere import ENGINE, HANDLERS, RUN
-from signalfire.core.events import _ELSEWHERE
+from signalfire.core import events
 from tests.kit import batches, build, linear
 
 
@@ -60,7 +60,7 @@ def test_a_class_of_handlers(name: str) -> None:
         ("EPOCH_END", "EPOCH_COMPLETED"),
         ("on_train_batch_end", "ITERATION_COMPLETED"),
         ("ON_FIT_START", "STARTED"),
-        *_ELSEWHERE.items(),
+        *vars(events)["_ELSEWHERE"].items(),
     ],
 )
 def test_an_event(name: str, event: str) -> None:

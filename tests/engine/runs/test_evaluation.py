@@ -352,7 +352,8 @@ def sampled(*handlers: Handler, sampling: bool) -> tuple[Engine, list[Any]]:
 @pytest.mark.parametrize("kind", ["none", "average", "precision"])
 def test_a_receiver_samples_from_the_model_that_evaluations_see_without_a_trace(kind: str) -> None:
     def handlers() -> list[Handler]:
-        return {"none": [], "average": [EMA(0.5)], "precision": [MixedPrecision("bf16")]}[kind]
+        found: dict[str, list[Handler]] = {"none": [], "average": [EMA(0.5)], "precision": [MixedPrecision("bf16")]}
+        return found[kind]
 
     plain, _ = sampled(*handlers(), sampling=False)
     engine, found = sampled(*handlers(), sampling=True)

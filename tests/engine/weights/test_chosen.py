@@ -45,7 +45,8 @@ def trainer_of(*handlers: Handler) -> Engine:
 
 
 def averages(kind: str) -> list[Handler]:
-    return {"none": [], "ema": [EMA(0.5)], "lookahead": [Lookahead(k=3)]}[kind]
+    found: dict[str, list[Handler]] = {"none": [], "ema": [EMA(0.5)], "lookahead": [Lookahead(k=3)]}
+    return found[kind]
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
