@@ -1,12 +1,14 @@
 """The command line: ``python -m signalfire`` trains something at once; ``... new my_project`` begins a project.
 
 ``... study train:build --metric accuracy`` measures what each handler contributes, and ``... report store.jsonl`` says it again.
+``... upgrade my_folder`` lists names of earlier versions in your files, with those of today.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from .commands import study as studies
 
@@ -29,7 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     studies.add_study(study)
     studies.add_report(report)
     commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
+    upgrade = commands.add_parser("upgrade", help="list names of earlier versions in your files, with those of today")
+    upgrade.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="files, or folders of them")
     given = parser.parse_args(arguments)
+    if given.command == "upgrade":
+        return _upgrade(given.paths)
     if given.command == "handlers":
         from .commands.handlers import list_handlers
 
@@ -52,6 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
 
     demo()
     return 0
+
+
+def _upgrade(paths: list[Path]) -> int:
+    from .commands.upgrade import upgrade
+
+    try:
+        found = upgrade(paths)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(*found, sep="\n", end="\n" if found else "")
+    print(f"{len(found)} names of earlier versions", file=sys.stderr)
+    return 1 if found else 0
 
 
 if __name__ == "__main__":

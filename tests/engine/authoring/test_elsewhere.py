@@ -54,15 +54,13 @@ def test_a_class_of_handlers(name: str) -> None:
     assert first in handlers.__all__ or not first[0].isupper(), first
 
 
-@pytest.mark.parametrize(
-    ("name", "event"),
-    [
-        ("EPOCH_END", "EPOCH_COMPLETED"),
-        ("on_train_batch_end", "ITERATION_COMPLETED"),
-        ("ON_FIT_START", "STARTED"),
-        *vars(events)["_ELSEWHERE"].items(),
-    ],
-)
+EVENTS: dict[str, str] = vars(events)["_ELSEWHERE"] | {
+    "on_train_batch_end": "ITERATION_COMPLETED",
+    "ON_FIT_START": "STARTED",
+}
+
+
+@pytest.mark.parametrize(("name", "event"), EVENTS.items())
 def test_an_event(name: str, event: str) -> None:
     with pytest.raises(AttributeError, match=rf"Events has no event {name!r}; did you mean '{event}'") as error:
         getattr(Events, name)

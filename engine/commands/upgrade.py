@@ -1,0 +1,101 @@
+"""``python -m signalfire upgrade FILE...`` lists names of earlier versions in files, each with the one of today."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from .moved import MOVED
+
+__all__ = ["OldName", "old_names", "upgrade"]
+
+_ROOMS = {
+    "core": "blame boundary bus connection declarations events handler loop part regions registry settings setup signals state "
+    "step update window",
+    "updates": "from_model optimizer_modes optimizers places spec",
+    "models": "explain fit modules streams",
+    "distributed": "group norms notice",
+    "resuming": "changeable copies frozen keys loads past saving snapshots unfinished",
+    "runs": "evaluation interrupts rehearsal replay restore wiring",
+    "findings": "codes",
+    "authoring": "batches capture checks devices interval log markup monitor plain planning plugins randomness",
+}
+MODULES = (
+    {f"signalfire.{name}": f"signalfire.{room}.{name}" for room, names in _ROOMS.items() for name in names.split()}
+    | {"signalfire.handlers.summary": "signalfire.handlers.model_summary"}
+    | MOVED
+)
+"""The module of today by that of version 0.2.0."""
+
+ARGUMENTS = {("Freezing", "until"): "unfreeze_at"}
+"""The argument of today by the callable and the earlier name."""
+
+ATTRIBUTES = {"loop": "current_run"}
+"""The attribute of today of what is called engine, trainer or evaluator."""
+_ENGINES = ("engine", "trainer", "evaluator")
+
+
+class OldName(NamedTuple):
+    """A name of an earlier version in a file.
+
+    Attributes:
+        path: the file.
+        line: its line, from 1.
+        old: the name there.
+        new: what to write.
+    """
+
+    path: Path
+    line: int
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.old} -> {self.new}"
+
+
+def old_names(path: Path) -> list[OldName]:
+    """The names of earlier versions in a file, by line; nothing is changed.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        SyntaxError: for one that is no Python.
+    """
+    found = (OldName(path, node.lineno, old, new) for node, old, new in _found(ast.parse(path.read_text(), str(path))))
+    return sorted(found, key=lambda one: one.line)
+
+
+def upgrade(paths: Iterable[Path]) -> list[OldName]:
+    """`old_names` of files, and of all files in folders."""
+    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
+    return [one for file in files for one in old_names(file)]
+
+
+def _found(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt | ast.keyword, str, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            if node.module in MODULES:
+                yield node, f"from {node.module} import", f"from {MODULES[node.module]} import"
+            for alias in node.names:
+                if node.module == "signalfire" and (new := MODULES.get(f"signalfire.{alias.name}")) is not None:
+                    package, _, name = new.rpartition(".")
+                    yield node, f"from {node.module} import {alias.name}", f"from {package} import {name}"
+        elif isinstance(node, ast.Import):
+            yield from (
+                (node, f"import {one.name}", f"import {MODULES[one.name]}") for one in node.names if one.name in MODULES
+            )
+        elif isinstance(node, ast.Call):
+            name = _name_of(node.func)
+            for keyword in node.keywords:
+                if (new := ARGUMENTS.get((name, keyword.arg or ""))) is not None:
+                    yield keyword, f"{name}({keyword.arg}=)", f"{name}({new}=)"
+        elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and _name_of(node.value) in _ENGINES:
+            name = _name_of(node.value)
+            yield node, f"{name}.{node.attr}", f"{name}.{ATTRIBUTES[node.attr]}"
+
+
+def _name_of(node: ast.expr) -> str:
+    """The last name of an expression: that of a function, a method or a variable."""
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
