@@ -344,8 +344,8 @@ class ProgressBar(Handler):
     def _values(self, engine: Engine) -> dict[str, str]:
         metrics = engine.state.metrics
         found: dict[str, float | None] = {}
-        if self.metrics is None and not metrics.running:
-            last = "loss" if "loss" not in metrics else "batch_loss"
+        if self.metrics is None and "loss" not in metrics.running:
+            last = "batch_loss" if "loss" in metrics.owners or "loss" in metrics else "loss"
             for suffix, update in _updates(engine):
                 found[f"smooth_loss{suffix}"] = self._smooth(suffix)
                 found[f"{last}{suffix}"] = as_number(update.loss)
@@ -357,6 +357,7 @@ class ProgressBar(Handler):
 
     def _value(self, engine: Engine, name: str) -> float | None:
         metrics = engine.state.metrics
+        name = metrics.under(name)
         if name in metrics.running and (engine.state.epoch_open or name not in metrics):
             return as_number(metrics.running[name]())
         if name in metrics:

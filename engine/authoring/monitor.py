@@ -111,7 +111,7 @@ def check_announced(engine: Engine, metric: str, *, by: str, verb: str = "monito
     """
     metrics = engine.state.metrics
     known = sorted({*metrics, *metrics.owners})
-    if metric in known or any(metric.startswith(f"{one}/") for one in known):
+    if metrics.under(metric) in known or any(metric.startswith(f"{one}/") for one in known):
         return True
     if not _users_may_write(engine):
         raise KeyError(_no_such(engine, metric, f"{by} {verb}", "no such metric is announced"))
