@@ -562,6 +562,12 @@ def patience_that_outlasts_the_run(right: bool) -> Findings:
     return build(model, stopping, Validation(evaluator_of(model), batches(2, seed=1))).check(batches(), max_epochs=10)
 
 
+@mistake("C40")
+def a_monitor_without_the_prefix_of_the_validation(right: bool) -> None:
+    stopping = EarlyStopping("val_loss" if right else "loss", patience=9)
+    build(net(), stopping, Validation(batches(2, seed=1))).run(batches(), max_epochs=1)
+
+
 @mistake("C39")
 def a_guard_against_spikes_in_a_run_that_is_too_short_for_it(right: bool) -> Findings:
     return build(net(), SpikeGuard(window=8 if right else 128)).check(batches(), max_epochs=10)

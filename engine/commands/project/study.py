@@ -11,7 +11,7 @@ from signalfire.ablation import LeaveOneOut, Study
 
 
 def main() -> None:
-    study = Study(partial(build, epochs=5), metric="accuracy", mode="max", seeds=range(6), store="runs/study.jsonl")
+    study = Study(partial(build, epochs=5), metric="val_accuracy", seeds=range(6), store="runs/study.jsonl")
     design = LeaveOneOut(["ema"])
     print(study.plan(design))
     report = study.run(design, workers=0)

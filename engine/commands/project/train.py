@@ -4,7 +4,6 @@ python train.py
 """
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,18 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update
-from signalfire.handlers import EMA, Accuracy, Checkpoint, Metrics, ProgressBar, Validation
+from signalfire.handlers import (
+    EMA,
+    Accuracy,
+    Checkpoint,
+    CSVLogger,
+    DeviceTransfer,
+    MixedPrecision,
+    ProgressBar,
+    Validation,
+)
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPOCHS, BATCH = 10, 50
 
 
@@ -31,12 +40,10 @@ def make_model() -> nn.Module:
 def build(seed: int, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], object]]:
     """The trainer, and a function that runs it; study.py calls it for each run."""
     torch.manual_seed(seed)
-    model = make_model()
-    update = Update.supervised(nn.functional.cross_entropy, optimizer=partial(torch.optim.Adam, lr=3e-2))
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
-    trainer = Engine(update, model=model, seed=seed)
-    trainer.attach(Validation(evaluator, [make_data(500, seed=1)]), EMA(0.95), LossSpikes())
+    update = Update.supervised(nn.functional.cross_entropy, torch.optim.Adam, lr=3e-2)
+    trainer = Engine(update, model=make_model(), seed=seed)
+    trainer.attach(Validation([make_data(500, seed=1)], accuracy=Accuracy()), EMA(0.95), LossSpikes())
+    trainer.attach(DeviceTransfer(DEVICE), *([MixedPrecision("bf16")] if DEVICE == "cuda" else []))
     data: Iterable[Any] = DataLoader(TensorDataset(*make_data(1000, seed=0)), batch_size=BATCH, shuffle=True)
     return trainer, lambda engine: engine.run(data, max_epochs=epochs)
 
@@ -44,10 +51,12 @@ def build(seed: int, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], o
 def main() -> None:
     trainer, run = build(seed=0)
     # Started again after an interruption, the run continues where it was.
-    trainer.attach(ProgressBar(), Checkpoint("runs/first", every="1ep", resume=True))
+    trainer.attach(ProgressBar(), CSVLogger("runs/log.csv"), Checkpoint("runs/first", every="1ep", resume=True))
+    trainer.attach(Checkpoint("runs/best", monitor="val_accuracy", name="best"))
     run(trainer)
-    print(f"accuracy: {trainer.state.metrics['accuracy']:.1%}")
-    print(f"spikes of the loss: iterations {trainer.find(LossSpikes).found or 'none'}")
+    print(f"accuracy in the validation: {trainer.state.metrics['val_accuracy']:.1%}")
+    print(f"accuracy in the test: {trainer.test([make_data(500, seed=2)], weights='best')['accuracy']:.1%}")
+    print(f"spikes of the loss: iterations {trainer[LossSpikes].found or 'none'}")
 
 
 if __name__ == "__main__":

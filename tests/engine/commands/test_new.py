@@ -50,7 +50,8 @@ def test_a_new_project_trains_continues_passes_its_tests_and_its_study(tmp_path:
     assert main(["new", str(folder)]) == 0
     trained = run_program("train.py", cwd=folder)
     assert trained.returncode == 0, trained.stderr
-    assert "accuracy: 9" in trained.stdout
+    assert "accuracy in the validation: 9" in trained.stdout
+    assert "accuracy in the test: 9" in trained.stdout
     again = run_program("train.py", cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "checkpoint: resuming from 'runs/first/checkpoint-epoch0010-iter00000200', epoch 10" in again.stderr
@@ -60,4 +61,4 @@ def test_a_new_project_trains_continues_passes_its_tests_and_its_study(tmp_path:
     assert "2 passed" in tested.stdout
     studied = run_program("study.py", cwd=folder)
     assert studied.returncode == 0, studied.stderr
-    assert "Without ema, accuracy" in studied.stdout
+    assert "Without ema, val_accuracy" in studied.stdout
