@@ -28,7 +28,7 @@ from ..data.loading import generators_of, skippable
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Composition", "Evaluation", "first_batch", "own_generators", "unchanged_generators"]
+__all__ = ["Composition", "Evaluation", "first_batch", "is_ours", "own_generators", "unchanged_generators"]
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class Composition:
         for engine in engines.values():
             connections = [one for signal in engine.signals.all() for one in signal.connections]
             if any(
-                one.writes is None or ("metrics" in one.writes and not _is_ours(one.receiver)) for one in connections
+                one.writes is None or ("metrics" in one.writes and not is_ours(one.receiver)) for one in connections
             ):
                 return True
             for update in engine.updates:
                 own = (update.spec.forward, update.spec.loss, update.spec.function)
-                if any(function is not None and not _is_ours(function) for function in own):
+                if any(function is not None and not is_ours(function) for function in own):
                     return True
         return False
 
@@ -242,6 +242,7 @@ def _flat(groups: Any) -> Iterator[Any]:
             yield one
 
 
-def _is_ours(function: Any) -> bool:
+def is_ours(function: Any) -> bool:
+    """Whether a function is one of this package, and not of the user's."""
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.startswith("signalfire")

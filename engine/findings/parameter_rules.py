@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..core.words import listed
@@ -123,7 +124,7 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
         return
     norms = {name: part for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training}
     if norms and samples % size == 1 and not it.engine.processes.distributed:
-        over_samples = [name for name, part in norms.items() if not isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d)]
+        over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
         yield finding(
             "C21",
             f"the last batch of each epoch has one sample ({samples} samples in batches of {size}), "
@@ -135,6 +136,15 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
             "use DataLoader(drop_last=True), or another batch size",
             severity=None if over_samples else "info",  # places have a variance, too
         )
+
+
+def _is_over_places(norm: nn.Module, it: Composition) -> bool:
+    """Whether a normalisation layer gets several places of each sample, as behind a convolution."""
+    if isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d):
+        return True
+    before = [*itertools.takewhile(lambda one: one is not norm, it.modules)]
+    last = next((one for one in reversed(before) if isinstance(one, nn.Linear | _ConvNd)), None)
+    return isinstance(last, _ConvNd)
 
 
 def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:

@@ -464,13 +464,13 @@ class Noisy(Dataset[Any]):
 
 @mistake("C16")
 def augmentation_with_a_generator_of_ones_own(right: bool, folder: Path) -> Findings:
-    data = DataLoader(Noisy(None if right else np.random.default_rng(0)), 4, shuffle=True)
+    data = DataLoader(Noisy(None if right else np.random.default_rng(0)), 4, shuffle=True, num_workers=1)
     return build(net(), Checkpoint(folder, resume=True)).check(data, max_epochs=2)
 
 
 @mistake("C16")
 def augmentation_with_a_random_object(right: bool, folder: Path) -> Findings:
-    data = DataLoader(Noisy(None if right else random.Random(0)), 4, shuffle=True)
+    data = DataLoader(Noisy(None if right else random.Random(0)), 4, shuffle=True, num_workers=1)
     return build(net(), Checkpoint(folder)).check(data, max_epochs=2)
 
 
