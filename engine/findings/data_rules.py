@@ -256,8 +256,8 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
     for path, generator in held.items():
         yield finding(
             "C16",
-            f"{path} is a random generator of the data's own ({type(generator).__name__}), of which each worker has a copy: where "
-            f"samples draw from it, a run that resumes from {saves[0].name!r} continues with other numbers",
+            f"{path} is a random generator of the data's own ({type(generator).__name__}), of which each worker has a copy: "
+            f"where samples draw from it, a run that resumes from {saves[0].name!r} continues with other numbers",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..authoring.devices import widened
+from ..authoring.batches import tensors_in
+from ..authoring.devices import is_readable, widened
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
+from .loss_graph import ignored_by
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -121,6 +123,8 @@ class EpochChecks:
         assert update.optimizer is not None
         if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
             return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
+        if not before.counts_versions and before.steps:
+            return []  # once steps have changed the weights, gradients of zero leave them as they are
         self._report_left(before, parameters, left, steps, whole=whole)
         names = names_of(engine)
         return [p for p in left if p not in names]
@@ -213,7 +217,7 @@ class EpochChecks:
         """Report NaN in what the optimizer holds, and in the loss."""
         engine, parameters, loss = self.engine, update.parameters, update.raw_loss
         guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
-        losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded else []
+        losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded and not self._ignores_all(loss) else []
         if has_nan([*parameters, *losses]):
             bad = [p for p in parameters if has_nan([p])]
             what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
@@ -225,10 +229,16 @@ class EpochChecks:
                 "division by zero, or too high a learning rate",
             )
 
+    def _ignores_all(self, loss: Tensor) -> bool:
+        """Whether all targets of the last batch are of the class that its loss ignores: their mean is NaN, without gradients."""
+        ignored = ignored_by(loss)
+        classes = [one for one in tensors_in(self.engine.state.batch) if one.dtype is torch.int64 and is_readable(one)]
+        return ignored is not None and any(bool((one == ignored).all()) for one in classes)
+
     def _check_optimizer(self, before: _Before) -> None:
         """Report steps that the engine did not make, rates of zero, and windows that lost gradients."""
         engine, update = self.engine, before.update
-        steps = update.steps - before.steps
+        steps = _steps_of(engine, update) - before.steps_of_optimizer
         counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
             engine.remark(
@@ -239,7 +249,7 @@ class EpochChecks:
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
-        if steps and rates and not any(rates) and before.is_unchanged():
+        if update.steps > before.steps and rates and not any(rates) and before.is_unchanged():
             engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
@@ -267,6 +277,7 @@ class _Before:
     values: list[Tensor]
     counts_versions: bool
     counted: int | None
+    steps_of_optimizer: int
     rates: list[float]
     sampled: list[Tensor]
     samples: list[Tensor]
@@ -281,8 +292,9 @@ class _Before:
         sampled = dense[:: max(1, len(dense) // _SAMPLED)]
         counted_now = _steps_counted(update)
         return cls(
-            update, update.steps, parameters, versions, values, counts, counted_now, rates, sampled, _samples(sampled)
-        )
+            update, update.steps, parameters, versions, values, counts, counted_now, _steps_of(engine, update), rates, sampled,
+            _samples(sampled),
+        )  # fmt: skip
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""
@@ -319,6 +331,11 @@ def _samples(parameters: Iterable[Tensor]) -> list[Tensor]:
         real = torch.view_as_real(own) if own.is_complex() else own
         found += [flat[:: max(1, flat.numel() // 16)].clone(), widened(real).norm() if own.numel() else own.sum()]
     return found
+
+
+def _steps_of(engine: Engine, update: UpdateState) -> int:
+    """How many steps the engine has made with the optimizer of an update, which several may share."""
+    return sum(one.steps for one in engine.updates if one.optimizer is update.optimizer)
 
 
 def _steps_counted(update: UpdateState) -> int | None:
