@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..authoring.monitor import Monitor
@@ -28,7 +29,7 @@ from ..data.loading import generators_of, skippable
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Composition", "Evaluation", "first_batch", "is_ours", "own_generators", "unchanged_generators"]
+__all__ = ["Composition", "Evaluation", "first_batch", "is_meant", "is_ours", "own_generators", "unchanged_generators"]
 
 
 @dataclass(frozen=True)
@@ -240,6 +241,13 @@ def _flat(groups: Any) -> Iterator[Any]:
             yield one[1]
         else:
             yield one
+
+
+def is_meant(evaluator: Engine) -> bool:
+    """Whether an evaluator has another model on purpose: a frozen one, such as a teacher, or torch's average of weights."""
+    roots = list(evaluator.modules.values())
+    frozen = not any(p.requires_grad for root in roots for p in root.parameters())
+    return frozen or any(isinstance(root, AveragedModel) for root in roots)
 
 
 def is_ours(function: Any) -> bool:

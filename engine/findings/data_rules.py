@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 from ..authoring.batches import tensors_in
 from ..data.held_generators import draws_in_workers
-from .composition import Composition, Evaluation, first_batch, is_ours, own_generators
+from .composition import Composition, Evaluation, first_batch, is_meant, is_ours, own_generators
 from .reports import Finding, finding
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
@@ -231,9 +231,7 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
             f"the evaluator of {one.handler.name!r} has another model: it shares no parameter with the one that is trained",
             "build it with the same module: Engine(update.evaluation(), model=model)",
             [one.handler.name],
-            severity=None
-            if any(p.requires_grad for p in other)
-            else "info",  # a frozen one, such as a teacher, is meant
+            severity="info" if is_meant(one.evaluator) else None,
         )
 
 

@@ -68,8 +68,8 @@ def changed_at_start(engine: Engine, before: list[int] | None) -> None:
     if before is not None and before != _versions(engine):
         engine.findings.report(
             "W68",
-            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED ({_functions(engine)[0]!r}) "
-            "changes the weights that were trained",
+            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED "
+            f"({' or '.join(map(repr, _functions(engine)))}) changes the weights that were trained",
             "initialise the weights before the first run(); STARTED comes at the start of each",
         )
 
