@@ -215,7 +215,7 @@ class _Scale(NamedTuple):
 
     Attributes:
         median: their median.
-        span: from the first to the last decile. Few large values, which decide the standard deviation, do not change it.
+        span: their standard deviation by their first and last decile, which few large values do not change.
     """
 
     mean: float
@@ -227,6 +227,7 @@ class _Scale(NamedTuple):
 
 _scales: weakref.WeakKeyDictionary[Engine, _Scale] = weakref.WeakKeyDictionary()
 _OTHER_SCALE = 5.0
+_DECILES = 2.56  # from the first to the last decile of a normal distribution, in standard deviations
 _VALUES = 100_000  # of the inputs, whose quantiles are taken
 
 
@@ -268,7 +269,7 @@ def _scale_of(batch: Any) -> _Scale | None:
     spread, mean = (float(one) for one in torch.std_mean(values))
     flat = values.flatten()
     least, median, most = flat[:: max(1, len(flat) // _VALUES)].quantile(values.new_tensor([0.1, 0.5, 0.9])).tolist()
-    return _Scale(mean, spread, median, most - least, tuple(first.shape[1:])) if spread > 0 else None
+    return _Scale(mean, spread, median, (most - least) / _DECILES, tuple(first.shape[1:])) if spread > 0 else None
 
 
 def report_random_samples(engine: Engine) -> None:

@@ -143,8 +143,12 @@ def _is_over_places(norm: nn.Module, it: Composition) -> bool:
     if isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d):
         return True
     before = [*itertools.takewhile(lambda one: one is not norm, it.modules)]
-    last = next((one for one in reversed(before) if isinstance(one, nn.Linear | _ConvNd)), None)
+    last = next((one for one in reversed(before) if isinstance(one, (_ConvNd, *_JOINING))), None)
     return isinstance(last, _ConvNd)
+
+
+_JOINING = (nn.Linear, nn.Flatten, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
+"""Layers behind which the places of a sample are one row, or may be one place."""
 
 
 def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:

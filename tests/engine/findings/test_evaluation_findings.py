@@ -215,11 +215,11 @@ def test_layers_that_know_no_mode_may_be_in_either_in_an_evaluation() -> None:
             evaluator.run(batches(2))
 
 
-@pytest.mark.parametrize(("factor", "reported"), [(1.0, False), (100.0, True)])
-def test_few_large_inputs_are_not_taken_for_another_scale(factor: float, reported: bool) -> None:
+@pytest.mark.parametrize(("factor", "shift", "reported"), [(1.0, 0.0, False), (100.0, 0.0, True), (1.0, 200.0, True)])
+def test_few_large_inputs_are_not_taken_for_another_scale(factor: float, shift: float, reported: bool) -> None:
     model = linear(4, 1)
     trained, evaluated = (torch.randn(32, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     evaluated[0, 0] = 500.0
-    engine = build(model, Validation(evaluator_of(model), [(factor * evaluated, torch.zeros(32, 1))]))
+    engine = build(model, Validation(evaluator_of(model), [(factor * evaluated + shift, torch.zeros(32, 1))]))
     with pytest.warns(FindingWarning, match="W60") if reported else nullcontext():
         engine.run([(trained, torch.zeros(32, 1))], max_epochs=1)

@@ -214,9 +214,10 @@ def test_batch_norm_behind_a_convolution_over_time_has_a_variance() -> None:
     [finding] = build(behind).check(DataLoader(signals, 2, shuffle=True)).of("C21")
     assert finding.severity == "info"
     build(behind).run(DataLoader(signals, 2, shuffle=True), max_epochs=1)
-    flat = nn.Sequential(nn.Flatten(), nn.Linear(6, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-    [finding] = build(flat).check(DataLoader(signals, 2, shuffle=True)).of("C21")
-    assert finding.severity == "warning"
+    pooled = [nn.Conv1d(1, 2, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.BatchNorm1d(2), nn.Linear(2, 1)]
+    for layers in ([nn.Flatten(), nn.Linear(6, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)], pooled):
+        [finding] = build(nn.Sequential(*layers)).check(DataLoader(signals, 2, shuffle=True)).of("C21")
+        assert finding.severity == "warning"
 
 
 def masked(mask: str) -> Any:
