@@ -53,6 +53,7 @@ class EpochChecks:
         self.engine = engine
         self._known = _parameters(_parts(engine))
         self._known_ids = [id(p) for p in self._known]
+        self._trainable = [p.requires_grad for p in self._known]
         self._roots: dict[str, bool] | None = None
         self._parts: list[nn.Module] = []
         self._modes: list[bool] = []
@@ -81,7 +82,8 @@ class EpochChecks:
         stale: list[Tensor] = []
         for one in before:
             stale += self._check_updated(one, whole=whole)
-        if stale or list(map(id, _parameters(_parts(self.engine)))) != self._known_ids:
+        now = _parameters(_parts(self.engine))
+        if stale or list(map(id, now)) != self._known_ids or [p.requires_grad for p in now] != self._trainable:
             self._check_held(stale)
         if [part.training for part in self._parts] != self._modes or False in self._modes:
             self._check_modes()
@@ -174,14 +176,18 @@ class EpochChecks:
         engine, names = self.engine, names_of(self.engine)
         held = held_by_optimizers(engine)
         unheld = [p for p in trainable(engine) if p not in held]
-        known = set(self._known)
+        known = {p for p, trained in zip(self._known, self._trainable, strict=True) if trained}
         new = unheld if stale else [p for p in unheld if p not in known]
         if new:
             engine.remark(
                 "W11",
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
-                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: a layer was made or replaced after the "
-                "optimizer was built",
+                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: "
+                + (
+                    "it was unfrozen after the optimizer was built"
+                    if set(new) <= {*self._known} - known
+                    else "a layer was made or replaced after the optimizer was built"
+                ),
                 "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3); or "
                 "call optimizer.add_param_group() for new ones",
             )

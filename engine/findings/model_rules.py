@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..core.update import UpdateState
 from ..updates.optimizers import optimizers_of
 from .composition import Composition
+from .function_rules import names_in
 from .reports import Finding, finding
 
 __all__ = ["OF_MODELS", "half_precision_finding"]
@@ -89,7 +90,7 @@ _MOST_LAYERS = 10_000
 def attributes_without_effect(it: Composition) -> Iterator[Finding]:
     """Attributes that were set on a module and that PyTorch reads of parameters only."""
     for part, name in it.modules.items() if it.engine.training else ():
-        if "requires_grad" in vars(part):
+        if "requires_grad" in vars(part) and "requires_grad" not in names_in(type(part).forward):
             yield finding(
                 "C35",
                 f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect: a module has no such attribute",

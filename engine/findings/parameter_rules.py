@@ -134,7 +134,10 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
                 else f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
             ),
             "use DataLoader(drop_last=True), or another batch size",
-            severity=None if over_samples else "info",  # places have a variance, too
+            # Places have a variance, too, and a handler may freeze the statistics as the run starts.
+            severity=None
+            if over_samples and not any(getattr(one, "freezes", False) for one in it.handlers)
+            else "info",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -258,7 +259,7 @@ class Descent(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 p -= group["lr"] * p.grad
@@ -306,3 +307,21 @@ def test_a_last_batch_whose_targets_are_all_ignored_is_no_loss_that_went_wrong()
     broken = build(linear(5, 3), loss=lambda output, target: nn.functional.cross_entropy(output, target) * float("nan"))
     with pytest.warns(FindingWarning, match="W15"):
         broken.run([first], max_epochs=1)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("guards", [False, True])
+def test_a_layer_that_is_unfrozen_and_in_no_optimizer_is_reported_as_that(held: bool, guards: bool) -> None:
+    model = mlp(5, 8, 1)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if held or p.requires_grad], lr=0.1)
+    engine = Engine(Update.supervised(mse_loss, optimizer), model=model, seed=0)
+    engine.attach(*([Guards(every="1it")] if guards else []))
+
+    @engine.on(Events.EPOCH_STARTED(once=2))
+    def unfreeze(engine: Engine) -> None:
+        model[0].requires_grad_(True)
+
+    code = "G05" if guards else "W11"
+    with pytest.warns(FindingWarning, match=f"{code}: .*unfrozen") if not held else contextlib.nullcontext():
+        engine.run(batches(3), max_epochs=3)

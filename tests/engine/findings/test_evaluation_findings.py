@@ -188,7 +188,8 @@ class Lazy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = linear(5, 5), None
+        self.first = linear(5, 5)
+        self.second: nn.Module | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.second is None:

@@ -156,7 +156,7 @@ class Applying(nn.Module):
 
 class Iterating(Applying):
     def forward(self, inputs: Tensor) -> Tensor:
-        for layer in self.layers[:-1]:
+        for layer in self.layers[:-1]:  # type: ignore[attr-defined]
             inputs = torch.relu(layer(inputs))
         return self.layers[-1](inputs)  # type: ignore[no-any-return]
 
@@ -190,7 +190,7 @@ def test_layers_that_a_module_applies_itself_may_have_activations_between_them()
 def test_units_that_the_next_layer_weights_differently_do_not_stay_alike() -> None:
     hidden, convolutions = mlp(5, 8, 1, nn.ReLU()), nn.Conv1d(1, 4, 2)
     for layer in (hidden[0], convolutions):
-        nn.init.constant_(layer.weight, 0.1)
+        nn.init.constant_(layer.weight, 0.1)  # type: ignore[arg-type]
     assert found(hidden, "C33") == []
     assert found(nn.Sequential(nn.Unflatten(1, (1, 5)), convolutions, nn.Flatten(), nn.Linear(16, 1)), "C33") == []
 
@@ -198,9 +198,28 @@ def test_units_that_the_next_layer_weights_differently_do_not_stay_alike() -> No
 def test_units_of_which_only_the_biases_differ_are_not_said_to_stay_alike() -> None:
     model = mlp(5, 8, 1, nn.ReLU())
     for place in (0, 2):
-        nn.init.constant_(model[place].weight, 0.1)
+        nn.init.constant_(model[place].weight, 0.1)  # type: ignore[arg-type]
     [sentence] = found(model, "C33")
     assert "only their biases tell them apart" in sentence
-    nn.init.zeros_(model[0].bias)
+    nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
     [sentence] = found(model, "C33")
     assert "they get the same gradients, and stay alike" in sentence
+
+
+class Switched(nn.Module):
+    """Has an attribute of its own with the name of a parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.requires_grad = nn.Linear(5, 1), True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs)
+        return output if self.requires_grad else output.detach()
+
+
+def test_an_attribute_that_the_forward_reads_has_an_effect() -> None:
+    assert found(Switched(), "C35") == []
+    model = linear(5, 1)
+    model.requires_grad = False  # type: ignore[assignment]
+    assert len(found(model, "C35")) == 1

@@ -14,7 +14,7 @@ def announce(engine: Engine) -> None:
 
 
 def forget(engine: Engine) -> None:
-    nn.init.zeros_(engine.model.bias)  # type: ignore[arg-type]
+    nn.init.zeros_(engine.model.bias)
 
 
 def test_of_several_functions_none_is_said_to_be_the_one_that_changes_the_weights() -> None:

@@ -145,11 +145,11 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
 def unfreezing(once: bool) -> Engine:
     """An engine that unfreezes its first layer in epoch 2: by an event that comes once, or by the number of the epoch."""
     engine = trained()
-    engine.model[0].requires_grad_(False)  # type: ignore[operator, union-attr]
+    engine.model[0].requires_grad_(False)
 
     @engine.on(Events.EPOCH_STARTED(once=2) if once else Events.EPOCH_STARTED)
     def unfreeze(engine: Engine) -> None:
-        engine.model[0].requires_grad_(engine.state.epoch >= 2)  # type: ignore[operator, union-attr]
+        engine.model[0].requires_grad_(engine.state.epoch >= 2)
 
     return engine
 
@@ -163,7 +163,7 @@ def test_a_resumed_run_that_unfreezes_by_the_number_of_the_epoch_is_the_same_run
     with pytest.warns(FindingWarning, match="now frozen") if once else quiet():
         resumed.run(batches(2), max_epochs=3)
     engine.run(batches(2), max_epochs=3)
-    same = torch.equal(engine.model[0].weight, resumed.model[0].weight)  # type: ignore[index]
+    same = torch.equal(engine.model[0].weight, resumed.model[0].weight)
     assert same is not once
 
 

@@ -220,6 +220,14 @@ def test_batch_norm_behind_a_convolution_over_time_has_a_variance() -> None:
         assert finding.severity == "warning"
 
 
+def test_batch_norm_that_a_handler_may_freeze_is_only_listed() -> None:
+    model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    engine = build(model, Freezing(["1"]))
+    data = DataLoader(TensorDataset(torch.randn(5, 5), torch.randn(5, 1)), 2, shuffle=True)
+    assert [one.severity for one in engine.check(data).of("C21")] == ["info"]
+    engine.run(data, max_epochs=1)
+
+
 def masked(mask: str) -> Any:
     def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
         return nn.functional.mse_loss(output[batch[mask]], batch["y"][batch[mask]])
