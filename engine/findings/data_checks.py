@@ -23,6 +23,7 @@ from ..distributed.processes import SameData
 from .composition import first_batch
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
 __all__ = ["check_data", "check_epoch", "check_steps", "note_batches", "report_length"]
@@ -258,11 +259,12 @@ def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
     for update in engine.updates:
         if update.raw_loss is not None or update.window.held or update.omitted_in == state.iteration:
             return
-    update = engine.updates[0]
-    if not whole and _returns_a_value(
-        update.function or update.spec.loss if update.output is not None else update.function
-    ):
-        return
+    if whole or not _skips_at_times(engine.updates[0]):
+        _report_no_loss(engine, began)
+
+
+def _report_no_loss(engine: Engine, began: int) -> None:
+    state, update = engine.state, engine.updates[0]
     if state.batch is None and engine.feed.has_data:
         who, way_out = "the data as its batches", "let the data set or collate_fn return the batch"
     elif update.function is not None:
@@ -279,15 +281,16 @@ def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
     )
 
 
-def _returns_a_value(function: Any) -> bool:
-    """Whether a function of the user's returns something else than None at some place."""
+def _skips_at_times(update: UpdateState) -> bool:
+    """Whether what has returned None is a function of the user's that returns something else at another place."""
+    function = update.function or (update.forward if update.output is None else update.spec.loss)
     function = getattr(function, "loss", None) or function
     if not isinstance(function, FunctionType) or function.__module__.startswith("signalfire."):
         return False
     steps = list(dis.get_instructions(function))
-    returns = [place for place, one in enumerate(steps) if one.opname == "RETURN_VALUE"]
-    values = any(steps[place - 1].opname != "LOAD_CONST" or steps[place - 1].argval is not None for place in returns)
-    return values or any(one.opname == "RETURN_CONST" and one.argval is not None for one in steps)
+    nothing = [one.opname.endswith("_CONST") and one.argval is None for one in steps]
+    values = any(one.opname == "RETURN_VALUE" and not nothing[place - 1] for place, one in enumerate(steps))
+    return any(nothing) and values
 
 
 def _name(function: Any) -> str:

@@ -107,29 +107,33 @@ def _steps_an_optimizer(it: Composition, receiver: Any) -> bool:
     owner, function = getattr(receiver, "__self__", None), getattr(receiver, "__func__", receiver)
     if not isinstance(function, FunctionType):
         return False
-    variables = inspect.getclosurevars(function)
-    known = {**variables.globals, **variables.nonlocals}
-    arguments = function.__code__.co_varnames
-    if owner is not None:
-        known[arguments[0]] = owner
+    variables, arguments = inspect.getclosurevars(function), function.__code__.co_varnames
+    known = {**variables.globals, **variables.nonlocals} | ({} if owner is None else {arguments[0]: owner})
     engine = arguments[owner is not None :][:1]
-    own = [update.optimizer for update in it.engine.updates if update.optimizer is not None]
     used = [one for one in dis.get_instructions(function) if one.opname.startswith(("LOAD_", "STORE_FAST"))]
-    for place, one in enumerate(used[:-1]):
-        after = used[place + 1]
-        if after.argval != "step" or after.opname not in _ATTRIBUTES:
-            continue
-        if one.opname not in _ATTRIBUTES:
-            optimizer = known.get(one.argval)
-        elif one.argval == "optimizer":
-            optimizer = _held(known.get(used[place - 1].argval) if place else None)
-            if optimizer is None and _is_of_engine(it, used[:place], known, engine):
-                return True
-        else:
-            continue
-        if any(optimizer is one for one in own):
-            return True
-    return False
+    return any(
+        _is_own_optimizer(it, used[:place], known, engine)
+        for place, one in enumerate(used)
+        if one.argval == "step" and one.opname in _ATTRIBUTES
+    )
+
+
+def _is_own_optimizer(
+    it: Composition, used: Sequence[dis.Instruction], known: Mapping[str, Any], engine: Sequence[str]
+) -> bool:
+    """Whether what was loaded last is an optimizer of the engine."""
+    if not used:
+        return False
+    last = used[-1]
+    if last.opname not in _ATTRIBUTES:
+        optimizer = known.get(last.argval)
+    elif last.argval == "optimizer":
+        optimizer = _held(known.get(used[-2].argval) if len(used) > 1 else None)
+        if optimizer is None:
+            return _is_of_engine(it, used[:-1], known, engine)
+    else:
+        return False
+    return any(optimizer is update.optimizer for update in it.engine.updates if update.optimizer is not None)
 
 
 def _is_of_engine(

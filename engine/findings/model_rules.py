@@ -266,20 +266,27 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
     layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
     weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
+    if (found := _first_alike(it, weights)) is None:
+        return
+    bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
+    yield finding(
+        "C33",
+        f"all units of the layer {found!r} begin with the same weights, and the next layer weights them alike: "
+        + ("only their biases tell them apart" if bias else "they get the same gradients, and stay alike"),
+        "initialise weights at random; constants are for biases",
+    )
+
+
+def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
+    """The first layer whose units begin alike; None without one."""
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
     ends = _ends(it, list(weights.values()))
     hidden = {name: one for name, one in weights.items() if _is_compared(one) and not any(one is end for end in ends)}
     alike = [name for name, one in hidden.items() if _has_units_alike(one) and not _come_apart(name, weights)]
     constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
-    if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
-        found = (constant or alike)[0]
-        bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
-        yield finding(
-            "C33",
-            f"all units of the layer {found!r} begin with the same weights, and the next layer weights them alike: "
-            + ("only their biases tell them apart" if bias else "they get the same gradients, and stay alike"),
-            "initialise weights at random; constants are for biases",
-        )
+    if not constant and any(bool(one.detach().any()) for one in weights.values() if not one.is_meta):
+        return None
+    return next(iter(constant or alike), None)
 
 
 def _come_apart(name: str, weights: Mapping[str, Tensor]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -124,21 +124,22 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
         return
     norms = {name: part for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training}
     if norms and samples % size == 1 and not it.engine.processes.distributed:
-        over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
-        yield finding(
-            "C21",
-            f"the last batch of each epoch has one sample ({samples} samples in batches of {size}), "
-            + (
-                f"for which BatchNorm ({listed(over_samples)}) has no variance"
-                if over_samples
-                else f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
-            ),
-            "use DataLoader(drop_last=True), or another batch size",
-            # Places have a variance, too, and a handler may freeze the statistics as the run starts.
-            severity=None
-            if over_samples and not any(getattr(one, "freezes", False) for one in it.handlers)
-            else "info",
-        )
+        yield _one_sample(it, norms, f"{samples} samples in batches of {size}")
+
+
+def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) -> Finding:
+    over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
+    what = f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
+    if over_samples:
+        what = f"for which BatchNorm ({listed(over_samples)}) has no variance"
+    # Places have a variance, too, and a handler may freeze the statistics as the run starts.
+    warns = over_samples and not any(getattr(one, "freezes", False) for one in it.handlers)
+    return finding(
+        "C21",
+        f"the last batch of each epoch has one sample ({extent}), {what}",
+        "use DataLoader(drop_last=True), or another batch size",
+        severity=None if warns else "info",
+    )
 
 
 def _is_over_places(norm: nn.Module, it: Composition) -> bool:

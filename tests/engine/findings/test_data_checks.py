@@ -179,16 +179,25 @@ def test_batches_that_are_replaced_or_changed_before_the_first_are_not_changed_b
     assert not engine.findings.of_run().of("W28")
 
 
-def test_a_function_that_collects_batches_first_may_return_a_loss_later() -> None:
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_function_that_collects_batches_first_may_return_a_loss_later(whole: bool) -> None:
     collected: list[Any] = []
 
-    def update(engine: Engine, batch: Any) -> Tensor | None:
+    def forward(engine: Engine, batch: Any) -> Tensor | None:
         collected.append(batch)
-        if len(collected) < 5:
-            return None
-        return mse_loss(engine.model(batch[0]), batch[1])
+        return None if len(collected) < 5 else engine.model(batch[0])
 
-    engine = Engine(Update(function=update, optimizer=SGD), model=linear(5, 1), seed=0)
+    def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return mse_loss(output, batch[1])
+
+    def both(engine: Engine, batch: Any) -> Tensor | None:
+        output = forward(engine, batch)
+        if output is not None:
+            return loss(engine, output, batch)
+        return None
+
+    update = Update(function=both, optimizer=SGD) if whole else Update(forward, loss, SGD)
+    engine = Engine(update, model=linear(5, 1), seed=0)
     engine.run(batches(3), max_epochs=3)
     assert engine.updates[0].steps == 5
     assert not engine.findings.of_run().of("W29")
