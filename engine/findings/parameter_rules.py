@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..core.words import listed
 from ..distributed import expected_processes
@@ -157,11 +157,14 @@ _JOINING = (nn.Linear, nn.Flatten, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
 
 def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
     launched = expected_processes()
+    if it.engine.modules.wrapper == "DistributedDataParallel":  # which averages the gradients of the processes
+        return
+    shares = isinstance(getattr(it.data, "sampler", None), DistributedSampler)
     if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
         yield finding(
             "C30",
-            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone on all of "
-            "the data, and all write the same files",
+            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone"
+            f"{'' if shares else ' on all of the data'}, and all write the same files",
             "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch one process, without torchrun",
         )
 
