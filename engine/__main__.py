@@ -68,7 +68,8 @@ def _upgrade(paths: list[Path]) -> int:
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(*found, sep="\n", end="\n" if found else "")
+    for one in found:
+        print(one.shown())
     print(f"{len(found)} names of earlier versions", file=sys.stderr)
     return 1 if found else 0
 

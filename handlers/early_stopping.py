@@ -144,7 +144,7 @@ class EarlyStopping(Handler):
         if self.patience >= epochs and not is_default(self, "patience"):
             engine.findings.report(
                 "W07",
-                f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, in each of which "
+                f"EarlyStopping(patience={self.patience}) is not exhausted in a run of {epochs} epochs, in each of which "
                 f"{self.monitor.metric!r} has one value",
                 "give a smaller patience, or more epochs",
                 self.name,
@@ -264,7 +264,7 @@ class EarlyStopping(Handler):
             yield finding(
                 "C19",
                 f"{self.name!r} waits for {self.patience} values without improvement, but at most {int(last / every.value)} come "
-                "in this run: it cannot stop it",
+                "in this run: the patience is not exhausted in it",
                 "reduce the patience, or evaluate more often",
                 [self.name],
             )

@@ -243,7 +243,7 @@ class Guards(Handler):
                 engine,
                 "G05",
                 f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was "
-                "made or replaced after the optimizer was built",
+                "made, replaced or unfrozen after the optimizer was built",
                 "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3)",
             )
         if (last := frozen_last_layer(engine)) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fractions import Fraction
+from operator import length_hint
 from typing import Any
 
 from signalfire import Engine, Events, Handler, Phase, on
@@ -80,6 +81,10 @@ class LimitBatches(Handler):
                     f"{self.name!r}: {argument}={value!r} was set after the handler was attached without it; detach it, and "
                     "attach it again"
                 )
+        limited = None if engine.feed.source is None else engine.feed.source.given
+        there = length_hint(limited.data, -1) if isinstance(limited, FirstBatches) else -1
+        if self.validation is None and isinstance(limited, FirstBatches) and 0 <= there <= limited.count:
+            return  # that is all of it
         given = ", ".join(f"{name}={value!r}" for name, value in limits if value is not None)
         engine.findings.report(
             "W58",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -62,6 +63,8 @@ class OverfitBatches(Handler):
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
         """Say that this run uses a part of the data, in case that the handler was forgotten."""
+        if self._kept is not None and 0 <= length_hint(self._kept.data, -1) <= self.count:
+            return  # that is all of it
         engine.findings.report(
             "W58",
             f"OverfitBatches({self.count}) trains on {self.count} of the batches only",

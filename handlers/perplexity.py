@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from signalfire.authoring import check_int
+from signalfire.authoring.devices import widened
 
 __all__ = ["Perplexity"]
 
@@ -56,7 +57,8 @@ class Perplexity:
         scores = _classes_first(output, target).float()
         target = target.long()
         loss = cross_entropy(scores, target, ignore_index=self.ignore_index, reduction="sum")
-        self._losses.append(torch.stack([loss.double(), (target != self.ignore_index).sum().double()]).detach())
+        counted = (target != self.ignore_index).sum()
+        self._losses.append(torch.stack([widened(loss), widened(counted)]).detach())
         if len(self._losses) >= 64:
             self._fold()
 

@@ -137,15 +137,21 @@ class Preemption(Handler):
     def check_installed(self, engine: Engine) -> None:
         """Report a signal handler that something else has put in place since the run began."""
         for one in self.signals:
-            if signal.getsignal(one) != self._receive:
+            if not self._is_called_by(signal.getsignal(one)):
                 engine.findings.report(
                     "W66",
-                    f"{self.name!r}: the handler of {one.name} was replaced during the run, so that this signal stops the run "
-                    "without saving it",
+                    f"{self.name!r}: the handler of {one.name} was replaced during the run: unless the new one calls it, this "
+                    "signal does not save the run",
                     "install other handlers before run(), which are called at a second signal; or leave this one out of signals=",
                     self.name,
                     key=one.name,
                 )
+
+    def _is_called_by(self, handler: Any) -> bool:
+        """Whether a signal handler is that of this run, or one that holds it to call it."""
+        cells = [cell.cell_contents for cell in getattr(handler, "__closure__", None) or ()]
+        owner = getattr(getattr(handler, "__self__", None), "__dict__", {})
+        return any(one == self._receive for one in (handler, *cells, *getattr(handler, "args", ()), *owner.values()))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         """Record the signal and request the stop; no more, since it runs between any two bytecodes."""

@@ -239,8 +239,9 @@ class TruncatedBPTT(Handler):
 
     def _report_no_hidden(self, engine: Engine, update: UpdateState) -> None:
         """Report a recurrent model that begins each chunk anew."""
-        parts = (part for root in engine.modules.values() for part in root.modules())
-        if update.raw_loss is not None and any(isinstance(part, nn.RNNBase | nn.RNNCellBase) for part in parts):
+        parts = [part for root in engine.modules.values() for part in root.modules()]
+        layers = [part for part in parts if isinstance(part, nn.RNNBase | nn.RNNCellBase)]
+        if update.raw_loss is not None and layers and not _hold_hidden(parts, {layer.hidden_size for layer in layers}):
             engine.findings.report(
                 "W69",
                 f"{self.name!r}: the forward of update {update.name!r} leaves no hidden state, so that the recurrent layers "
@@ -293,6 +294,17 @@ class TruncatedBPTT(Handler):
     def release(self, engine: Engine) -> None:
         """Drop the batch, also after an error."""
         self._clear()
+
+
+def _hold_hidden(parts: list[nn.Module], sizes: set[int]) -> bool:
+    """Whether modules hold a hidden state themselves: a tensor of one of these sizes that is no parameter."""
+    for part in parts:
+        for value in (*vars(part).values(), *part._buffers.values()):
+            several = value if isinstance(value, tuple | list) else (value,)
+            tensors = [one for one in several if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
+            if any(one.dim() > 1 and one.shape[-1] in sizes for one in tensors):
+                return True
+    return False
 
 
 def _timed(value: Any, dim: int, *, outermost: bool = True) -> Iterator[tuple[Any, int]]:

@@ -81,7 +81,10 @@ def hides_samples(batch: Any) -> bool:
         return False
     container = parts(batch)
     for item in [batch] if container is None else container[0]:
-        if any(isinstance(value, Tensor) and value.dim() for value in getattr(item, "__dict__", {}).values()):
+        if any(
+            isinstance(value, Tensor) and value.dim() and len(value) > 1
+            for value in getattr(item, "__dict__", {}).values()
+        ):
             return True
     return False
 

@@ -228,9 +228,8 @@ class Monitor:
                 f"monitor {other!r}, which {others[other]!r} measures",
                 *([name] if name else []),
                 key=(self.handler, self.metric),
-                severity="info"
-                if not same or self.handler == "LRScheduling"
-                else None,  # a rate may follow the training
+                # A rate may follow the training, and whoever writes "train" means it.
+                severity="info" if not same or self.handler == "LRScheduling" or base != self.metric else None,
             )
 
     def new_value(self, engine: Engine) -> float | None:

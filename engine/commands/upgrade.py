@@ -52,7 +52,8 @@ class OldName(NamedTuple):
     old: str
     new: str
 
-    def __str__(self) -> str:
+    def shown(self) -> str:
+        """The line that the command prints."""
         return f"{self.path}:{self.line}: {self.old} -> {self.new}"
 
 

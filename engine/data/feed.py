@@ -44,7 +44,7 @@ class Feed(PlainFeed):
         self.has_data = False
         self.epoch_end = 0
         self.made_with_other_data = 0
-        self.versions: int | None = None
+        self.versions: dict[int, int] | None = None
         self.contents: list[Any] = []
 
     @property

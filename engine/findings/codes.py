@@ -26,7 +26,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "W09": ("info", "a look for mistakes has raised an error; it is skipped, and the run continues"),
     # W1x: steps and optimizers
     "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
-    "W11": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "W11": (
+        "warning",
+        "parameters of the model are in no optimizer: a layer was made, replaced or unfrozen after it was built",
+    ),
     "W12": ("warning", "steps were made, but no parameter got a gradient"),
     "W13": (
         "warning",
@@ -198,7 +201,10 @@ CODES: dict[str, tuple[Severity, str]] = {
     "G02": ("warning", "all gradients are zero"),
     "G03": ("warning", "a step does not change the weights"),
     "G04": ("warning", "the learning rate is 0"),
-    "G05": ("warning", "parameters of the model are in no optimizer: a layer was made or replaced after it was built"),
+    "G05": (
+        "warning",
+        "parameters of the model are in no optimizer: a layer was made, replaced or unfrozen after it was built",
+    ),
     "G06": ("warning", "modules are in eval mode in training"),
     "G07": ("warning", "dropout is active in an evaluation"),
     "G08": ("warning", "the statistics of normalisation layers move in an evaluation"),

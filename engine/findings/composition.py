@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..authoring.monitor import Monitor
@@ -28,7 +29,7 @@ from ..data.loading import generators_of, skippable
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Composition", "Evaluation", "first_batch", "own_generators", "unchanged_generators"]
+__all__ = ["Composition", "Evaluation", "first_batch", "is_meant", "is_ours", "own_generators", "unchanged_generators"]
 
 
 @dataclass(frozen=True)
@@ -107,12 +108,12 @@ class Composition:
         for engine in engines.values():
             connections = [one for signal in engine.signals.all() for one in signal.connections]
             if any(
-                one.writes is None or ("metrics" in one.writes and not _is_ours(one.receiver)) for one in connections
+                one.writes is None or ("metrics" in one.writes and not is_ours(one.receiver)) for one in connections
             ):
                 return True
             for update in engine.updates:
                 own = (update.spec.forward, update.spec.loss, update.spec.function)
-                if any(function is not None and not _is_ours(function) for function in own):
+                if any(function is not None and not is_ours(function) for function in own):
                     return True
         return False
 
@@ -242,6 +243,14 @@ def _flat(groups: Any) -> Iterator[Any]:
             yield one
 
 
-def _is_ours(function: Any) -> bool:
+def is_meant(evaluator: Engine) -> bool:
+    """Whether an evaluator has another model on purpose: a frozen one, such as a teacher, or torch's average of weights."""
+    roots = list(evaluator.modules.values())
+    frozen = not any(p.requires_grad for root in roots for p in root.parameters())
+    return frozen or any(isinstance(root, AveragedModel) for root in roots)
+
+
+def is_ours(function: Any) -> bool:
+    """Whether a function is one of this package, and not of the user's."""
     module = getattr(function, "__module__", None) or type(function).__module__
     return module.startswith("signalfire")

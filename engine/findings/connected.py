@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ..core.connection import Connection
 from ..core.events import Events
 from ..core.handler import Handler
+from .function_rules import names_in
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -55,6 +56,7 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
             and name not in subscribed
             and (name != label or "_" in label)
             and callable(getattr(kind, name))
+            and not _is_named(kind, name)
         ):
             return (
                 f"{kind.__name__}.{name} is never called: it has the name of an event, but is not declared with `on`",
@@ -67,6 +69,12 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
         f"{', '.join(_OPTIONAL)}",
         "put @on(Events.EPOCH_COMPLETED), or another event, above the methods that are to be called",
     )
+
+
+def _is_named(kind: type, name: str) -> bool:
+    """Whether another method of a handler names this one, to call or to connect it."""
+    own = (base for base in kind.__mro__ if not base.__module__.startswith(("signalfire.", "builtins")))
+    return any(name in names_in(method) for base in own for key, method in vars(base).items() if key != name)
 
 
 def report_double(engine: Engine, event: object, added: Connection, others: Iterable[Connection]) -> None:

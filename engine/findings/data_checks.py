@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import sys
 from collections.abc import Sequence
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +23,10 @@ from ..distributed.processes import SameData
 from .composition import first_batch
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["check_data", "check_epoch", "check_steps", "report_length"]
+__all__ = ["check_data", "check_epoch", "check_steps", "note_batches", "report_length"]
 
 _MOST_BATCHES = 200
 
@@ -180,12 +183,18 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
 # ---- as epochs end ------------------------------------------------------------------------------------------------
 
 
-def _versions(data: Any) -> int | None:
-    """How often the tensors of a list of batches were changed in place; None for other data."""
+def note_batches(engine: Engine) -> None:
+    """Note the batches of a list as an epoch begins: what was changed before that is not changed between two epochs."""
+    if engine.feed.versions is not None:
+        engine.feed.versions = _versions(engine.feed.current.data)
+
+
+def _versions(data: Any) -> dict[int, int] | None:
+    """How often each tensor of a list of batches was changed in place; None for other data."""
     if not is_plain(data) or len(data) > _MOST_BATCHES:
         return None
     tensors = _plain_tensors(data)
-    return None if any(torch.is_inference(one) for one in tensors) else sum(one._version for one in tensors)
+    return None if any(torch.is_inference(one) for one in tensors) else {id(one): one._version for one in tensors}
 
 
 def _plain_tensors(value: Any) -> list[Tensor]:
@@ -201,7 +210,7 @@ def _plain_tensors(value: Any) -> list[Tensor]:
 def check_epoch(engine: Engine, began: int) -> None:
     """Look at a complete epoch of a run that ``began`` after this iteration, before EPOCH_COMPLETED is emitted."""
     if engine.training:
-        engine.findings.look(check_steps, engine, began)
+        engine.findings.look(check_steps, engine, began, whole=False)
         engine.findings.look(_check_versions, engine)
 
 
@@ -209,7 +218,8 @@ def _check_versions(engine: Engine) -> None:
     """Report batches of a list that were changed in place during the first epoch of the run."""
     feed = engine.feed
     if feed.versions is not None and feed.current.given is feed.current.data:
-        if _versions(feed.current.data) not in (None, feed.versions):
+        now = _versions(feed.current.data) or {}  # where batches were replaced, there are others
+        if any(now.get(one, version) != version for one, version in feed.versions.items()):
             engine.findings.report(
                 "W28",
                 "the batches of the data were changed in place, so that the next epoch begins with the changed ones",
@@ -230,8 +240,14 @@ def report_length(engine: Engine, more: bool) -> None:
         )
 
 
-def check_steps(engine: Engine, began: int) -> None:
-    """Report an engine that trains, none of whose updates ever made a step, and whose last batch had no loss."""
+def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
+    """Report an engine that trains, none of whose updates ever made a step, and whose last batch had no loss.
+
+    Args:
+        engine: the engine.
+        began: the iteration after which its run began.
+        whole: whether the run is complete; before, a function may still return a loss, as once enough was collected.
+    """
     state = engine.state
     # One batch may be skipped on purpose.
     if (
@@ -243,7 +259,12 @@ def check_steps(engine: Engine, began: int) -> None:
     for update in engine.updates:
         if update.raw_loss is not None or update.window.held or update.omitted_in == state.iteration:
             return
-    update = engine.updates[0]
+    if whole or not _skips_at_times(engine.updates[0]):
+        _report_no_loss(engine, began)
+
+
+def _report_no_loss(engine: Engine, began: int) -> None:
+    state, update = engine.state, engine.updates[0]
     if state.batch is None and engine.feed.has_data:
         who, way_out = "the data as its batches", "let the data set or collate_fn return the batch"
     elif update.function is not None:
@@ -258,6 +279,18 @@ def check_steps(engine: Engine, began: int) -> None:
         f"which skips a batch, was returned by {who}",
         way_out,
     )
+
+
+def _skips_at_times(update: UpdateState) -> bool:
+    """Whether what has returned None is a function of the user's that returns something else at another place."""
+    function = update.function or (update.forward if update.output is None else update.spec.loss)
+    function = getattr(function, "loss", None) or function
+    if not isinstance(function, FunctionType) or function.__module__.startswith("signalfire."):
+        return False
+    steps = list(dis.get_instructions(function))
+    nothing = [one.opname.endswith("_CONST") and one.argval is None for one in steps]
+    values = any(one.opname == "RETURN_VALUE" and not nothing[place - 1] for place, one in enumerate(steps))
+    return any(nothing) and values
 
 
 def _name(function: Any) -> str:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from ..authoring.batches import tensors_in
-from .composition import Composition, Evaluation, first_batch, own_generators
+from ..data.held_generators import draws_in_workers
+from .composition import Composition, Evaluation, first_batch, is_meant, is_ours, own_generators
 from .reports import Finding, finding
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
@@ -23,7 +24,8 @@ def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
         if id(evaluator) in seen or len(evaluator.handlers) or any(s.connections for s in evaluator.signals.all()):
             continue
         seen.add(id(evaluator))
-        if not any(update.spec.function is not None for update in evaluator.updates):
+        own = (function for update in evaluator.updates for function in (update.spec.function, update.spec.forward))
+        if all(function is None or is_ours(function) for function in own):  # others may store what they compute
             yield finding(
                 "C20",
                 f"{one.handler.name!r} runs an evaluator to which nothing is attached: it measures nothing",
@@ -88,13 +90,20 @@ def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
         sets = []  # the training data is evaluated beside other data
     yield from _overlaps(it)
     for one, _ in sets:
-        if not _is_of_training(one):
+        if not _is_of_training(one) and not _has_masks(it.data):
             yield _training_data(one.handler.name, "is the training data")
 
 
 def _is_of_training(one: Evaluation) -> bool:
     """Whether an evaluation of the training data is meant, by how it is called."""
     return "train" in f"{one.handler.name} {one.key} {getattr(one.handler, 'prefix', '')}".lower()
+
+
+def _has_masks(data: Any) -> bool:
+    """Whether batches of a list hold masks of what is trained with and what is evaluated, as graphs with labelled nodes do."""
+    first = data[0] if isinstance(data, list | tuple) and data else None
+    held = [first, *vars(first).values()] if hasattr(first, "__dict__") and not isinstance(first, Tensor) else [first]
+    return sum(one.dtype is torch.bool and one.dim() == 1 for one in tensors_in(held)) > 1
 
 
 def _overlaps(it: Composition) -> Iterator[Finding]:
@@ -114,7 +123,7 @@ def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Batches of a list that is trained with, in another list that is evaluated."""
     own = {id(batch) for batch in it.data} if it.engine.training and type(it.data) is list else set()
     for one in it.evaluations:
-        if one.data is it.data or type(one.data) is not list or _is_of_training(one):
+        if one.data is it.data or type(one.data) is not list or _is_of_training(one) or _has_masks(one.data):
             continue
         if shared := sum(id(batch) in own for batch in one.data):
             yield _training_data(one.handler.name, f"has {shared} of the {len(own)} batches of the training data")
@@ -197,7 +206,7 @@ def same_first_batch(it: Composition) -> Iterator[Finding]:
         return
     own, batch = _dataset(it.data), tensors_in(it.first_batch)
     for one in it.evaluations:
-        if _dataset(one.data) is own or _is_of_training(one):
+        if _dataset(one.data) is own or _is_of_training(one) or _has_masks(one.data):
             continue
         other = tensors_in(first_batch(one.data))
         if batch and len(batch) == len(other) and all(_equal(a, b) for a, b in zip(batch, other, strict=True)):
@@ -222,6 +231,7 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
             f"the evaluator of {one.handler.name!r} has another model: it shares no parameter with the one that is trained",
             "build it with the same module: Engine(update.evaluation(), model=model)",
             [one.handler.name],
+            severity="info" if is_meant(one.evaluator) else None,
         )
 
 
@@ -239,13 +249,15 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
 
 def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
     saves = [handler for handler in it.handlers if handler.writes and getattr(handler, "retention", None) is not None]
-    held = own_generators(it.data) if saves and isinstance(it.data, DataLoader) else {}
+    # In this process, they are saved with the position in the data.
+    held = own_generators(it.data) if saves and isinstance(it.data, DataLoader) and draws_in_workers(it.data) else {}
     for path, generator in held.items():
         yield finding(
             "C16",
-            f"{path} is a random generator of the data's own ({type(generator).__name__}): a run that resumes from "
-            f"{saves[0].name!r} continues with other numbers",
-            "draw from the global generators (torch, random or numpy.random), which are seeded for each sample",
+            f"{path} is a random generator of the data's own ({type(generator).__name__}), of which each worker has a copy: "
+            f"where samples draw from it, a run that resumes from {saves[0].name!r} continues with other numbers",
+            "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
+            "num_workers=0",
             [saves[0].name],
         )
 

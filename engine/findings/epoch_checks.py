@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..authoring.devices import widened
+from ..authoring.batches import tensors_in
+from ..authoring.devices import is_readable, widened
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
+from .loss_graph import ignored_by
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -51,6 +53,7 @@ class EpochChecks:
         self.engine = engine
         self._known = _parameters(_parts(engine))
         self._known_ids = [id(p) for p in self._known]
+        self._trainable = [p.requires_grad for p in self._known]
         self._roots: dict[str, bool] | None = None
         self._parts: list[nn.Module] = []
         self._modes: list[bool] = []
@@ -79,7 +82,8 @@ class EpochChecks:
         stale: list[Tensor] = []
         for one in before:
             stale += self._check_updated(one, whole=whole)
-        if stale or list(map(id, _parameters(_parts(self.engine)))) != self._known_ids:
+        now = _parameters(_parts(self.engine))
+        if stale or list(map(id, now)) != self._known_ids or [p.requires_grad for p in now] != self._trainable:
             self._check_held(stale)
         if [part.training for part in self._parts] != self._modes or False in self._modes:
             self._check_modes()
@@ -121,6 +125,8 @@ class EpochChecks:
         assert update.optimizer is not None
         if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
             return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
+        if not before.counts_versions and before.steps:
+            return []  # once steps have changed the weights, gradients of zero leave them as they are
         self._report_left(before, parameters, left, steps, whole=whole)
         names = names_of(engine)
         return [p for p in left if p not in names]
@@ -170,14 +176,18 @@ class EpochChecks:
         engine, names = self.engine, names_of(self.engine)
         held = held_by_optimizers(engine)
         unheld = [p for p in trainable(engine) if p not in held]
-        known = set(self._known)
+        known = {p for p, trained in zip(self._known, self._trainable, strict=True) if trained}
         new = unheld if stale else [p for p in unheld if p not in known]
         if new:
             engine.remark(
                 "W11",
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
-                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: a layer was made or replaced after the "
-                "optimizer was built",
+                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: "
+                + (
+                    "it was unfrozen after the optimizer was built"
+                    if set(new) <= {*self._known} - known
+                    else "a layer was made or replaced after the optimizer was built"
+                ),
                 "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3); or "
                 "call optimizer.add_param_group() for new ones",
             )
@@ -213,7 +223,7 @@ class EpochChecks:
         """Report NaN in what the optimizer holds, and in the loss."""
         engine, parameters, loss = self.engine, update.parameters, update.raw_loss
         guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
-        losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded else []
+        losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded and not self._ignores_all(loss) else []
         if has_nan([*parameters, *losses]):
             bad = [p for p in parameters if has_nan([p])]
             what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
@@ -225,10 +235,16 @@ class EpochChecks:
                 "division by zero, or too high a learning rate",
             )
 
+    def _ignores_all(self, loss: Tensor) -> bool:
+        """Whether all targets of the last batch are of the class that its loss ignores: their mean is NaN, without gradients."""
+        ignored = ignored_by(loss)
+        classes = [one for one in tensors_in(self.engine.state.batch) if one.dtype is torch.int64 and is_readable(one)]
+        return ignored is not None and any(bool((one == ignored).all()) for one in classes)
+
     def _check_optimizer(self, before: _Before) -> None:
         """Report steps that the engine did not make, rates of zero, and windows that lost gradients."""
         engine, update = self.engine, before.update
-        steps = update.steps - before.steps
+        steps = _steps_of(engine, update) - before.steps_of_optimizer
         counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
             engine.remark(
@@ -239,7 +255,7 @@ class EpochChecks:
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
-        if steps and rates and not any(rates) and before.is_unchanged():
+        if update.steps > before.steps and rates and not any(rates) and before.is_unchanged():
             engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
@@ -267,6 +283,7 @@ class _Before:
     values: list[Tensor]
     counts_versions: bool
     counted: int | None
+    steps_of_optimizer: int
     rates: list[float]
     sampled: list[Tensor]
     samples: list[Tensor]
@@ -281,8 +298,9 @@ class _Before:
         sampled = dense[:: max(1, len(dense) // _SAMPLED)]
         counted_now = _steps_counted(update)
         return cls(
-            update, update.steps, parameters, versions, values, counts, counted_now, rates, sampled, _samples(sampled)
-        )
+            update, update.steps, parameters, versions, values, counts, counted_now, _steps_of(engine, update), rates, sampled,
+            _samples(sampled),
+        )  # fmt: skip
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""
@@ -319,6 +337,11 @@ def _samples(parameters: Iterable[Tensor]) -> list[Tensor]:
         real = torch.view_as_real(own) if own.is_complex() else own
         found += [flat[:: max(1, flat.numel() // 16)].clone(), widened(real).norm() if own.numel() else own.sum()]
     return found
+
+
+def _steps_of(engine: Engine, update: UpdateState) -> int:
+    """How many steps the engine has made with the optimizer of an update, which several may share."""
+    return sum(one.steps for one in engine.updates if one.optimizer is update.optimizer)
 
 
 def _steps_counted(update: UpdateState) -> int | None:

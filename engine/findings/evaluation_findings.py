@@ -7,13 +7,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset, WeightedRandomSampler
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import widened
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
+from .composition import is_meant
+from .function_rules import names_in
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -85,6 +89,7 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
             "build it over the same module: Engine(update.evaluation(), model=trainer.model); or copy the weights at "
             "EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
+            severity="info" if is_meant(evaluator) else None,
         )
 
 
@@ -128,20 +133,32 @@ def report_training_mode(engine: Engine) -> None:
     """Report modules in training mode at the end of an evaluation: dropout was active, or running statistics moved."""
     if engine.training:
         return
-    training = [
-        f"{root}.{path}" if path else root
+    effects = {
+        f"{root}.{path}" if path else root: effect
         for root, module in engine.modules.items()
         for path, part in module.named_modules()
-        if part.training
-    ]
-    if training:
-        more = f" and {len(training) - 1} more" if len(training) > 1 else ""
+        if part.training and (effect := _in_training(part))
+    }
+    if effects:
+        first, *others = effects
+        more = f" and {len(others)} more were" if others else " was"
         engine.findings.report(
             "W57",
-            f"the module {training[0]!r}{more} was in training mode at the end of an evaluation: something called train() in it, "
-            "so that dropout was active and batch statistics were used",
+            f"the module {first!r}{more} in training mode at the end of an evaluation: something called train() in it, so that "
+            f"{' and '.join(sorted({*effects.values()}))}",
             "leave the modes to the engine, which sets and restores them",
         )
+
+
+def _in_training(part: nn.Module) -> str | None:
+    """What a module does in training mode only; None if it does the same in both."""
+    rate = getattr(part, "p" if isinstance(part, _DropoutNd) else "dropout", 0.0)
+    if isinstance(part, _DropoutNd | nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0:
+        return "dropout was active"
+    if isinstance(part, _NormBase):
+        return "batch statistics were used"
+    own = not type(part).__module__.startswith("torch.")
+    return "what it does in training was computed" if own and "training" in names_in(type(part).forward) else None
 
 
 def report_dropped_samples(engine: Engine) -> None:
@@ -194,15 +211,24 @@ def report_drawn_samples(engine: Engine) -> None:
 
 
 class _Scale(NamedTuple):
-    """Mean, standard deviation and shape of the first inputs of a training."""
+    """Mean, standard deviation and shape of the first inputs of a training.
+
+    Attributes:
+        median: their median.
+        span: their standard deviation by their first and last decile, which few large values do not change.
+    """
 
     mean: float
     spread: float
+    median: float
+    span: float
     shape: tuple[int, ...]
 
 
 _scales: weakref.WeakKeyDictionary[Engine, _Scale] = weakref.WeakKeyDictionary()
 _OTHER_SCALE = 5.0
+_DECILES = 2.56  # from the first to the last decile of a normal distribution, in standard deviations
+_VALUES = 100_000  # of the inputs, whose quantiles are taken
 
 
 def note_scale(engine: Engine, batch: Any) -> None:
@@ -218,9 +244,10 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
     found = None if trained is None else _scale_of(batch)
     if trained is None or found is None or found.shape != trained.shape:
         return
-    ratio = found.spread / trained.spread
-    distance = abs(found.mean - trained.mean) / max(found.spread, trained.spread)
-    if ratio > _OTHER_SCALE or ratio < 1 / _OTHER_SCALE or distance > _OTHER_SCALE:
+    others = _are_others(found.spread, trained.spread, abs(found.mean - trained.mean))
+    if found.span > 0 and trained.span > 0:
+        others = others and _are_others(found.span, trained.span, abs(found.median - trained.median))
+    if others:
         evaluator.findings.report(
             "W60",
             f"the first inputs of an evaluation have a mean of {found.mean:.3g} and a standard deviation of {found.spread:.3g}, "
@@ -229,24 +256,40 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
         )
 
 
+def _are_others(spread: float, trained: float, distance: float) -> bool:
+    ratio = spread / trained
+    return not 1 / _OTHER_SCALE <= ratio <= _OTHER_SCALE or distance > _OTHER_SCALE * max(spread, trained)
+
+
 def _scale_of(batch: Any) -> _Scale | None:
     first = next(iter(tensors_in(batch)), None)
     if first is None or first.is_meta or not first.is_floating_point() or first.dim() < 2 or first.numel() < 64:
         return None
-    spread, mean = torch.std_mean(first.detach().float())
-    return _Scale(float(mean), float(spread), tuple(first.shape[1:])) if float(spread) > 0 else None
+    values = first.detach().float()
+    spread, mean = (float(one) for one in torch.std_mean(values))
+    flat = values.flatten()
+    least, median, most = flat[:: max(1, len(flat) // _VALUES)].quantile(values.new_tensor([0.1, 0.5, 0.9])).tolist()
+    return _Scale(mean, spread, median, (most - least) / _DECILES, tuple(first.shape[1:])) if spread > 0 else None
 
 
 def report_random_samples(engine: Engine) -> None:
     """Report the data of an evaluation whose samples are drawn at random, as those of a training are augmented."""
     data = engine.feed.current.data
-    if not engine.training and draws_at_random(data):
+    if not engine.training and draws_at_random(data) and not _seeds_itself(data.dataset):
         engine.findings.report(
             "W50",
             f"the samples of an evaluation ({type(data.dataset).__name__}) depend on random numbers, as if they were augmented",
             "give the data of evaluations no random transform: two splits of one data set share theirs",
             key=id(data),
         )
+
+
+def _seeds_itself(dataset: Any) -> bool:
+    """Whether a data set seeds the generators itself, so that a sample is the same each time."""
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    own = [method for base in type(dataset).__mro__ for method in vars(base).values()]
+    return any("seed" in name for method in own for name in names_in(method))
 
 
 def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -102,30 +102,56 @@ def steps_of_their_own(it: Composition) -> Iterator[Finding]:
             )
 
 
-def _steps_an_optimizer(it: Composition, function: Any) -> bool:
-    """Whether a function calls ``step`` of an attribute ``optimizer``, or of a variable that is an optimizer of the engine."""
-    function = getattr(function, "__func__", function)
+def _steps_an_optimizer(it: Composition, receiver: Any) -> bool:
+    """Whether a function calls ``step`` of an optimizer of the engine: of a variable, or of what it finds in the engine."""
+    owner, function = getattr(receiver, "__self__", None), getattr(receiver, "__func__", receiver)
     if not isinstance(function, FunctionType):
         return False
-    variables = inspect.getclosurevars(function)
-    known = {**variables.globals, **variables.nonlocals}
-    own = [update.optimizer for update in it.engine.updates if update.optimizer is not None]
-    loads = [one for one in dis.get_instructions(function) if one.opname.startswith("LOAD_")]
-    for place, one in enumerate(loads[:-1]):
-        after = loads[place + 1]
-        if after.argval != "step" or after.opname not in _ATTRIBUTES:
-            continue
-        if one.opname not in _ATTRIBUTES:
-            optimizer = known.get(one.argval)
-        elif one.argval == "optimizer":
-            optimizer = _held(known.get(loads[place - 1].argval) if place else None)
-            if optimizer is None:  # of what the function gets, such as the engine
-                return True
-        else:
-            continue
-        if any(optimizer is one for one in own):
-            return True
-    return False
+    variables, arguments = inspect.getclosurevars(function), function.__code__.co_varnames
+    known = {**variables.globals, **variables.nonlocals} | ({} if owner is None else {arguments[0]: owner})
+    engine = arguments[owner is not None :][:1]
+    used = [one for one in dis.get_instructions(function) if one.opname.startswith(("LOAD_", "STORE_FAST"))]
+    return any(
+        _is_own_optimizer(it, used[:place], known, engine)
+        for place, one in enumerate(used)
+        if one.argval == "step" and one.opname in _ATTRIBUTES
+    )
+
+
+def _is_own_optimizer(
+    it: Composition, used: Sequence[dis.Instruction], known: Mapping[str, Any], engine: Sequence[str]
+) -> bool:
+    """Whether what was loaded last is an optimizer of the engine."""
+    if not used:
+        return False
+    last = used[-1]
+    if last.opname not in _ATTRIBUTES:
+        optimizer = known.get(last.argval)
+    elif last.argval == "optimizer":
+        optimizer = _held(known.get(used[-2].argval) if len(used) > 1 else None)
+        if optimizer is None:
+            return _is_of_engine(it, used[:-1], known, engine)
+    else:
+        return False
+    return any(optimizer is update.optimizer for update in it.engine.updates if update.optimizer is not None)
+
+
+def _is_of_engine(
+    it: Composition, used: Sequence[dis.Instruction], known: Mapping[str, Any], engine: Sequence[str]
+) -> bool:
+    """Whether what was loaded last is a part of the engine, such as ``engine.updates[0]`` or a variable made of it."""
+    of = [one.opname in _ATTRIBUTES or one.opname == "LOAD_CONST" for one in used]
+    if False not in of:
+        return False
+    place = len(of) - 1 - of[::-1].index(False)
+    name = used[place].argval
+    held = known.get(name)
+    if place + 1 < len(used) and held is not None and not isinstance(held, type(it.engine)):
+        held = inspect.getattr_static(held, str(used[place + 1].argval), None)
+    if name in engine or isinstance(held, type(it.engine)):
+        return True
+    made = (at for at, one in enumerate(used[:place]) if one.opname == "STORE_FAST" and one.argval == name)
+    return any(_is_of_engine(it, used[:at], known, engine) for at in made)
 
 
 def _held(holder: Any) -> Optimizer | None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dis
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..core.update import UpdateState
 from ..updates.optimizers import optimizers_of
 from .composition import Composition
+from .function_rules import names_in
 from .reports import Finding, finding
 
 __all__ = ["OF_MODELS", "half_precision_finding"]
@@ -86,7 +90,7 @@ _MOST_LAYERS = 10_000
 def attributes_without_effect(it: Composition) -> Iterator[Finding]:
     """Attributes that were set on a module and that PyTorch reads of parameters only."""
     for part, name in it.modules.items() if it.engine.training else ():
-        if "requires_grad" in vars(part):
+        if "requires_grad" in vars(part) and "requires_grad" not in names_in(type(part).forward):
             yield finding(
                 "C35",
                 f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect: a module has no such attribute",
@@ -109,13 +113,37 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
                 "share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
-        if isinstance(part, nn.Sequential) and (chain := _longest_chain(layers)) > 2:
+        if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):
             yield finding(
                 "C37",
                 f"in {name or 'the model'}, {chain} Linear layers follow each other without an activation between them: together "
                 "they are one linear map",
                 "put an activation between them, such as nn.ReLU()",
             )
+
+
+def _is_called_as_a_whole(part: nn.Module, it: Composition) -> bool:
+    """Whether a `Sequential` applies its layers one after the other: a module may also apply them itself, and others between."""
+    if not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
+        return False
+    places = [(type(one), name) for one in it.modules for name, child in one._modules.items() if child is part]
+    return all(kind.__module__.startswith("torch.nn.") or _calls(kind, name) for kind, name in places)
+
+
+def _calls(kind: type, attribute: str) -> bool:
+    """Whether a method of a class calls an attribute, as in ``self.layers(inputs)``."""
+    todo = [value.__code__ for base in kind.__mro__ for value in vars(base).values() if isinstance(value, FunctionType)]
+    for code in todo:  # grows meanwhile
+        todo += [one for one in code.co_consts if isinstance(one, CodeType)]
+        if any(one.argval == attribute and _is_of_call(one) for one in dis.get_instructions(code)):
+            return True
+    return False
+
+
+def _is_of_call(instruction: dis.Instruction) -> bool:
+    """Whether an instruction loads what is called next, as a method: LOAD_ATTR says so from Python 3.12 on."""
+    loads = instruction.opname == "LOAD_ATTR" and sys.version_info >= (3, 12)
+    return instruction.opname == "LOAD_METHOD" or (loads and bool((instruction.arg or 0) & 1))
 
 
 def _longest_chain(layers: Iterable[nn.Module | None]) -> int:
@@ -238,18 +266,37 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
     layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
     weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
+    if (found := _first_alike(it, weights)) is None:
+        return
+    bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
+    yield finding(
+        "C33",
+        f"all units of the layer {found!r} begin with the same weights, and the next layer weights them alike: "
+        + ("only their biases tell them apart" if bias else "they get the same gradients, and stay alike"),
+        "initialise weights at random; constants are for biases",
+    )
+
+
+def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
+    """The first layer whose units begin alike; None without one."""
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
     ends = _ends(it, list(weights.values()))
     hidden = {name: one for name, one in weights.items() if _is_compared(one) and not any(one is end for end in ends)}
-    alike = [name for name, one in hidden.items() if _has_units_alike(one)]
+    alike = [name for name, one in hidden.items() if _has_units_alike(one) and not _come_apart(name, weights)]
     constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
-    if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
-        yield finding(
-            "C33",
-            f"all units of the layer {(constant or alike)[0]!r} begin with the same weights: they get the same gradients, and "
-            "stay alike",
-            "initialise weights at random; constants are for biases",
-        )
+    if not constant and any(bool(one.detach().any()) for one in weights.values() if not one.is_meta):
+        return None
+    return next(iter(constant or alike), None)
+
+
+def _come_apart(name: str, weights: Mapping[str, Tensor]) -> bool:
+    """Whether the next layer weights units differently, whose gradients differ then; also where it is not known to follow."""
+    names, units = list(weights), weights[name].shape[0]
+    after = weights[names[names.index(name) + 1]]
+    if after.is_meta or after.shape[1] % units:
+        return True
+    seen = after.detach()[:8].reshape(min(8, len(after)), units, -1)  # a flattened unit has several places
+    return bool((seen != seen[:, :1]).any())
 
 
 _MOST_DROPPED = 0.8
@@ -265,6 +312,10 @@ def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
 
 def _is_compared(weight: Tensor) -> bool:
     return type(weight) is nn.Parameter and weight.requires_grad and not weight.is_meta and weight.shape[0] > 1
+
+
+def _differ(bias: Tensor | None) -> bool:
+    return bias is not None and not bias.is_meta and bool((bias != bias[:1]).any())
 
 
 def _has_units_alike(weight: Tensor) -> bool:

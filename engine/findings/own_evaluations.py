@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..core.connection import Connection, guarded
 from ..core.events import Events
 from ..core.part import Reference
+from .function_rules import names_in
 
 if TYPE_CHECKING:
     from ..core.signals import Signal
@@ -39,7 +41,10 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
         if called or connection is None or signal is None:
             return receiver(engine, **kwargs)
         called = True
-        with _looking(engine, f"{connection!r} at {signal.event}"):
+        # A single call at STARTED is a look at shapes, or makes lazy layers; one that calls train() itself updates statistics.
+        names, least = names_in(receiver), 2 if signal.event is Events.STARTED else 1
+        meant = "train" in names and "eval" not in names
+        with nullcontext() if meant else _looking(engine, f"{connection!r} at {signal.event}", least):
             returned = receiver(engine, **kwargs)
         connection.call = plain
         if connection.filter is None:  # a filtered one is called seldom
@@ -50,9 +55,10 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
 
 
 @contextmanager
-def _looking(engine: Engine, who: str) -> Iterator[None]:
+def _looking(engine: Engine, who: str, least: int) -> Iterator[None]:
+    """Look at how often the model is called in a wrong mode, up to so many times."""
     roots = engine.modules.values() if engine.training else ()
-    hooks = [root.register_forward_pre_hook(partial(_look, Reference(engine), who)) for root in roots]
+    hooks = [root.register_forward_pre_hook(partial(_look, Reference(engine), who, count(1), least)) for root in roots]
     try:
         yield
     finally:
@@ -60,8 +66,8 @@ def _looking(engine: Engine, who: str) -> Iterator[None]:
             hook.remove()
 
 
-def _look(reference: Reference, who: str, module: nn.Module, inputs: Any) -> None:
-    if (engine := reference()) is None or torch.is_grad_enabled() or not module.training:
+def _look(reference: Reference, who: str, calls: Iterator[int], least: int, module: nn.Module, inputs: Any) -> None:
+    if (engine := reference()) is None or torch.is_grad_enabled() or not module.training or next(calls) < least:
         return
     if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
         engine.remark(

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from ..authoring.devices import widened
 from ..core.events import Events
 from ..core.part import Reference
-from ..distributed.sharded import is_sharded
+from ..distributed.sharded import is_sharded, local_part
 from .function_rules import is_users
 
 if TYPE_CHECKING:
     from ..core.connection import Connection
     from ..engine import Engine
 
-__all__ = ["OwnLoads", "changed_at_start", "versions_before_start"]
+__all__ = ["OwnLoads", "changed_at_start", "sums_before_start"]
 
 
 class OwnLoads:
@@ -57,19 +59,19 @@ def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: s
         )
 
 
-def versions_before_start(engine: Engine) -> list[int] | None:
-    """The versions of the weights before STARTED, for `changed_at_start`; None where functions may change them."""
+def sums_before_start(engine: Engine) -> list[float] | None:
+    """Sums of the weights before STARTED, for `changed_at_start`; None where nothing is to be compared."""
     continues = engine.training and engine.state.iteration > 0 and not engine.snapshots.has_loaded_state
-    return _versions(engine) if continues and _functions(engine) else None
+    return _sums(engine) if continues and _functions(engine) else None
 
 
-def changed_at_start(engine: Engine, before: list[int] | None) -> None:
+def changed_at_start(engine: Engine, before: list[float] | None) -> None:
     """Report functions that change the weights at the start of a run that continues an earlier one."""
-    if before is not None and before != _versions(engine):
+    if before is not None and before != _sums(engine):
         engine.findings.report(
             "W68",
-            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED ({_functions(engine)[0]!r}) "
-            "changes the weights that were trained",
+            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED "
+            f"({' or '.join(map(repr, _functions(engine)))}) changes the weights that were trained",
             "initialise the weights before the first run(); STARTED comes at the start of each",
         )
 
@@ -78,5 +80,7 @@ def _functions(engine: Engine) -> list[Connection]:
     return [one for one in engine.signal(Events.STARTED).connections if is_users(one) and one.owner is None]
 
 
-def _versions(engine: Engine) -> list[int]:
-    return [one._version for root in engine.modules.values() for one in root.parameters()]
+def _sums(engine: Engine) -> list[float]:
+    weights = [local_part(p.detach()) for root in engine.modules.values() for p in root.parameters()]
+    values = [torch.view_as_real(one) if one.is_complex() else one for one in weights if not one.is_meta]
+    return [float(widened(one).nan_to_num().sum()) for one in values]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import DataLoader, IterableDataset
+from torch.nn.modules.conv import _ConvNd
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..core.words import listed
 from ..distributed import expected_processes
@@ -123,27 +124,47 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
         return
     norms = {name: part for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training}
     if norms and samples % size == 1 and not it.engine.processes.distributed:
-        over_samples = [name for name, part in norms.items() if not isinstance(part, nn.BatchNorm2d | nn.BatchNorm3d)]
-        yield finding(
-            "C21",
-            f"the last batch of each epoch has one sample ({samples} samples in batches of {size}), "
-            + (
-                f"for which BatchNorm ({listed(over_samples)}) has no variance"
-                if over_samples
-                else f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
-            ),
-            "use DataLoader(drop_last=True), or another batch size",
-            severity=None if over_samples else "info",  # places have a variance, too
-        )
+        yield _one_sample(it, norms, f"{samples} samples in batches of {size}")
+
+
+def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) -> Finding:
+    over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
+    what = f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
+    if over_samples:
+        what = f"for which BatchNorm ({listed(over_samples)}) has no variance"
+    # Places have a variance, too, and a handler may freeze the statistics as the run starts.
+    warns = over_samples and not any(getattr(one, "freezes", False) for one in it.handlers)
+    return finding(
+        "C21",
+        f"the last batch of each epoch has one sample ({extent}), {what}",
+        "use DataLoader(drop_last=True), or another batch size",
+        severity=None if warns else "info",
+    )
+
+
+def _is_over_places(norm: nn.Module, it: Composition) -> bool:
+    """Whether a normalisation layer gets several places of each sample, as behind a convolution."""
+    if isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d):
+        return True
+    before = [*itertools.takewhile(lambda one: one is not norm, it.modules)]
+    last = next((one for one in reversed(before) if isinstance(one, (_ConvNd, *_JOINING))), None)
+    return isinstance(last, _ConvNd)
+
+
+_JOINING = (nn.Linear, nn.Flatten, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
+"""Layers behind which the places of a sample are one row, or may be one place."""
 
 
 def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
     launched = expected_processes()
+    if it.engine.modules.wrapper == "DistributedDataParallel":  # which averages the gradients of the processes
+        return
+    shares = isinstance(getattr(it.data, "sampler", None), DistributedSampler)
     if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
         yield finding(
             "C30",
-            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone on all of "
-            "the data, and all write the same files",
+            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone"
+            f"{'' if shares else ' on all of the data'}, and all write the same files",
             "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch one process, without torchrun",
         )
 

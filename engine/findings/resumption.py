@@ -17,7 +17,7 @@ from ..resuming.state_parts import composition, frozen_names
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["report_resume", "say_left_out"]
+__all__ = ["report_frozen", "report_resume", "say_left_out"]
 
 
 def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str], seed: int, changed: bool) -> None:
@@ -49,7 +49,7 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
         *_different_options(engine, before.get("options", {})),
         *_different_handlers(engine, before.get("handlers"), allowed),
         *_different_settings(engine, before.get("settings", {}), allowed),
-        *_different_weights(engine, saved["modules"], before.get("frozen")),
+        *_different_weights(engine, saved["modules"]),
         *_different_data(engine, saved),
     ]
     if engine.seed_given and seed != engine.seed:
@@ -155,8 +155,34 @@ def _shown(setting: Any) -> str:
     return f"partial({', '.join([setting['function'], *arguments])})"
 
 
-def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[str] | None) -> list[str]:
-    found = []
+def report_frozen(engine: Engine, before: list[str]) -> None:
+    """Report a resumed run that begins its first epoch with other frozen parameters than the state was saved with.
+
+    Args:
+        engine: the engine.
+        before: the names of those that were frozen.
+    """
+    if different := _different_frozen(engine, before):
+        engine.findings.report(
+            "W32",
+            f"the run that saved the state was composed differently: {'; '.join(different)}",
+            "freeze and unfreeze before the run, in Freezing, or at each EPOCH_STARTED, by the number of the epoch",
+            key="frozen",
+        )
+
+
+def _different_frozen(engine: Engine, before: list[str]) -> list[str]:
+    found, now = [], frozen_names(engine)
+    for word, names in (
+        ("frozen", [one for one in now or () if one not in before]),
+        ("trained", [one for one in before if now is not None and one not in now]),
+    ):
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        found += [f"now {word}: {', '.join(names[:3])}{more}"] if names else []
+    return found
+
+
+def _different_weights(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     values = {
         (root, bare_name(name)): value
         for root, tensors in saved.items()
@@ -170,16 +196,7 @@ def _different_weights(engine: Engine, saved: Mapping[str, Any], frozen: list[st
         for name, parameter in module.named_parameters()
         if (before := values.get((root, bare_name(name)))) is not None and before.dtype != parameter.dtype
     }
-    found += [f"weights are {now}, and were {then}" for now, then in sorted(types, key=str)]
-    now = frozen_names(engine)
-    if frozen is not None and now is not None and frozen != now:
-        for word, names in (
-            ("frozen", [one for one in now if one not in frozen]),
-            ("trained", [one for one in frozen if one not in now]),
-        ):
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            found += [f"now {word}: {', '.join(names[:3])}{more}"] if names else []
-    return found
+    return [f"weights are {now}, and were {then}" for now, then in sorted(types, key=str)]
 
 
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 from ..authoring.interval import Interval
 from ..authoring.planning import comes_up
 from ..core.connection import Connection
-from ..core.events import AnyEvent, Events
+from ..core.events import AnyEvent, Events, resolve
 from ..core.settings import is_default
 from ..core.words import listed
 from .composition import Composition
@@ -192,13 +192,23 @@ def best_of_nothing(it: Composition) -> Iterator[Finding]:
     monitored = {handler.name for handler, _ in it.monitors}
     for handler in it.handlers:
         filename = str(getattr(getattr(handler, "filename", None), "text", ""))
-        if filename and handler.name not in monitored and ("best" in handler.name or "best" in filename):
+        named = filename and ("best" in handler.name or "best" in filename)
+        if named and handler.name not in monitored and not _is_chosen(getattr(handler, "every", None)):
             yield finding(
                 "C11",
                 f"{handler.name!r} is called the best, but keeps the last versions, since it monitors no metric",
                 "give it the metric that decides: Checkpoint(..., monitor='accuracy')",
                 [handler.name],
             )
+
+
+def _is_chosen(every: Any) -> bool:
+    """Whether a function of the user's decides when: by a condition, or by an event of its own."""
+    if not isinstance(every, AnyEvent):
+        return False
+    return any(
+        isinstance(event, Events) is False or (of is not None and of.when is not None) for event, of in resolve(every)
+    )
 
 
 def hyperparameters_written_by_nobody(it: Composition) -> Iterator[Finding]:

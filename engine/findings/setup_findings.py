@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DistributedSampler
 
 from ..core.events import Events
 
@@ -115,9 +116,14 @@ def report_wrapped(engine: Engine) -> None:
         engine.findings.report(
             "W46",
             f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single process: "
-            "every rank reads all of the data, and writes checkpoints and logs",
+            f"every rank {'' if _shares(engine) else 'reads all of the data, and '}writes checkpoints and logs",
             "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
         )
+
+
+def _shares(engine: Engine) -> bool:
+    """Whether a sampler of torch's gives each process its part of the data."""
+    return isinstance(getattr(engine.feed.current.data, "sampler", None), DistributedSampler)
 
 
 def report_loss_parameters(engine: Engine) -> None:

@@ -11,7 +11,7 @@ from ..core.handler import Handler, Service, on
 from ..core.modes import parts_in_eval
 from .check import report as report_composition
 from .connected import report_double, report_handler
-from .data_checks import check_data, check_epoch, check_steps, report_length
+from .data_checks import check_data, check_epoch, check_steps, note_batches, report_length
 from .epoch_checks import EpochChecks
 from .evaluation_findings import (
     note_last_values,
@@ -28,8 +28,8 @@ from .first_steps import FirstEvaluation, FirstLosses
 from .late_scores import LateScores
 from .own_evaluations import look_at_forwards
 from .own_schedulers import OwnSchedulers
-from .own_weights import OwnLoads, changed_at_start, versions_before_start
-from .resumption import report_resume, say_left_out
+from .own_weights import OwnLoads, changed_at_start, sums_before_start
+from .resumption import report_frozen, report_resume, say_left_out
 from .returned import look_at_return
 from .setup_findings import (
     Parts,
@@ -82,7 +82,8 @@ class FindingsWatch(Service):
         self._epochs: EpochChecks | None = None
         self._schedulers: OwnSchedulers | None = None
         self._until_the_end: list[OwnLoads | LateScores] = []
-        self._versions: list[int] | None = None
+        self._sums: list[float] | None = None
+        self._frozen: list[str] | None = None  # in the state from which the run resumes
         self._first: list[tuple[Signal, Connection]] = []
 
     def attached(self, engine: Engine) -> None:
@@ -131,12 +132,12 @@ class FindingsWatch(Service):
         engine.findings.look(report_parts_in_eval, engine, self._in_eval)
         for look in AT_START:
             engine.findings.look(look, engine)
-        self._versions = engine.findings.look(versions_before_start, engine)
+        self._sums = engine.findings.look(sums_before_start, engine)
 
     @on(Events.STARTED, phase=Phase.PERSIST, rank=LAST)
     def look_at_changed_weights(self, engine: Engine) -> None:
         """Look at what functions at STARTED have changed."""
-        engine.findings.look(changed_at_start, engine, self._versions)
+        engine.findings.look(changed_at_start, engine, self._sums)
 
     @on(Lifecycle.LOADING, rank=LAST)
     def look_at_data(self, engine: Engine) -> None:
@@ -193,6 +194,7 @@ class FindingsWatch(Service):
     ) -> None:
         """Report where a run resumes, and what differs from the run that saved the state."""
         engine.findings.look(report_resume, engine, loaded, allowed, seed, changed)
+        self._frozen = loaded.get("composition", {}).get("frozen")
 
     @on(Lifecycle.WEIGHTS_GIVEN)
     def look_at_weights(self, engine: Engine, given: Mapping[str, Any]) -> None:
@@ -219,6 +221,10 @@ class FindingsWatch(Service):
         """Note how an epoch begins."""
         if self._epochs is not None:
             engine.findings.look(self._epochs.begin_epoch)
+        engine.findings.look(note_batches, engine)
+        if self._frozen is not None:  # functions at EPOCH_STARTED may have unfrozen what was trained
+            engine.findings.look(report_frozen, engine, self._frozen)
+            self._frozen = None
 
     @on(Lifecycle.DATA_ENDED)
     def look_at_length(self, engine: Engine, more: bool) -> None:

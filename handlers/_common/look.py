@@ -108,7 +108,12 @@ class Look:
             hook.remove()
         self._hooks = []
         found = [(update, calls.get(update.name, 0)) for update in engine.updates]
-        return [(update, made) for update, made in found if made > update.steps - self._steps[update.name]]
+        own = {update.name: update.steps - self._steps[update.name] for update in engine.updates}
+        return [
+            (update, made)
+            for update, made in found
+            if made > sum(own[one.name] for one in engine.updates if one.optimizer is update.optimizer)
+        ]
 
     def stepped(self) -> set[Tensor]:
         """What changed in this iteration, though no optimizer of the engine holds it."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, UpdateState, on
+from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import check_name, map_leaves, samples_in, tensors_in
 from signalfire.authoring.batches import hides_samples
 from signalfire.core.state import as_number
@@ -25,7 +25,7 @@ from signalfire.findings.loss_graph import Problem
 from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
 from .ranks import PUBLISH
 from .torchmetrics import keeps_inputs, load_state_of, merging_nothing, state_of, synced, torchmetrics_in
-from .updates import only_update, selected_updates
+from .updates import is_balanced, loss_of, only_update, selected_updates, takes_logits, targets_in
 
 __all__ = ["Metric", "Metrics"]
 
@@ -225,7 +225,7 @@ class Metrics(Handler):
         for key, metric in self.metrics.items():
             engine.state.metrics.running[key] = partial(_current, metric)
             if isinstance(metric, Accuracy) and metric.follows_loss:
-                metric.ignore_index = ignored_class(_loss_of(engine.find_update(self.update)))
+                metric.ignore_index = ignored_class(loss_of(engine.find_update(self.update)))
 
     @on(Events.UPDATE_COMPLETED, phase=Phase.RECORD, reads=["batch", "output", "loss", "modules", "plan"], writes=[])
     def update_metrics(self, engine: Engine) -> None:
@@ -239,7 +239,7 @@ class Metrics(Handler):
                 self._check_batch(engine)
             ignored = None
             if self._ignored is not None:
-                ignored = all_ignored(_targets_in(update, engine.state.batch), self._ignored)
+                ignored = all_ignored(targets_in(update, engine.state.batch), self._ignored)
             for metric in self._of_loss:
                 metric.add(update.raw_loss, size, ignored)
         if self._of_output and update.output is not None:
@@ -249,8 +249,8 @@ class Metrics(Handler):
         """Find out whether the loss may ignore targets, and report a batch whose class hides its number of samples."""
         self._counted = True
         batch, spec = engine.state.batch, engine.state.update.spec
-        ignored = ignored_class(_loss_of(engine.state.update))
-        self._ignored = None if all_ignored(_targets_in(engine.state.update, batch), ignored) is None else ignored
+        ignored = ignored_class(loss_of(engine.state.update))
+        self._ignored = None if all_ignored(targets_in(engine.state.update, batch), ignored) is None else ignored
         if spec.samples is None and hides_samples(batch):
             engine.findings.report(
                 "W03",
@@ -322,9 +322,11 @@ class Metrics(Handler):
             key, problem = self._averaging.popitem()
             self._report_problem(engine, key, problem)
 
-    def _report_problem(self, engine: Engine, key: str, problem: Problem) -> None:
+    def _report_problem(
+        self, engine: Engine, key: str, problem: Problem, *, severity: Literal["info"] | None = None
+    ) -> None:
         code, sentence, way_out = problem
-        engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key)
+        engine.findings.report(code, f"the metric {key!r}: {sentence}", way_out, self.name, key=key, severity=severity)
 
     def _place(self, inputs: Any) -> None:
         """Move torchmetrics metrics, with their states, to the device of the output."""
@@ -366,7 +368,11 @@ class Metrics(Handler):
                 "return the mean of the batch, or use Accuracy",
             )
         if found is not None:
-            self._report_problem(engine, key, found)
+            self._report_problem(engine, key, found, severity=self._severity(engine, found[0]))
+
+    def _severity(self, engine: Engine, code: str) -> Literal["info"] | None:
+        """Whether a threshold for probabilities is only listed: not every score beside it is a logit."""
+        return None if code != "W05" or takes_logits(loss_of(engine.find_update(self.update))) else "info"
 
     def _check_chance(self, engine: Engine, trainer: Engine, key: str, metric: Accuracy) -> None:
         """Report an accuracy that training has never lifted above that of a constant answer."""
@@ -380,16 +386,18 @@ class Metrics(Handler):
         chance.evaluations += 1
         value, deviation = metric.compute(), (share * (1 - share) / count) ** 0.5
         chance.exceeded = chance.exceeded or value > share + deviation
+        chance.best = max(chance.best, value)
         late = trainer.state.epoch >= max(3, planned / 2) and chance.evaluations >= 3
         if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
             engine.findings.report(
                 "W64",
-                f"in {chance.evaluations} evaluations, {key!r} has never exceeded {share:.3g}, which always answering the most "
-                f"frequent class reaches (now: {value:.3g})",
+                f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); always "
+                f"answering the most frequent class reaches {share:.3g}, and chance adds up to {deviation:.2g}",
                 "check that inputs and labels belong together and that both data sets number the classes alike; then the rates "
                 "of learning, weight decay and clipping",
                 self.name,
                 key=key,
+                severity="info" if is_balanced(trainer) else None,
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -410,6 +418,7 @@ class _Chance:
     run: str
     evaluations: int = 0
     exceeded: bool = False
+    best: float = 0.0
 
 
 _ENOUGH_SAMPLES = 200
@@ -470,19 +479,6 @@ def _copied(item: Any) -> Any:
 def _plain(value: Any) -> Any:
     """A value of one number as a Python number; any other as it is."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
-
-
-def _loss_of(update: UpdateState) -> Any:
-    """The loss that a user gave."""
-    return getattr(update.spec.loss, "loss", None) or update.spec.loss
-
-
-def _targets_in(update: UpdateState, batch: Any) -> Any:
-    """The targets of a batch; None if nobody said where they are."""
-    try:
-        return update.target_in(batch)
-    except Exception:  # as the loss has got its own, whatever is in the way is no problem of the run
-        return None
 
 
 def _is_of_loss(metric: Any) -> TypeGuard[Average]:

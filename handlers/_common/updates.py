@@ -1,12 +1,18 @@
-"""Helpers for updates: select them by name, and ask whether one made its step."""
+"""Helpers for updates: select them by name, ask whether one made its step, and what its loss takes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import WeightedRandomSampler
 
 from signalfire import Engine, Handler, Interval, UpdateState
+from signalfire.findings.function_rules import names_in
 
-__all__ = ["made_step", "only_update", "selected_updates"]
+__all__ = ["is_balanced", "loss_of", "made_step", "only_update", "selected_updates", "takes_logits", "targets_in"]
 
 
 def selected_updates(engine: Engine, name: str | None) -> Sequence[UpdateState]:
@@ -37,3 +43,42 @@ def made_step(engine: Engine, name: str | None, every: Interval) -> bool:
     update = engine.state.update
     meant = update is engine.updates[0] if name is None else update.name == name
     return meant and update.skipped is None and update.steps % int(every.value) == 0
+
+
+def loss_of(update: UpdateState) -> Any:
+    """The loss that a user gave."""
+    return getattr(update.spec.loss, "loss", None) or update.spec.loss
+
+
+def takes_logits(loss: Any) -> bool:
+    """Whether a loss is torch's binary cross entropy of logits, or a function that names it."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    logits = torch.nn.functional.binary_cross_entropy_with_logits
+    if loss is logits or isinstance(loss, torch.nn.BCEWithLogitsLoss):
+        return True
+    function = type(loss).forward if isinstance(loss, torch.nn.Module) else loss
+    return bool({logits.__name__, "BCEWithLogitsLoss"} & names_in(function))
+
+
+def _weights_classes(loss: Any) -> bool:
+    """Whether a loss has weights of classes, with which a smaller accuracy may be meant."""
+    while isinstance(loss, partial):
+        if loss.keywords.get("weight") is not None:
+            return True
+        loss = loss.func
+    return getattr(loss, "weight", None) is not None
+
+
+def is_balanced(trainer: Engine) -> bool:
+    """Whether a training makes up for classes of different sizes: by weights in its loss, or by how samples are drawn."""
+    sampler = getattr(trainer.feed.current.data, "sampler", None)
+    return isinstance(sampler, WeightedRandomSampler) or any(_weights_classes(loss_of(one)) for one in trainer.updates)
+
+
+def targets_in(update: UpdateState, batch: Any) -> Any:
+    """The targets of a batch; None if nobody said where they are."""
+    try:
+        return update.target_in(batch)
+    except Exception:  # as the loss has got its own, whatever is in the way is no problem of the run
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassF1Score
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import (
     Accuracy,
     Average,
@@ -427,3 +428,68 @@ def test_a_torchmetrics_metric_beside_the_loss_is_updated() -> None:
     model, data = network(), batches()
     metrics = evaluator_of(model, Metrics(loss=Average(), f1=MulticlassF1Score(3))).run(data).metrics
     assert metrics["f1"] == MulticlassF1Score(3)(*all_at_once(model, data)).item()
+
+
+def cosine(output: Tensor, target: Tensor) -> Tensor:
+    return (1 - output * target).mean()
+
+
+def own_logits(output: Tensor, target: Tensor) -> Tensor:
+    return 2 * nn.functional.binary_cross_entropy_with_logits(output, target)
+
+
+@pytest.mark.parametrize(
+    ("loss", "severity"),
+    [
+        (nn.functional.mse_loss, "info"),
+        (cosine, "info"),
+        (nn.BCEWithLogitsLoss(), "warning"),
+        (own_logits, "warning"),
+        (partial(nn.functional.binary_cross_entropy_with_logits, pos_weight=torch.ones(1)), "warning"),
+    ],
+)
+def test_a_threshold_of_a_half_is_wrong_for_logits_and_may_be_right_for_other_scores(loss: Any, severity: str) -> None:
+    evaluator = Engine(Update.supervised(loss), model=nn.Identity())
+    evaluator.attach(Metrics(accuracy=Accuracy(threshold=0.5)))
+    with pytest.warns(FindingWarning, match="W05") if severity == "warning" else nullcontext():
+        evaluator.run([(torch.tensor([[-0.5], [0.7]]), torch.tensor([[0.0], [1.0]]))])
+    assert [one.severity for one in evaluator.findings.of_run().of("W05")] == [severity]
+
+
+@pytest.mark.parametrize(("weight", "severity"), [(None, "warning"), (torch.tensor([1.0, 3.0]), "info")])
+def test_an_accuracy_below_that_of_the_most_frequent_class_is_only_listed_for_weighted_classes(
+    weight: Tensor | None, severity: str
+) -> None:
+    model = linear(5, 2)
+    loss = nn.CrossEntropyLoss(weight=weight)
+    evaluator = Engine(Update.supervised(loss), model=model)
+    evaluator.attach(Metrics(accuracy=Accuracy()))
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([0.0, 3.0]))
+        model.weight.zero_()
+    targets = (torch.arange(240) % 4 == 0).long()
+    trainer = Engine(Update.supervised(loss, partial(torch.optim.SGD, lr=1e-6)), model=model, seed=0)
+    data = [(torch.randn(240, 5, generator=torch.Generator().manual_seed(1)), targets)]
+    trainer.attach(Validation(evaluator, data, prefix="train_"))
+    with pytest.warns(FindingWarning, match="W64") if severity == "warning" else nullcontext():
+        trainer.run(data, max_epochs=4)
+    [found] = trainer.findings.of_run().of("W64")
+    assert found.severity == severity
+    assert "was at most 0.25 (now: 0.25); always answering the most frequent class reaches 0.75" in found.sentence
+
+
+class Graph:
+    """A batch of one sample."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        self.inputs = inputs
+
+
+@pytest.mark.parametrize(("samples", "reported"), [(1, False), (2, True)])
+def test_a_batch_whose_tensors_have_one_sample_is_one(samples: int, reported: bool) -> None:
+    evaluator = Engine(
+        Update(lambda engine, batch: batch.inputs, lambda engine, output, batch: output.mean()), model=nn.Identity()
+    )
+    evaluator.attach(Metrics(loss=Average()))
+    with pytest.warns(FindingWarning, match="W03") if reported else nullcontext():
+        evaluator.run([Graph(torch.ones(samples, 3))])

@@ -413,6 +413,24 @@ def test_what_was_installed_over_it_is_left_alone(tmp_path: Path) -> None:
     signal.signal(signal.SIGTERM, before)
 
 
+def test_a_handler_that_calls_the_one_of_the_run_still_saves_it(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    engine = build(tmp_path, Preemption())
+
+    @engine.on(Events.ITERATION_COMPLETED(once=3))
+    def install(engine: Engine) -> None:
+        own: Any = signal.getsignal(signal.SIGTERM)
+
+        def chained(number: int, frame: Any) -> None:
+            own(number, frame)
+
+        signal.signal(signal.SIGTERM, chained)
+
+    engine.run(loader(), max_epochs=1)
+    signal.signal(signal.SIGTERM, before)
+    assert not engine.findings.of_run().of("W66")
+
+
 def test_outside_of_the_main_thread_a_run_is_refused(tmp_path: Path) -> None:
     engine = build(tmp_path, Preemption())
     errors: list[BaseException] = []

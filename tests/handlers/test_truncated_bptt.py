@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
-from signalfire import Engine, Events, Handler, Phase, Update, allow, on
+from signalfire import Engine, Events, FindingWarning, Handler, Phase, Update, allow, on
 from signalfire.authoring.planning import steps_to_come
 from signalfire.core.overrides import Override
 from signalfire.handlers import (
@@ -962,3 +963,27 @@ def test_a_schedule_knows_that_batches_are_not_steps_after_another_handler_has_l
     engine.detach("update_frequency")
     with pytest.raises(ValueError, match="the number of steps of this run is not known"):
         engine.run([torch.ones(4, 2)] * 4, max_epochs=1)
+
+
+class Stateful(Recurrent):
+    """Carries the hidden state itself, as plain loops do."""
+
+    hidden: Any = None
+
+    def forward(self, x: Any, hidden: Any = None) -> Any:
+        hidden = None if self.hidden is None else tuple(one.detach() for one in self.hidden)
+        output, self.hidden = super().forward(x, hidden)
+        return output
+
+
+class Forgetful(Recurrent):
+    def forward(self, x: Any, hidden: Any = None) -> Any:
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize(("kind", "reported"), [(Stateful, False), (Forgetful, True)])
+def test_a_model_may_carry_its_hidden_state_itself(kind: type[Recurrent], reported: bool) -> None:
+    trainer = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=kind(), seed=0)
+    trainer.attach(TruncatedBPTT(2))
+    with pytest.warns(FindingWarning, match="W69") if reported else nullcontext():
+        trainer.run(make_data(1), max_epochs=1)

@@ -464,13 +464,13 @@ class Noisy(Dataset[Any]):
 
 @mistake("C16")
 def augmentation_with_a_generator_of_ones_own(right: bool, folder: Path) -> Findings:
-    data = DataLoader(Noisy(None if right else np.random.default_rng(0)), 4, shuffle=True)
+    data = DataLoader(Noisy(None if right else np.random.default_rng(0)), 4, shuffle=True, num_workers=1)
     return build(net(), Checkpoint(folder, resume=True)).check(data, max_epochs=2)
 
 
 @mistake("C16")
 def augmentation_with_a_random_object(right: bool, folder: Path) -> Findings:
-    data = DataLoader(Noisy(None if right else random.Random(0)), 4, shuffle=True)
+    data = DataLoader(Noisy(None if right else random.Random(0)), 4, shuffle=True, num_workers=1)
     return build(net(), Checkpoint(folder)).check(data, max_epochs=2)
 
 
@@ -563,9 +563,11 @@ def patience_that_outlasts_the_run(right: bool) -> Findings:
 
 
 @mistake("C40")
-def a_monitor_without_the_prefix_of_the_validation(right: bool) -> None:
+def a_monitor_without_the_prefix_of_the_validation(right: bool) -> Findings:
     stopping = EarlyStopping("val_loss" if right else "loss", patience=9)
-    build(net(), stopping, Validation(batches(2, seed=1))).run(batches(), max_epochs=1)
+    engine = build(net(), stopping, Validation(batches(2, seed=1)))
+    engine.run(batches(), max_epochs=1)
+    return engine.findings.of_run()
 
 
 @mistake("C39")

@@ -183,9 +183,9 @@ def a_class_attached_instead_of_an_instance(right: bool) -> None:
 
 
 @mistake(TypeError, "one by one")
-def a_list_of_handlers(right: bool) -> None:
+def a_set_of_handlers(right: bool) -> None:
     handlers: list[Any] = [History(), EMA()]
-    build(linear(5, 1)).attach(*handlers if right else [handlers])
+    build(linear(5, 1)).attach(handlers if right else {*handlers})
 
 
 @mistake(ValueError, "the name is taken by .*give it another")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from math import inf, nan
 from typing import Any
 
 import pytest
 import torch
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.authoring.monitor import Monitor
+from signalfire.handlers import Average, EarlyStopping, Metrics, Validation
+from tests.kit import batches, build, evaluator_of, linear
 
 
 def make_engine(**metrics: Any) -> Engine:
@@ -103,3 +106,13 @@ def test_a_name_that_is_like_an_announced_one_may_be_written_by_a_function() -> 
         monitor.start(engine)
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
     monitor.start(engine)
+
+
+@pytest.mark.parametrize(("name", "severity"), [("loss", "warning"), ("train_loss", "info")])
+def test_a_metric_that_is_called_that_of_the_training_is_monitored_on_purpose(name: str, severity: str) -> None:
+    model = linear(5, 1)
+    validation = Validation(evaluator_of(model), batches(2, seed=1), prefix="val_")
+    engine = build(model, Metrics({name: Average()}), validation, EarlyStopping(name, threshold=0.0))
+    with pytest.warns(FindingWarning, match="W06") if severity == "warning" else nullcontext():
+        engine.run(batches(2), max_epochs=1)
+    assert [one.severity for one in engine.findings.of_run().of("W06")] == [severity]

@@ -140,7 +140,7 @@ def test_an_iterator_is_not_read() -> None:
 def test_a_check_of_a_good_composition_finds_nothing(tmp_path: Path) -> None:
     engine, data, _ = rich(tmp_path)
     found = engine.check(data, max_epochs=30)
-    assert [one.code for one in found] == ["C16"], str(found)
+    assert not found, str(found)
     engine.run(data, max_epochs=1)
 
 

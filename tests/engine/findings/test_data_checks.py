@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from signalfire import Engine, Events, Update
+from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import DistributedDataParallel
 from tests.kit import SGD, batches, build, finished, linear
 from tests.processes import run_together
@@ -154,3 +154,54 @@ class Frozen(nn.Sequential):
 def test_a_normalisation_that_is_in_eval_mode_does_not_normalise_over_the_batch() -> None:
     samples = TensorDataset(torch.randn(3, 5), torch.randn(3, 1))
     build(Frozen(nn.BatchNorm1d(5), linear(5, 1))).run(DataLoader(samples, 1, shuffle=True), max_epochs=1)
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_batches_that_are_replaced_or_changed_before_the_first_are_not_changed_between_epochs(replaced: bool) -> None:
+    data = batches(3)
+    for _, target in data:
+        target.mul_(1.0)  # its version is that of a tensor that was changed
+    engine = build(linear(5, 1))
+
+    def centre(engine: Engine) -> None:
+        for inputs, _ in data:
+            inputs.sub_(0.5)
+
+    def label(engine: Engine) -> None:
+        place = engine.state.epoch_iteration - 1
+        data[place] = data[place][0], engine.state.update.output.detach()
+
+    if replaced:
+        engine.connect(Events.ITERATION_COMPLETED, label)
+    else:
+        engine.connect(Events.EPOCH_STARTED(once=1), centre)
+    engine.run(data, max_epochs=2)
+    assert not engine.findings.of_run().of("W28")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_function_that_collects_batches_first_may_return_a_loss_later(whole: bool) -> None:
+    collected: list[Any] = []
+
+    def forward(engine: Engine, batch: Any) -> Tensor | None:
+        collected.append(batch)
+        return None if len(collected) < 5 else engine.model(batch[0])
+
+    def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return mse_loss(output, batch[1])
+
+    def both(engine: Engine, batch: Any) -> Tensor | None:
+        output = forward(engine, batch)
+        if output is not None:
+            return loss(engine, output, batch)
+        return None
+
+    update = Update(function=both, optimizer=SGD) if whole else Update(forward, loss, SGD)
+    engine = Engine(update, model=linear(5, 1), seed=0)
+    engine.run(batches(3), max_epochs=3)
+    assert engine.updates[0].steps == 5
+    assert not engine.findings.of_run().of("W29")
+    collected.clear()
+    engine.reset()
+    with pytest.warns(FindingWarning, match="W29"):
+        engine.run(batches(3), max_epochs=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import warnings
@@ -249,3 +250,78 @@ class FrozenTrunk(nn.Module):
 @pytest.mark.parametrize("guards", [False, True])
 def test_a_frozen_part_may_be_in_eval_mode_with_all_that_is_in_it(guards: bool) -> None:
     build(FrozenTrunk(), *([Guards(every="1it")] if guards else [])).run(batches(4), max_epochs=1)
+
+
+class Descent(torch.optim.Optimizer):
+    """Gradient descent in an optimizer of the user's."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+
+def hinge(output: Tensor, target: Tensor) -> Tensor:
+    return torch.relu(1 - output * target).mean()
+
+
+def test_a_loss_that_has_fallen_to_zero_changes_nothing_more() -> None:
+    side = torch.tensor([[1.0], [-1.0]]).repeat(2, 1)
+    engine = build(linear(5, 1), loss=hinge, optimizer=partial(Descent, lr=1.0))
+    engine.run([(10 * side.expand(4, 5), side)], max_epochs=4)
+    assert float(engine.updates[0].raw_loss) == 0.0  # type: ignore[arg-type]
+    assert not engine.findings.of_run().of("W12")
+
+
+def test_two_updates_that_share_an_optimizer_make_all_of_its_steps() -> None:
+    model = linear(5, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def forward(engine: Engine, batch: Any) -> Any:
+        return engine.model(batch[0])
+
+    def error(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return mse_loss(output, batch[1])
+
+    def size(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return output.square().mean()
+
+    updates = [Update(forward, error, optimizer, name="error"), Update(forward, size, optimizer, name="size")]
+    engine = Engine(updates, model=model, seed=0)
+    engine.attach(Guards(every="1it"))
+    engine.run(batches(3), max_epochs=2)
+    assert not engine.findings.of_run().of("W17")
+    assert not engine.findings.of_run().of("G20")
+
+
+def test_a_last_batch_whose_targets_are_all_ignored_is_no_loss_that_went_wrong() -> None:
+    first, last = (torch.randn(4, 5), torch.tensor([0, 1, 2, 0])), (torch.randn(4, 5), torch.full((4,), -100))
+    engine = build(linear(5, 3), loss=nn.functional.cross_entropy)
+    engine.run([first, last], max_epochs=1)
+    assert not engine.findings.of_run().of("W15")
+    assert all(bool(p.isfinite().all()) for p in engine.model.parameters())
+    broken = build(linear(5, 3), loss=lambda output, target: nn.functional.cross_entropy(output, target) * float("nan"))
+    with pytest.warns(FindingWarning, match="W15"):
+        broken.run([first], max_epochs=1)
+
+
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("guards", [False, True])
+def test_a_layer_that_is_unfrozen_and_in_no_optimizer_is_reported_as_that(held: bool, guards: bool) -> None:
+    model = mlp(5, 8, 1)
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if held or p.requires_grad], lr=0.1)
+    engine = Engine(Update.supervised(mse_loss, optimizer), model=model, seed=0)
+    engine.attach(*([Guards(every="1it")] if guards else []))
+
+    @engine.on(Events.EPOCH_STARTED(once=2))
+    def unfreeze(engine: Engine) -> None:
+        model[0].requires_grad_(True)
+
+    code = "G05" if guards else "W11"
+    with pytest.warns(FindingWarning, match=f"{code}: .*unfrozen") if not held else contextlib.nullcontext():
+        engine.run(batches(3), max_epochs=3)

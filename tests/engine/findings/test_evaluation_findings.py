@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import EMA, EarlyStopping, Validation
-from tests.kit import batches, build, evaluator_of, mlp
+from tests.kit import batches, build, evaluator_of, linear, mlp
 
 
 def network(*between: nn.Module) -> nn.Sequential:
@@ -145,3 +148,79 @@ def test_an_evaluator_reports_to_the_trainer_that_runs_it() -> None:
     engine = build(model, Validation(evaluator, batches(2)), allow=["W57"])
     engine.run(batches(), max_epochs=2)
     assert engine.state.iteration == 12
+
+
+class Drawing(Dataset[Any]):
+    """Draws its samples from NumPy's generator."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.from_numpy(np.random.randn(5)).float(), torch.zeros(1)
+
+
+class Seeding(Drawing):
+    """Seeds the generator for each sample, which is the same each time."""
+
+    def __getitem__(self, index: int) -> Any:
+        np.random.seed(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("data", "reported"), [(Drawing(), True), (Seeding(), False)])
+def test_samples_of_a_data_set_that_seeds_numpy_itself_are_no_random_ones(data: Dataset[Any], reported: bool) -> None:
+    evaluator = evaluator_of(network())
+    with pytest.warns(FindingWarning, match="W50") if reported else nullcontext():
+        evaluator.run(DataLoader(data, 2))
+
+
+@pytest.mark.parametrize("kind", ["teacher", "average"])
+def test_another_model_that_is_evaluated_on_purpose_is_listed(kind: str) -> None:
+    model = network()
+    other = network().requires_grad_(False) if kind == "teacher" else AveragedModel(model)
+    engine = run_with(model, other, lambda: None, prefix=f"{kind}_")
+    assert {one.severity for one in engine.findings.of_run().of("W51")} == {"info"}
+
+
+class Lazy(nn.Module):
+    """Makes a layer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear(5, 5)
+        self.second: nn.Module | None = None
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.second is None:
+            self.second = linear(5, 1)
+        return self.second(self.first(inputs))  # type: ignore[no-any-return]
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = linear(5, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs if self.training else 2 * inputs)  # type: ignore[no-any-return]
+
+
+def test_layers_that_know_no_mode_may_be_in_either_in_an_evaluation() -> None:
+    evaluator_of(Lazy()).run(batches(2))
+    for model, effect in ((network(nn.ReLU()), None), (network(nn.BatchNorm1d(8)), "batch statistics were used"),
+                          (network(nn.Dropout()), "dropout was active"), (Branching(), "what it does in training")):  # fmt: skip
+        evaluator = evaluator_of(model)
+        evaluator.connect(Events.EPOCH_STARTED, lambda engine: engine.model.train() and None)
+        with nullcontext() if effect is None else pytest.warns(FindingWarning, match=f"so that {effect}"):
+            evaluator.run(batches(2))
+
+
+@pytest.mark.parametrize(("factor", "shift", "reported"), [(1.0, 0.0, False), (100.0, 0.0, True), (1.0, 200.0, True)])
+def test_few_large_inputs_are_not_taken_for_another_scale(factor: float, shift: float, reported: bool) -> None:
+    model = linear(4, 1)
+    trained, evaluated = (torch.randn(32, 4, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    evaluated[0, 0] = 500.0
+    engine = build(model, Validation(evaluator_of(model), [(factor * evaluated + shift, torch.zeros(32, 1))]))
+    with pytest.warns(FindingWarning, match="W60") if reported else nullcontext():
+        engine.run([(trained, torch.zeros(32, 1))], max_epochs=1)

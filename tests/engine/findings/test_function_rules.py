@@ -82,3 +82,48 @@ def test_an_optimizer_that_is_read_or_is_not_the_engines_is_not_stepped_beside_i
     engine.connect(Events.ITERATION_COMPLETED, read)
     engine.connect(Events.ITERATION_COMPLETED, train_beside)
     assert not engine.check(batches(), max_epochs=1).of("W17")
+
+
+class Probe:
+    """Trains a layer of its own beside the model."""
+
+    def __init__(self) -> None:
+        self.layer = linear(5, 1)
+        self.optimizer = torch.optim.SGD(self.layer.parameters(), lr=0.1)
+
+    def fit(self, engine: Engine) -> None:
+        self.layer(engine.state.batch[0]).mean().backward()
+        self.optimizer.step()
+
+
+def fit_a_new_one(engine: Engine) -> None:
+    probe = Probe()
+    probe.layer(engine.state.batch[0]).mean().backward()
+    probe.optimizer.step()
+
+
+def step(engine: Engine) -> None:
+    engine.updates[0].optimizer.step()  # type: ignore[union-attr]
+
+
+def step_all(engine: Engine) -> None:
+    for update in engine.updates:
+        update.optimizer.step()  # type: ignore[union-attr]
+
+
+class Holder:
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def step(self, engine: Engine) -> None:
+        self.engine.updates[0].optimizer.step()  # type: ignore[union-attr]
+
+
+def test_an_optimizer_beside_that_of_the_engine_may_be_stepped() -> None:
+    engine = build(linear(5, 1))
+    for function in (Probe().fit, fit_a_new_one):
+        with engine.connect(Events.ITERATION_COMPLETED, function):
+            assert not engine.check(batches(), max_epochs=1).of("W17")
+    for function in (step, step_all, Holder(engine).step):
+        with engine.connect(Events.ITERATION_COMPLETED, function):
+            assert len(engine.check(batches(), max_epochs=1).of("W17")) == 1

@@ -148,8 +148,9 @@ LOOKS: list[tuple[Any, str]] = [
         (watch, name)
         for name in (
             *(
-                "versions_before_start",
+                "sums_before_start",
                 "changed_at_start",
+                "note_batches",
                 "report_composition",
                 "EpochChecks",
                 "OwnSchedulers",

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from signalfire import Engine, Update
 from signalfire.handlers import LRScheduling
-from tests.kit import SGD, batches, linear
+from tests.kit import SGD, batches, linear, mlp
 
 
 class Holding(nn.Module):
@@ -144,3 +144,82 @@ def test_units_that_begin_alike_and_get_gradients_of_their_own_do_not_stay_alike
 def test_an_activation_with_a_parameter_may_stand_at_several_places() -> None:
     activation = nn.PReLU()
     assert found(nn.Sequential(nn.Linear(5, 5), activation, nn.Linear(5, 5), activation), "C36") == []
+
+
+class Applying(nn.Module):
+    """Holds layers in a `Sequential`, and applies them in one of several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1))
+
+
+class Iterating(Applying):
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers[:-1]:  # type: ignore[attr-defined]
+            inputs = torch.relu(layer(inputs))
+        return self.layers[-1](inputs)  # type: ignore[no-any-return]
+
+
+class Enumerating(Applying):
+    def forward(self, inputs: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            inputs = layer(torch.tanh(inputs) if place else inputs)
+        return inputs
+
+
+class Calling(Applying):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+
+class Between(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        for layer in self:
+            input = torch.tanh(layer(input))
+        return input
+
+
+def test_layers_that_a_module_applies_itself_may_have_activations_between_them() -> None:
+    assert found(Iterating(), "C37") == found(Enumerating(), "C37") == []
+    assert found(Between(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)), "C37") == []
+    [sentence] = found(Calling(), "C37")
+    assert "in layers, 3 Linear layers" in sentence
+
+
+def test_units_that_the_next_layer_weights_differently_do_not_stay_alike() -> None:
+    hidden, convolutions = mlp(5, 8, 1, nn.ReLU()), nn.Conv1d(1, 4, 2)
+    for layer in (hidden[0], convolutions):
+        nn.init.constant_(layer.weight, 0.1)  # type: ignore[arg-type]
+    assert found(hidden, "C33") == []
+    assert found(nn.Sequential(nn.Unflatten(1, (1, 5)), convolutions, nn.Flatten(), nn.Linear(16, 1)), "C33") == []
+
+
+def test_units_of_which_only_the_biases_differ_are_not_said_to_stay_alike() -> None:
+    model = mlp(5, 8, 1, nn.ReLU())
+    for place in (0, 2):
+        nn.init.constant_(model[place].weight, 0.1)  # type: ignore[arg-type]
+    [sentence] = found(model, "C33")
+    assert "only their biases tell them apart" in sentence
+    nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
+    [sentence] = found(model, "C33")
+    assert "they get the same gradients, and stay alike" in sentence
+
+
+class Switched(nn.Module):
+    """Has an attribute of its own with the name of a parameter's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.requires_grad = nn.Linear(5, 1), True
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.layer(inputs)
+        return output if self.requires_grad else output.detach()
+
+
+def test_an_attribute_that_the_forward_reads_has_an_effect() -> None:
+    assert found(Switched(), "C35") == []
+    model = linear(5, 1)
+    model.requires_grad = False  # type: ignore[assignment]
+    assert len(found(model, "C35")) == 1

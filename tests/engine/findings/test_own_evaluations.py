@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import update_bn
 
-from signalfire import Engine, Events
+from signalfire import Engine, Events, FindingWarning
 from tests.kit import batches, build, mlp
 
 
@@ -62,7 +63,14 @@ def new_statistics(engine: Engine) -> None:
     update_bn([inputs for inputs, _ in batches(2)], engine.model)
 
 
-@pytest.mark.parametrize("function", [in_eval_mode, with_gradients, new_statistics])
+def precise_statistics(engine: Engine) -> None:
+    engine.model.train()
+    with torch.no_grad():
+        for inputs, _ in batches(2):
+            engine.model(inputs)
+
+
+@pytest.mark.parametrize("function", [in_eval_mode, with_gradients, new_statistics, precise_statistics])
 def test_other_calls_stay_silent(function: Any) -> None:
     engine = built()
     engine.connect(Events.EPOCH_COMPLETED, function)
@@ -85,3 +93,17 @@ def test_what_a_function_raises_passes_and_the_hook_is_gone() -> None:
     with pytest.raises(KeyError, match="meant"):
         engine.run(batches(2), max_epochs=1)
     assert not engine.model._forward_pre_hooks
+
+
+def evaluate_all(engine: Engine) -> None:
+    with torch.no_grad():
+        for inputs, _ in batches(2):
+            engine.model(inputs)
+
+
+@pytest.mark.parametrize(("function", "reported"), [(evaluate, False), (evaluate_all, True)])
+def test_one_forward_before_the_training_makes_lazy_layers_or_shows_shapes(function: Any, reported: bool) -> None:
+    engine = built()
+    engine.connect(Events.STARTED, function)
+    with pytest.warns(FindingWarning, match="W91") if reported else nullcontext():
+        engine.run(batches(2), max_epochs=1)

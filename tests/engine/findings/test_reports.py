@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD
 
 import signalfire
-from signalfire import Engine, Events, Finding, Findings, FindingWarning, Update
+from signalfire import Engine, Events, Finding, Findings, FindingWarning, Handler, Update
 from signalfire.ablation import LeaveOneOut, Study
 from signalfire.handlers import Average, GradientClipping, LimitBatches, Metrics, OverfitBatches
 from signalfire.tuning import find_learning_rate
@@ -124,6 +124,12 @@ def test_a_line_comes_once_and_neither_in_dry_runs_nor_from_other_ranks(capsys: 
     allowing = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), allow=["W58"])
     allowing.attach(OverfitBatches(1))
     allowing.run(batches(), max_epochs=1)
+    assert lines_of(capsys) == []
+
+
+@pytest.mark.parametrize("handler", [OverfitBatches(6), LimitBatches(6), LimitBatches(train=1.0)], ids=repr)
+def test_a_limit_that_leaves_out_nothing_prints_no_line(handler: Handler, capsys: pytest.CaptureFixture[str]) -> None:
+    build(linear(5, 1), handler).run(batches(6), max_epochs=1)
     assert lines_of(capsys) == []
 
 

@@ -135,10 +135,36 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
     other.load_state_dict(engine.state_dict())
     with pytest.warns(FindingWarning, match="W32") as caught:
         other.run(loader(False, torch.float64), max_epochs=2)
-    said = str(next(one.message for one in caught if "W32" in str(one.message)))
-    assert "weights are torch.float64, and were torch.float32; now frozen: model.0.weight, model.0.bias" in said
+    said, frozen = (str(one.message) for one in caught if "W32" in str(one.message))
+    assert "weights are torch.float64, and were torch.float32" in said
+    assert "now frozen: model.0.weight, model.0.bias" in frozen
     assert "the data is drawn by a SequentialSampler, and was by a RandomSampler" in said
     assert "seed=7 is not used, since the state has seed=0" in said
+
+
+def unfreezing(once: bool) -> Engine:
+    """An engine that unfreezes its first layer in epoch 2: by an event that comes once, or by the number of the epoch."""
+    engine = trained()
+    engine.model[0].requires_grad_(False)
+
+    @engine.on(Events.EPOCH_STARTED(once=2) if once else Events.EPOCH_STARTED)
+    def unfreeze(engine: Engine) -> None:
+        engine.model[0].requires_grad_(engine.state.epoch >= 2)
+
+    return engine
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_a_resumed_run_that_unfreezes_by_the_number_of_the_epoch_is_the_same_run(once: bool) -> None:
+    engine = unfreezing(once)
+    engine.run(batches(2), max_epochs=2)
+    resumed = unfreezing(once)
+    resumed.load_state_dict(engine.state_dict())
+    with pytest.warns(FindingWarning, match="now frozen") if once else quiet():
+        resumed.run(batches(2), max_epochs=3)
+    engine.run(batches(2), max_epochs=3)
+    same = torch.equal(engine.model[0].weight, resumed.model[0].weight)
+    assert same is not once
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,17 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import EarlyStopping, Freezing, GradientAccumulation, Guards, TruncatedBPTT, Validation
+from signalfire.handlers import (
+    Average,
+    Checkpoint,
+    EarlyStopping,
+    Freezing,
+    GradientAccumulation,
+    Guards,
+    Metrics,
+    TruncatedBPTT,
+    Validation,
+)
 from tests.kit import SGD, batches, build, evaluator_of, mlp
 
 
@@ -195,6 +206,67 @@ def test_batch_norm_over_the_places_of_one_picture_has_a_variance() -> None:
     [finding] = build(model).check(DataLoader(pictures, 2, shuffle=True)).of("C21")
     assert finding.severity == "info"
     assert "no variance" not in finding.sentence
+
+
+def test_batch_norm_behind_a_convolution_over_time_has_a_variance() -> None:
+    signals = TensorDataset(torch.randn(5, 1, 6), torch.randn(5, 1))
+    behind = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Flatten(), nn.Linear(8, 1))
+    [finding] = build(behind).check(DataLoader(signals, 2, shuffle=True)).of("C21")
+    assert finding.severity == "info"
+    build(behind).run(DataLoader(signals, 2, shuffle=True), max_epochs=1)
+    pooled = [nn.Conv1d(1, 2, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.BatchNorm1d(2), nn.Linear(2, 1)]
+    for layers in ([nn.Flatten(), nn.Linear(6, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)], pooled):
+        [finding] = build(nn.Sequential(*layers)).check(DataLoader(signals, 2, shuffle=True)).of("C21")
+        assert finding.severity == "warning"
+
+
+def test_batch_norm_that_a_handler_may_freeze_is_only_listed() -> None:
+    model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    engine = build(model, Freezing(["1"]))
+    data = DataLoader(TensorDataset(torch.randn(5, 5), torch.randn(5, 1)), 2, shuffle=True)
+    assert [one.severity for one in engine.check(data).of("C21")] == ["info"]
+    engine.run(data, max_epochs=1)
+
+
+def masked(mask: str) -> Any:
+    def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output[batch[mask]], batch["y"][batch[mask]])
+
+    return loss
+
+
+def forward(engine: Engine, batch: Any) -> Any:
+    return engine.model(batch["x"])
+
+
+def test_one_graph_is_trained_and_evaluated_with_masks() -> None:
+    model, trained = mlp(5, 8, 1), torch.arange(8) < 4
+    graph = {"x": torch.randn(8, 5), "y": torch.randn(8, 1), "train": trained, "val": ~trained}
+    evaluator = Engine(Update(forward, masked("val")), model=model)
+    evaluator.attach(Metrics(loss=Average()))
+    for data, evaluated in (([graph], [graph]), ([graph], None)):
+        trainer = Engine(Update(forward, masked("train"), SGD), model=model)
+        trainer.attach(Validation(evaluator, data if evaluated is None else evaluated))
+        assert "C14" not in codes(trainer, data, max_epochs=3)
+
+
+def test_a_frozen_model_that_is_evaluated_beside_the_trained_one_is_meant() -> None:
+    teacher = Validation(evaluator_of(mlp(5, 8, 1).requires_grad_(False)), batches(2, seed=1), prefix="teacher_")
+    assert codes(build(mlp(5, 8, 1), teacher), batches(), max_epochs=1)["C15"] == "info"
+
+
+def test_a_forward_of_the_users_may_store_what_it_computes() -> None:
+    outputs: list[Any] = []
+    model = mlp(5, 8, 1)
+    evaluator = Engine(Update(lambda engine, batch: outputs.append(engine.model(batch[0]))), model=model)
+    assert "C20" not in codes(build(model, Validation(evaluator, batches(2, seed=1))), batches(), max_epochs=1)
+
+
+def test_a_checkpoint_at_a_condition_of_the_users_may_be_the_best(tmp_path: Path) -> None:
+    best = Checkpoint(tmp_path, name="best", every=Events.EPOCH_COMPLETED(when=lambda engine: engine.state.epoch == 2))
+    assert "C11" not in codes(build(mlp(5, 8, 1), best), batches(), max_epochs=3)
+    often = Checkpoint(tmp_path, name="best", every=Events.EPOCH_COMPLETED(every=2))
+    assert "C11" in codes(build(mlp(5, 8, 1), often), batches(), max_epochs=4)
 
 
 def test_lengths_in_ascending_order_are_no_classes() -> None:

@@ -1,0 +1,47 @@
+"""Handlers whose methods are never called, and those that are called or connected in another way."""
+
+from __future__ import annotations
+
+import warnings
+
+from signalfire import Attachment, Engine, Events, Handler, on
+from tests.kit import batches, build, linear
+
+
+class Connecting(Handler):
+    """Connects a method itself."""
+
+    calls = 0
+
+    def attached(self, engine: Engine) -> None:
+        self.connection: Attachment = engine.connect(Events.EPOCH_COMPLETED, self.on_epoch_completed)
+
+    def on_epoch_completed(self, engine: Engine) -> None:
+        self.calls += 1
+
+
+class Template(Handler):
+    """Leaves what is done to a method of the class that is made of it."""
+
+    calls = 0
+
+    @on(Events.EPOCH_COMPLETED)
+    def finish(self, engine: Engine) -> None:
+        self.on_epoch_completed(engine)
+
+    def on_epoch_completed(self, engine: Engine) -> None:
+        raise NotImplementedError
+
+
+class Filled(Template):
+    def on_epoch_completed(self, engine: Engine) -> None:
+        self.calls += 1
+
+
+def test_a_method_that_another_one_calls_or_connects_is_not_said_to_be_never_called() -> None:
+    handlers = Connecting(), Filled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine = build(linear(5, 1), *handlers)
+    engine.run(batches(2), max_epochs=2)
+    assert [handler.calls for handler in handlers] == [2, 2]
