@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.state import Direction, as_number
@@ -38,7 +38,7 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
         "W01",
         f"{by}(mode={given!r}) monitors {metric!r}, of which {better} is better",
         f"omit mode=, or write mode={own!r}",
-        *([name] if name else []),
+        *filter(None, [name]),
         key=(by, metric),
     )
     return given
@@ -58,7 +58,7 @@ def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name
             "W01",
             f"{by}(mode={given!r}) monitors {metric!r}, of which {'smaller' if smaller else 'greater'} is better by its name",
             f"write mode={'min' if smaller else 'max'!r}; if the name misleads, give the metric another one",
-            *([name] if name else []),
+            *filter(None, [name]),
             key=(by, metric),
         )
 
@@ -182,21 +182,19 @@ class Monitor:
         evaluating = {one for one, handler in engine.handlers.items() if hasattr(handler, "evaluator")}
         if owner is None or owner in evaluating:
             return
-        base = self.metric.removeprefix("train_").removeprefix("train/")
         others = {other: by for other, by in owners.items() if by in evaluating}
-        same = [other for other in others if other == base or other.endswith((f"_{base}", f"/{base}"))]
+        same = _of_one_name(self.metric, others)
         of_batches = hasattr(engine.handlers.get(owner), "metrics")
         if same or (others and of_batches):
-            other = (same or list(others))[0]
+            other = same or next(iter(others))
+            follows = same is None or self.handler == "LRScheduling"  # a rate may follow the training
             engine.findings.report(
                 "W06",
                 f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
                 f"monitor {other!r}, which {others[other]!r} measures",
-                *([name] if name else []),
+                *filter(None, [name]),
                 key=(self.handler, self.metric),
-                severity="info"
-                if not same or self.handler == "LRScheduling"
-                else None,  # a rate may follow the training
+                severity="info" if follows else None,
             )
 
     def new_value(self, engine: Engine) -> float | None:
@@ -297,6 +295,12 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
         self.serial = -1  # check all metrics at the next call
+
+
+def _of_one_name(metric: str, others: Iterable[str]) -> str | None:
+    """The first of some metrics that has the name of one of the training, apart from a prefix; None without one."""
+    base = metric.removeprefix("train_").removeprefix("train/")
+    return next((one for one in others if one == base or one.endswith((f"_{base}", f"/{base}"))), None)
 
 
 def _differ(one: float | None, other: float | None) -> bool:
