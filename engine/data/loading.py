@@ -35,6 +35,7 @@ from torch.utils.data import (
 )
 
 from ..authoring.randomness import derived_seed, random_state
+from .extent import known_length
 from .seeded import Collating, Keyed, Seeded, begin_worker
 
 __all__ = [
@@ -224,7 +225,7 @@ class _ShardedIndices:
         samples: int | None,
         round_shares: dict[int, float],
     ) -> None:
-        self.drawn_by_sampler = _until_exhausted(iter(sampler), _length_of(sampler))
+        self.drawn_by_sampler = _until_exhausted(iter(sampler), known_length(sampler))
         self.start = start
         self.rank, self.size = shard
         self.limit = limit
@@ -275,13 +276,6 @@ def _size_of(indices: Any) -> int:
         return len(indices)
     except TypeError:
         return 1
-
-
-def _length_of(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _until_exhausted(drawn: Iterator[Any], length: int | None) -> Iterator[Any]:

@@ -79,10 +79,9 @@ class FirstCalls(EagerMode):
         self._failed = False
 
     def __enter__(self) -> FirstCalls:
-        for root in self._engine.modules.values():
-            for part in root.modules():
-                if isinstance(part, nn.RNNBase):
-                    self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
+        for _, part in self._engine.modules.parts():
+            if isinstance(part, nn.RNNBase):
+                self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
         super().__enter__()
         return self
 
@@ -150,16 +149,20 @@ class FirstCalls(EagerMode):
         scores, target = _argument(args, named, 0, "input"), _argument(args, named, 1, "target")
         if target.is_floating_point() or scores.dim() < 2 or target.numel() == 0:
             return
-        ignored = int(named.get("ignore_index", -100))
-        mean = named.get("reduction", "mean") == "mean"
-        if named.get("reduction", "mean") != "none":  # what a mask may leave out
-            yield from self._padding(target, ignored, scores.shape[1], named.get("weight"))
+        reduction = named.get("reduction", "mean")
+        if reduction != "none":  # what a mask may leave out
+            yield from self._padding(target, int(named.get("ignore_index", -100)), scores.shape[1], named.get("weight"))
         self._note_mean(args, named, result)
+        if reduction == "mean" and result.dim() == 0 and self._engine.state.iteration == 1:
+            yield from self._too_large(float(result.detach()), scores)
+        yield from self._targets_given(target)
+
+    @staticmethod
+    def _too_large(value: float, scores: Tensor) -> Iterator[Problem]:
+        """A first cross entropy far above that of guessing."""
         classes = scores.shape[1]
         guessing = math.log(max(classes, 2))
-        value = float(result.detach()) if mean and result.dim() == 0 else 0.0
-        too_large = value > _ABOVE_GUESSING * guessing and not are_scaled(scores)
-        if too_large and self._engine.state.iteration == 1:
+        if value > _ABOVE_GUESSING * guessing and not are_scaled(scores):
             yield (
                 "W97",
                 f"the first cross entropy is {value:.3g}, but {guessing:.3g} by guessing among {classes} classes: the first "
@@ -167,6 +170,9 @@ class FirstCalls(EagerMode):
                 "normalise the inputs, and leave the initial weights to PyTorch, or make them smaller; for weights that were "
                 "trained for other classes, allow W97",
             )
+
+    def _targets_given(self, target: Tensor) -> Iterator[Problem]:
+        """Targets that the batch has among its inputs as well."""
         given = tensors_in(self._engine.state.batch)
         inputs = [one for one in given if one is not target and one.shape == target.shape and one.dtype == target.dtype]
         repeated = sum(one is target for one in given) > 1 or any(torch.equal(one, target) for one in inputs)
@@ -180,10 +186,9 @@ class FirstCalls(EagerMode):
 
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
         """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
-        parts = (part for root in self._engine.modules.values() for part in root.modules())
         padding = {
             part.padding_idx
-            for part in parts
+            for _, part in self._engine.modules.parts()
             if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.num_embeddings == classes
         }
         for index in padding - {ignored}:

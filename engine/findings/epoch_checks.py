@@ -110,20 +110,19 @@ class EpochChecks:
         """Which parameters the steps of this epoch left alone; returns those that are in no module."""
         engine, update = self.engine, before.update
         steps = update.steps - before.steps
-        left = before.left_alone()
-        if steps >= 1 and not left:
+        if steps < 1:
+            return []
+        if not (left := before.left_alone()):
             self._check_moved(before, steps)
-        if steps < 1 or not left:
             return []
         parameters = [p for p in update.parameters if p.requires_grad]
-        if [id(p) for p in parameters] != [id(p) for p in before.parameters]:
+        if list(map(id, parameters)) != list(map(id, before.parameters)):
             return []
         assert update.optimizer is not None
         if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
             return []  # at an optimum L-BFGS changes nothing; rates of zero are reported as such
         self._report_left(before, parameters, left, steps, whole=whole)
-        names = names_of(engine)
-        return [p for p in left if p not in names]
+        return list(set(left).difference(names_of(engine)))
 
     def _report_left(
         self, before: _Before, parameters: list[Tensor], left: list[Tensor], steps: int, *, whole: bool
@@ -184,16 +183,9 @@ class EpochChecks:
 
     def _check_modes(self) -> None:
         """Report modules that were put into another mode and left in it."""
-        engine = self.engine
-        roots = self._roots or {}
+        engine, roots = self.engine, self._roots or {}
         off = [name for name, root in engine.modules.items() if roots.get(name) and not root.training]
-        names = {part: path for root in engine.modules.values() for path, part in root.named_modules()}
-        frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}
-        parts = [
-            names.get(part, type(part).__name__)
-            for part, was in zip(self._parts, self._modes, strict=True)
-            if was and not part.training and part not in frozen and not isinstance(part, _NORMS)
-        ]
+        parts = self._put_in_eval_mode()
         if off or parts:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
@@ -202,6 +194,14 @@ class EpochChecks:
                 f"{engine.state.epoch}): dropout and batch statistics are off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
+
+    def _put_in_eval_mode(self) -> list[str]:
+        """The parts that are in eval mode and were not; frozen ones and normalisation layers are often meant to be."""
+        names = {part: path for root in self.engine.modules.values() for path, part in root.named_modules()}
+        changed = [part for part, was in zip(self._parts, self._modes, strict=True) if was and not part.training]
+        frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}
+        meant = [part for part in changed if part in frozen or isinstance(part, _NORMS)]
+        return [names.get(part, type(part).__name__) for part in changed if part not in meant]
 
     def _check_loss(self, update: UpdateState) -> None:
         """Look at the weights if the last loss of the epoch is NaN, as it is once they are."""
@@ -365,7 +365,7 @@ def _parameters(parts: Iterable[nn.Module]) -> list[Tensor]:
 
 def trainable(engine: Engine) -> list[Tensor]:
     """The parameters of the engine's modules that require gradients."""
-    return [p for root in engine.modules.values() for p in root.parameters() if p.requires_grad]
+    return [p for p in engine.modules.parameters() if p.requires_grad]
 
 
 def held_by_optimizers(engine: Engine) -> set[Tensor]:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Weigh
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import widened
+from ..data.extent import known_length
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
 
@@ -89,7 +90,7 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
 
 
 def _parameters(engine: Engine) -> list[Tensor]:
-    return [parameter for root in engine.modules.values() for parameter in root.parameters()]
+    return list(engine.modules.parameters())
 
 
 def _shares_nothing(engine: Engine, evaluator: Engine) -> bool:
@@ -128,12 +129,7 @@ def report_training_mode(engine: Engine) -> None:
     """Report modules in training mode at the end of an evaluation: dropout was active, or running statistics moved."""
     if engine.training:
         return
-    training = [
-        f"{root}.{path}" if path else root
-        for root, module in engine.modules.items()
-        for path, part in module.named_modules()
-        if part.training
-    ]
+    training = [path for path, part in engine.modules.parts() if part.training]
     if training:
         more = f" and {len(training) - 1} more" if len(training) > 1 else ""
         engine.findings.report(
@@ -149,11 +145,9 @@ def report_dropped_samples(engine: Engine) -> None:
     data = engine.feed.current.data
     if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
         return
-    try:
-        dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    if (samples := known_length(data.sampler)) is None:
         return
-    samples = len(data.sampler)  # type: ignore[arg-type]
+    dropped = samples % data.batch_size
     if engine.training and dropped > _MUCH * samples:
         drawn = not isinstance(data.sampler, SequentialSampler)
         engine.findings.report(

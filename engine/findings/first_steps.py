@@ -129,8 +129,9 @@ class FirstEvaluation:
     def _looking(self, engine: Engine, update: UpdateState) -> Iterator[None]:
         with ActiveDropout() as dropout:
             yield
-        modules = (part for root in engine.modules.values() for part in root.modules())
-        if dropout.seen and not any(part.training for part in modules):  # these are reported when the evaluation ends
+        if dropout.seen and not any(
+            part.training for _, part in engine.modules.parts()
+        ):  # these are reported when the evaluation ends
             engine.findings.report(
                 "W57",
                 f"the forward of update {update.name!r} computes dropout in an evaluation: a function is called that does not "
@@ -253,14 +254,12 @@ class _Look:
     def _look_for_foreign_leaves(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """Trainable tensors of the loss that nobody trains; what is made for one batch is not meant to be."""
         found = self._leaves.get(update.name)
-        if (found is not None and not found) or any(map(is_sharded, update.parameters)):
+        if found == [] or any(map(is_sharded, update.parameters)):
             return  # of sharded parameters, whole ones are made for each forward
-        held = held_by_optimizers(engine) | set(names_of(engine))
-        given = [*tensors_in(engine.state.batch), *self.points]
-        leaves = [one for one in leaves_of(loss) if one not in held and not any(one is other for other in given)]
-        lasting = [one for one in leaves if any(one is ref() for ref in found or ())]
+        known = {*held_by_optimizers(engine), *names_of(engine), *tensors_in(engine.state.batch), *self.points}
+        leaves = [one for one in leaves_of(loss) if one not in known]
         self._leaves[update.name] = [] if found is not None else [weakref.ref(one) for one in leaves]
-        if lasting:
+        if lasting := [one for one in leaves if any(one is ref() for ref in found or ())]:
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(
                 "W92",
@@ -319,9 +318,8 @@ class _Look:
 
     def _look_for_seeds(self, engine: Engine, update: UpdateState) -> None:
         """Dropout moves the global generator, unless it is seeded anew each time."""
-        parts = [part for root in engine.modules.values() for part in root.modules()]
-        drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and 0 < part.p < 1]
-        if not drops or engine.streams != "shared" or engine.device.type != "cpu":
+        parts = [part for _, part in engine.modules.parts() if isinstance(part, _DropoutNd) and part.training]
+        if not any(0 < part.p < 1 for part in parts) or engine.streams != "shared" or engine.device.type != "cpu":
             return
         before, *streams = self._streams[update.name] = [*self._streams[update.name], torch.get_rng_state()]
         drew = not torch.equal(

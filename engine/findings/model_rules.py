@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -24,35 +25,32 @@ __all__ = ["OF_MODELS", "half_precision_finding"]
 
 def unregistered_parts(it: Composition) -> Iterator[Finding]:
     """Trainable tensors and layers in attributes where PyTorch does not find them."""
-    if not it.engine.training:
-        return
-    for root, module in it.engine.modules.items():
-        for path, part in module.named_modules():
-            for name, value in vars(part).items():
-                if name.startswith("_"):
-                    continue
-                place = ".".join(filter(None, (root, path, name)))
-                if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
-                    yield finding(
-                        "C27",
-                        f"{place} is computed from a parameter of shape {made_of}, which is no part of the model: it is neither "
-                        "trained, moved nor saved, and its graph is freed by the first backward",
-                        f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
-                    )
-                hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
-                if hidden and isinstance(value, Tensor):
-                    yield finding(
-                        "C27",
-                        f"{place} is a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved",
-                        "make it a parameter: nn.Parameter(...)",
-                    )
-                elif hidden:
-                    yield finding(
-                        "C27",
-                        f"{place} is a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no "
-                        "part of the model: they are neither trained, moved nor saved",
-                        "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
-                    )
+    for path, part in it.engine.modules.parts():
+        for name, value in vars(part).items():
+            if not name.startswith("_") and (problem := _unregistered(value, name, it)) is not None:
+                what, way_out = problem
+                yield finding("C27", f"{path}.{name} is {what}", way_out)
+
+
+def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str] | None:
+    """What an attribute is that should be registered, and the way out; None for others."""
+    if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
+        return (
+            f"computed from a parameter of shape {made_of}, which is no part of the model: it is neither trained, moved nor "
+            "saved, and its graph is freed by the first backward",
+            f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
+        )
+    hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
+    if hidden and isinstance(value, Tensor):
+        what = "a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved"
+        return what, "make it a parameter: nn.Parameter(...)"
+    if hidden:
+        return (
+            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no part of the model: they "
+            "are neither trained, moved nor saved",
+            "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
+        )
+    return None
 
 
 def _made_of(value: Tensor, it: Composition) -> list[int] | None:
@@ -85,7 +83,7 @@ _MOST_LAYERS = 10_000
 
 def attributes_without_effect(it: Composition) -> Iterator[Finding]:
     """Attributes that were set on a module and that PyTorch reads of parameters only."""
-    for part, name in it.modules.items() if it.engine.training else ():
+    for part, name in it.modules.items():
         if "requires_grad" in vars(part):
             yield finding(
                 "C35",
@@ -96,17 +94,14 @@ def attributes_without_effect(it: Composition) -> Iterator[Finding]:
 
 def layers_without_effect(it: Composition) -> Iterator[Finding]:
     """Layers of a `Sequential` that add nothing to the one before: another linear map, or the same object once more."""
-    for part, name in it.modules.items() if it.engine.training else ():
+    for part, name in it.modules.items():
         if not isinstance(part, nn.Sequential | nn.ModuleList):
             continue
         layers = list(part._modules.values())
-        shared = [one for one in layers if one is not None and not isinstance(one, nn.PReLU)]  # an activation
-        held = [id(one) for one in shared if any(True for _ in one.parameters())]
-        if len(set(held)) < len(held):
+        if (places := _most_places(layers)) > 1:
             yield finding(
                 "C36",
-                f"{name or 'the model'} ({type(part).__name__}) holds one layer at {max(map(held.count, held))} places, which "
-                "share its weights",
+                f"{name or 'the model'} ({type(part).__name__}) holds one layer at {places} places, which share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
         if isinstance(part, nn.Sequential) and (chain := _longest_chain(layers)) > 2:
@@ -116,6 +111,12 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
                 "they are one linear map",
                 "put an activation between them, such as nn.ReLU()",
             )
+
+
+def _most_places(layers: Iterable[nn.Module | None]) -> int:
+    """At how many places the layer with parameters stands that stands at most of them."""
+    shared = [one for one in layers if one is not None and not isinstance(one, nn.PReLU)]  # an activation
+    return max(Counter(id(one) for one in shared if next(one.parameters(), None) is not None).values(), default=0)
 
 
 def _longest_chain(layers: Iterable[nn.Module | None]) -> int:
@@ -189,7 +190,7 @@ def _option(update: str, what: str, way_out: str) -> Finding:
 def weights_in_half_precision(it: Composition) -> Iterator[Finding]:
     """Weights that round small steps away, with gradients that become zero."""
     half = [name for one, name in it.parameters.items() if one.requires_grad and one.dtype is torch.float16]
-    if half and it.engine.training:
+    if half:
         yield half_precision_finding(f"{len(half)} trained parameters are float16, such as {half[0]!r}")
 
 
@@ -205,12 +206,10 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
 
 def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
     """Normalisation layers whose momentum is that of the other convention, the share of the old statistics."""
-    if not it.engine.training:
-        return
     for part, name in it.modules.items():
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
-        if part.momentum <= 0 or part.momentum >= 0.9:
+        if not 0 < part.momentum < 0.9:
             keeps = "those that it began with" if part.momentum <= 0 else "almost only those of the last batch"
             yield finding(
                 "C34",
@@ -222,8 +221,6 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
 
 def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
     """Dropout of everything, and units that begin alike and get the same gradients for ever."""
-    if not it.engine.training:
-        return
     for part, name in it.modules.items():
         if isinstance(part, _DropoutNd) and part.p > _MOST_DROPPED and part.training:
             yield finding(
@@ -239,10 +236,9 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
     weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
-    ends = _ends(it, list(weights.values()))
-    hidden = {name: one for name, one in weights.items() if _is_compared(one) and not any(one is end for end in ends)}
-    alike = [name for name, one in hidden.items() if _has_units_alike(one)]
-    constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
+    ends = set(map(id, _ends(it, list(weights.values()))))
+    alike = [name for name, one in weights.items() if id(one) not in ends and _has_units_alike(one)]
+    constant = [name for name in alike if bool(weights[name].detach().flatten()[:1].any())]
     if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
         yield finding(
             "C33",
@@ -263,11 +259,10 @@ def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
     return ends
 
 
-def _is_compared(weight: Tensor) -> bool:
-    return type(weight) is nn.Parameter and weight.requires_grad and not weight.is_meta and weight.shape[0] > 1
-
-
 def _has_units_alike(weight: Tensor) -> bool:
+    """Whether the units of a plain weight that is trained begin alike."""
+    if type(weight) is not nn.Parameter or not weight.requires_grad or weight.is_meta or weight.shape[0] < 2:
+        return False
     units = weight.detach()[:8].flatten(1)[:, :64]
     return bool((units == units[:1]).all())
 

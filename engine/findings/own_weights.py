@@ -79,4 +79,4 @@ def _functions(engine: Engine) -> list[Connection]:
 
 
 def _versions(engine: Engine) -> list[int]:
-    return [one._version for root in engine.modules.values() for one in root.parameters()]
+    return [one._version for one in engine.modules.parameters()]
