@@ -289,28 +289,21 @@ def _term_without_gradient(value: float) -> Problem:
 
 def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
     """The only step that is taken of a recurrent layer, if it has seen no other one, or padding."""
-    first, last = one.taken == {0}, one.taken == {one.length - 1}
-    if one.length < 2:
+    if one.length < 2 or one.taken != {0 if one.kind == "forward" else one.length - 1}:
         return
-    if one.kind == "forward" and first:
-        yield (
-            "W94",
-            f"of {one.length} steps of a recurrent layer, only the first is used, which has seen no other step",
-            "use the last step, output[:, -1], or the hidden state that the layer returns",
-        )
-    elif one.kind == "both" and last:
-        yield (
-            "W94",
-            f"of {one.length} steps of a bidirectional layer, only the last is used, whose backward direction has seen no other "
-            "step",
-            "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)",
-        )
-    elif one.kind not in ("forward", "both") and last:
-        yield (
-            "W94",
+    steps = f"of {one.length} steps of a"
+    if one.kind == "forward":
+        what = f"{steps} recurrent layer, only the first is used, which has seen no other step"
+        way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
+    elif one.kind == "both":
+        what = f"{steps} bidirectional layer, only the last is used, whose backward direction has seen no other step"
+        way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
+    else:
+        what, way_out = (
             f"one step of padded sequences is used: {one.kind}",
             "use the hidden state that the layer returns",
         )
+    yield "W94", what, way_out
 
 
 def _targets_among_inputs(batch: Any) -> Iterator[Problem]:

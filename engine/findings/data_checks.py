@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
 from ..core.update import NO_GRADIENT
-from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
 from ..data.refusals import use_of_data
+from ..data.streamed import inner
 from ..distributed.processes import SameData
 from .composition import first_batch
 
@@ -32,7 +32,7 @@ def check_data(engine: Engine) -> None:
     """Look at the data of a run before its first epoch."""
     feed, safely = engine.feed, engine.findings.look
     source = feed.current
-    data = source.data.data if isinstance(source.data, FirstBatches) else source.data
+    data = inner(source.data)
     if data is None:
         return
     if feed.contents:
@@ -124,11 +124,11 @@ def _report_workers(engine: Engine, data: Any) -> None:
 
 def _reads_all_in_each_worker(loader: Any) -> bool:
     """Whether an iterable data set that the user wrote names no worker or rank, and reads from no other iterable."""
-    dataset, held = loader.dataset, list(vars(loader.dataset).values())
+    dataset = loader.dataset
     library = _package_of(type(dataset)) in ("torch", "torchdata", "webdataset", "datasets", "litdata")
     if library or loader.worker_init_fn is not None:
         return False
-    plain = (str, bytes, list, tuple, dict, set, range, Tensor)
+    plain, held = (str, bytes, list, tuple, dict, set, range, Tensor), vars(dataset).values()
     if any(hasattr(type(one), "__iter__") and not isinstance(one, plain) for one in held):
         return False
     named = set[str]().union(*map(_names_in_class, type(dataset).__mro__))
@@ -151,16 +151,8 @@ def _package_of(kind: type) -> str:
 
 
 _DRAWS = {
-    "rand",
-    "randn",
-    "randint",
-    "rand_like",
-    "randn_like",
-    "normal",
-    "standard_normal",
-    "uniform",
-    "integers",
-    "gauss",
+    *("rand", "randn", "randint", "rand_like", "randn_like", "normal"),  # torch's
+    *("standard_normal", "uniform", "integers", "gauss"),
 }
 
 

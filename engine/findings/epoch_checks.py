@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +64,7 @@ class EpochChecks:
             self._roots = {name: root.training for name, root in engine.modules.items()}
         self._parts = _parts(engine)
         self._modes = [part.training for part in self._parts]
-        self._before = [_Before.of(engine, update) for update in engine.updates]
+        self._before = [_Before(engine, update) for update in engine.updates]
 
     def end_epoch(self, *, whole: bool = True) -> None:
         """Compare how the epoch ends; called before EPOCH_COMPLETED.
@@ -256,33 +255,20 @@ class EpochChecks:
             )
 
 
-@dataclass
 class _Before:
     """An update and its parameters at the start of an epoch."""
 
-    update: UpdateState
-    steps: int
-    parameters: list[Tensor]
-    versions: list[int]
-    values: list[Tensor]
-    counts_versions: bool
-    counted: int | None
-    rates: list[float]
-    sampled: list[Tensor]
-    samples: list[Tensor]
-
-    @classmethod
-    def of(cls, engine: Engine, update: UpdateState) -> _Before:
-        parameters = [p for p in update.parameters if p.requires_grad]
-        counts, rates = engine.overrides.step is None and counts_versions(update), rates_of(update)
-        values = _samples(parameters) if not counts or not any(rates) else []
-        versions = [p._version for p in parameters]
-        dense = [p for p in parameters if p.numel() and not p.is_meta] if counts and not update.steps else []
-        sampled = dense[:: max(1, len(dense) // _SAMPLED)]
-        counted_now = _steps_counted(update)
-        return cls(
-            update, update.steps, parameters, versions, values, counts, counted_now, rates, sampled, _samples(sampled)
-        )
+    def __init__(self, engine: Engine, update: UpdateState) -> None:
+        self.update, self.steps, self.counted = update, update.steps, _steps_counted(update)
+        self.rates = rates_of(update)
+        self.counts_versions = engine.overrides.step is None and counts_versions(update)
+        self.parameters = parameters = [p for p in update.parameters if p.requires_grad]
+        self.versions = [p._version for p in parameters]
+        self.values = [] if self.counts_versions and any(self.rates) else _samples(parameters)
+        is_first = self.counts_versions and not update.steps
+        dense = [p for p in parameters if is_first and p.numel() and not p.is_meta]
+        self.sampled = dense[:: max(1, len(dense) // _SAMPLED)]
+        self.samples = _samples(self.sampled)
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""

@@ -284,12 +284,9 @@ def report_raw_weights(engine: Engine) -> None:
     own = set(map(id, _parameters(engine)))
     for handler in sorted(_averaging, key=lambda one: str(one.name)):
         trainer = handler.engine
-        if (
-            trainer is None
-            or not handler.enabled
-            or own.isdisjoint(map(id, _parameters(trainer)))
-            or not handler.differs()
-        ):
+        if trainer is None or not handler.enabled or own.isdisjoint(map(id, _parameters(trainer))):
+            continue
+        if not handler.differs():
             continue
         engine.findings.report(
             "W56",

@@ -142,28 +142,24 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
         for kind, group in _groups(update):
             lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
             begins = _number(group.get("initial_lr", lr))  # before a schedule has changed it
-            if 0 < begins < _LEAST_RATE:
-                yield _option(
-                    update.name,
-                    f"lr={begins:g} hardly changes any weight",
-                    "use a rate such as 0.1 for SGD or 1e-3 for Adam",
-                )
             lr = min(lr, begins)  # a rate of 1 may be that of a schedule's factors
-            if lr >= 1 and kind in _ADAPTIVE:
-                yield _option(
-                    update.name,
-                    f"lr={lr:g} moves each weight by about {lr:g} in every step",
-                    "use a rate such as 1e-3",
-                )
-            if decay >= 0.1 and kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay"):
-                what = f"weight_decay={decay:g} is added to the gradients, where it outweighs them"
-                yield _option(update.name, what, "use AdamW, which takes it off the weights themselves, or 1e-4")
-            if momentum >= 1:
-                what = f"momentum={momentum:g} does not forget: the steps grow without bounds"
-                yield _option(update.name, what, "use a momentum below 1, such as 0.9")
-            if lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"):
-                what = f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} off each weight in every step"
-                yield _option(update.name, what, "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW")
+            adds_decay = kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay")
+            unusual = (
+                (0 < begins < _LEAST_RATE, f"lr={begins:g} hardly changes any weight",
+                 "use a rate such as 0.1 for SGD or 1e-3 for Adam"),
+                (lr >= 1 and kind in _ADAPTIVE, f"lr={lr:g} moves each weight by about {lr:g} in every step",
+                 "use a rate such as 1e-3"),
+                (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients, where it outweighs them",
+                 "use AdamW, which takes it off the weights themselves, or 1e-4"),
+                (momentum >= 1, f"momentum={momentum:g} does not forget: the steps grow without bounds",
+                 "use a momentum below 1, such as 0.9"),
+                (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
+                 f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} off each weight in every step",
+                 "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW"),
+            )  # fmt: skip
+            for found, what, way_out in unusual:
+                if found:
+                    yield finding("C28", f"the optimizer of update {update.name!r}: {what}", way_out)
 
 
 def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
@@ -181,10 +177,6 @@ def _number(value: Any) -> float:
 _ADAPTIVE = {"Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop"}
 _MOST_DECAY = 0.05
 _LEAST_RATE = 1e-7
-
-
-def _option(update: str, what: str, way_out: str) -> Finding:
-    return finding("C28", f"the optimizer of update {update!r}: {what}", way_out)
 
 
 def weights_in_half_precision(it: Composition) -> Iterator[Finding]:
@@ -233,13 +225,13 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
 
 def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
-    layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
-    weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
+    layers = ((part, name) for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd))
+    weights = {name: part.weight for part, name in layers if getattr(part, "groups", 1) == 1}
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
     ends = set(map(id, _ends(it, list(weights.values()))))
     alike = [name for name, one in weights.items() if id(one) not in ends and _has_units_alike(one)]
     constant = [name for name in alike if bool(weights[name].detach().flatten()[:1].any())]
-    if constant or (alike and not any(bool(one.detach().any()) for one in weights.values() if not one.is_meta)):
+    if constant or (alike and not any(map(_is_nonzero, weights.values()))):
         yield finding(
             "C33",
             f"all units of the layer {(constant or alike)[0]!r} begin with the same weights: they get the same gradients, and "
@@ -257,6 +249,10 @@ def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
     if not all(isinstance(root, nn.Sequential) for root in it.engine.modules.values()):
         ends += itertools.takewhile(lambda one: one.shape == weights[-1].shape, reversed(weights[:-1]))
     return ends
+
+
+def _is_nonzero(weight: Tensor) -> bool:
+    return not weight.is_meta and bool(weight.detach().any())
 
 
 def _has_units_alike(weight: Tensor) -> bool:

@@ -29,19 +29,12 @@ class OwnSchedulers:
         self._steps = {update.name: update.steps for update in engine.updates}
         self._epoch = engine.state.epoch - engine.state.epoch_open  # the last that has ended
         self._found: dict[str, list[tuple[weakref.ref[LRScheduler], int]]] = {}
-        wrapped = {
-            update.name: update.optimizer
-            for update in engine.updates
-            if update.optimizer is not None and _is_wrapped(update.optimizer)
-        }
+        wrapped = {one.name: one.optimizer for one in engine.updates if _is_wrapped(one.optimizer)}
         # A scheduler knows its optimizer, but not the other way round.
         held = {id(value) for handler in engine.handlers.values() for value in vars(handler).values()}
         # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
-        built = (
-            [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in held]
-            if wrapped
-            else []
-        )
+        objects = gc.get_objects() if wrapped else ()
+        built = [one for one in objects if issubclass(type(one), LRScheduler) and id(one) not in held]
         for name, optimizer in wrapped.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
             self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
@@ -76,5 +69,5 @@ class OwnSchedulers:
                 )
 
 
-def _is_wrapped(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+def _is_wrapped(optimizer: Optimizer | None) -> bool:
+    return optimizer is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched")

@@ -50,10 +50,8 @@ def _meaning_of_devices(engine: Engine) -> str | None:
     weights = {str(one.device) for one in engine.modules.parameters()}
     if not batch or not weights or batch == weights:
         return None
-    return (
-        f"the batch is on {', '.join(sorted(batch))} and the model on {', '.join(sorted(weights))}; "
-        "attach DeviceTransfer() to bring them together"
-    )
+    batches, model = ", ".join(sorted(batch)), ", ".join(sorted(weights))
+    return f"the batch is on {batches} and the model on {model}; attach DeviceTransfer() to bring them together"
 
 
 def _meaning_of_dtypes(error: Exception, engine: Engine) -> str | None:

@@ -289,7 +289,7 @@ def _changed_by_forward(engine: Engine) -> list[str]:
     """What a forward in training mode has drawn or changed that the next run does not put back; nothing if none has ended."""
     if all(update.output is None for update in engine.updates):
         return []
-    modules = [one for root in engine.modules.values() for one in root.modules() if one.training]
+    modules = [one for _, one in engine.modules.parts() if one.training]
     draws = any(isinstance(one, _DropoutNd) and one.p > 0 for one in modules)
     changes = any(isinstance(one, _NormBase) and one.track_running_stats for one in modules)
     return [
