@@ -334,9 +334,8 @@ def _lead(store: Store, size: int, timeout: float) -> tuple[str, list[str | None
             store.set("offer", json.dumps({"failed": str(error), "words": [own, *read]}))
             _wait_until_known(store, read)
             raise
-        if words != offered and (
-            None not in words or now >= again
-        ):  # an incomplete offer only shows which ranks are missing
+        # An incomplete offer only shows which ranks are missing.
+        if words != offered and (None not in words or now >= again):
             prefix, offered, again = uuid.uuid4().hex, words, now + 1.0
             store.set("offer", json.dumps({"prefix": prefix, "words": words}))
             store.set(f"{prefix}/ack/0", own)

@@ -209,9 +209,8 @@ def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     Each sharded tensor is replaced by a tensor of the same shape and dtype on the meta device.
     """
     shards: dict[str, Tensor] = {}
-    if (
-        "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized()
-    ):  # then there are no DTensors
+    # Then there are no DTensors.
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
         return state, shards
 
     def split(value: Any, path: Place) -> Any:

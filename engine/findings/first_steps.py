@@ -316,9 +316,7 @@ class _Look:
         if not any(0 < part.p < 1 for part in parts) or engine.streams != "shared" or engine.device.type != "cpu":
             return
         before, *streams = self._streams[update.name] = [*self._streams[update.name], torch.get_rng_state()]
-        drew = not torch.equal(
-            before, streams[0]
-        )  # a forward that computes no dropout leaves the generator where it was
+        drew = not torch.equal(before, streams[0])  # a forward without dropout leaves the generator where it was
         if drew and len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
             engine.findings.report(
                 "W78",

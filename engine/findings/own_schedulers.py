@@ -51,22 +51,14 @@ class OwnSchedulers:
             way_out = (
                 "attach LRScheduling with a factory in its place, such as LRScheduling(partial(StepLR, step_size=30))"
             )
+            optimizer = f"the optimizer of update {update.name!r}"
             if all(one.last_epoch == before for one, before in found):
-                engine.remark(
-                    "W86",
-                    f"the optimizer of update {update.name!r} was given a scheduler ({names}) before the run, which nobody has "
-                    "stepped: the learning rate is that of its start",
-                    way_out,
-                    key=update.name,
-                )
+                what = f"{optimizer} was given a scheduler ({names}) before the run, which nobody has stepped"
+                engine.remark("W86", f"{what}: the learning rate is that of its start", way_out, key=update.name)
             elif engine.signal(Events.CHECKPOINT_SAVED).fired:
-                engine.remark(
-                    "W87",
-                    f"the optimizer of update {update.name!r} has a scheduler ({names}) that a function steps: checkpoints lack "
-                    "its position, and a resumed run would begin it again",
-                    way_out,
-                    key=update.name,
-                )
+                what = f"{optimizer} has a scheduler ({names}) that a function steps"
+                effect = "checkpoints lack its position, and a resumed run would begin it again"
+                engine.remark("W87", f"{what}: {effect}", way_out, key=update.name)
 
 
 def _is_wrapped(optimizer: Optimizer | None) -> bool:
