@@ -151,7 +151,7 @@ def _package_of(kind: type) -> str:
 
 
 _DRAWS = {
-    *("rand", "randn", "randint", "rand_like", "randn_like", "normal"),  # torch's
+    *("rand", "randn", "randint", "rand_like", "randn_like", "normal"),
     *("standard_normal", "uniform", "integers", "gauss"),
 }
 
