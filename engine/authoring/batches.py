@@ -60,11 +60,8 @@ def _count(item: Any) -> int | None:
             return item.shape[0] if item.dim() else 1
         if item is None or isinstance(item, str | bytes | int | float | bool | type):
             return None
-        for name in ("num_graphs", "batch_size"):
-            own = getattr(item, name, None)
-            own = own[0] if isinstance(own, torch.Size) and own else own
-            if isinstance(own, int) and not isinstance(own, bool):
-                return own
+        if (own := _own_count(item)) is not None:
+            return own
         if isinstance(item, PackedSequence):
             return int(item.batch_sizes[0])
         container = parts(item)
@@ -73,6 +70,16 @@ def _count(item: Any) -> int | None:
         return len(item)
     except Exception:
         return None
+
+
+def _own_count(item: Any) -> int | None:
+    """The number of samples that an object has as an attribute; None without one."""
+    for name in ("num_graphs", "batch_size"):
+        own = getattr(item, name, None)
+        own = own[0] if isinstance(own, torch.Size) and own else own
+        if isinstance(own, int) and not isinstance(own, bool):
+            return own
+    return None
 
 
 def hides_samples(batch: Any) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from numbers import Integral, Real
+from operator import ge, gt, le, lt
 from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -148,23 +149,23 @@ def check_number(
         Traceback (most recent call last):
         ValueError: LabelSmoothing(alpha=2.0): expected a number above 0 and of 1 or less
     """
-    words = (("above {:g}", above), ("of {:g} or more", least), ("below {:g}", below), ("of {:g} or less", most))
-    bounds = " and ".join(word.format(bound) for word, bound in words if bound is not None)
-    message = f"{_call(owner, argument, value)}: expected a {'' if infinite or bounds else 'finite '}number"
-    message = f"{message} {bounds}".rstrip()
+    given = zip(_BOUNDS, (above, least, below, most), strict=True)
+    bounds = [(words, is_within, bound) for (words, is_within), bound in given if bound is not None]
+    said = " and ".join(words.format(bound) for words, _, bound in bounds)
+    message = (
+        f"{_call(owner, argument, value)}: expected a {'' if infinite or bounds else 'finite '}number {said}".rstrip()
+    )
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(message)
     number = float(value)
-    if (
-        math.isnan(number)
-        or (math.isinf(number) and not infinite)
-        or (above is not None and not number > above)
-        or (least is not None and not number >= least)
-        or (below is not None and not number < below)
-        or (most is not None and not number <= most)
-    ):
+    is_allowed = math.isfinite(number) or (infinite and math.isinf(number))
+    if not is_allowed or not all(is_within(number, bound) for _, is_within, bound in bounds):
         raise ValueError(message)
     return int(value) if isinstance(value, Integral) else number
+
+
+_BOUNDS = (("above {:g}", gt), ("of {:g} or more", ge), ("below {:g}", lt), ("of {:g} or less", le))
+"""How a bound is said, and when a number is within it."""
 
 
 def check_name(owner: object, argument: str, value: Any) -> str | None:

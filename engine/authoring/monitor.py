@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..core.state import Direction, as_number
@@ -65,13 +65,9 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
     if given is None or own is None or given == own:
         return given or own
     better = "greater" if own == "max" else "smaller"
-    engine.findings.report(
-        "W01",
-        f"{by}(mode={given!r}) monitors {metric!r}, of which {better} is better",
-        f"omit mode=, or write mode={own!r}",
-        *([name] if name else []),
-        key=(by, metric),
-    )
+    what = f"{by}(mode={given!r}) monitors {metric!r}, of which {better} is better"
+    way_out = f"omit mode=, or write mode={own!r}"
+    engine.findings.report("W01", what, way_out, *filter(None, [name]), key=(by, metric))
     return given
 
 
@@ -89,7 +85,7 @@ def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name
             "W01",
             f"{by}(mode={given!r}) monitors {metric!r}, of which {'smaller' if smaller else 'greater'} is better by its name",
             f"write mode={'min' if smaller else 'max'!r}; if the name misleads, give the metric another one",
-            *([name] if name else []),
+            *filter(None, [name]),
             key=(by, metric),
         )
 
@@ -216,20 +212,20 @@ class Monitor:
         evaluating = {one for one, handler in engine.handlers.items() if hasattr(handler, "evaluator")}
         if owner is None or owner in evaluating:
             return
-        base = self.metric.removeprefix("train_").removeprefix("train/")
         others = {other: by for other, by in owners.items() if by in evaluating}
-        same = [other for other in others if other == base or other.endswith((f"_{base}", f"/{base}"))]
+        same = _of_one_name(self.metric, others)
         of_batches = hasattr(engine.handlers.get(owner), "metrics")
         if same or (others and of_batches):
-            other = (same or list(others))[0]
+            other = same or next(iter(others))
+            # A rate may follow the training, and whoever writes "train" means it.
+            follows = same is None or self.handler == "LRScheduling" or _base(self.metric) != self.metric
             engine.findings.report(
                 "W06",
                 f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
                 f"monitor {other!r}, which {others[other]!r} measures",
-                *([name] if name else []),
+                *filter(None, [name]),
                 key=(self.handler, self.metric),
-                # A rate may follow the training, and whoever writes "train" means it.
-                severity="info" if not same or self.handler == "LRScheduling" or base != self.metric else None,
+                severity="info" if follows else None,
             )
 
     def new_value(self, engine: Engine) -> float | None:
@@ -330,6 +326,17 @@ class Monitor:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
         self.serial = -1  # check all metrics at the next call
+
+
+def _base(metric: str) -> str:
+    """The name of a metric without the prefix of the training."""
+    return metric.removeprefix("train_").removeprefix("train/")
+
+
+def _of_one_name(metric: str, others: Iterable[str]) -> str | None:
+    """The first of some metrics that has the name of one of the training, apart from a prefix; None without one."""
+    base = _base(metric)
+    return next((one for one in others if one == base or one.endswith((f"_{base}", f"/{base}"))), None)
 
 
 def _differ(one: float | None, other: float | None) -> bool:

@@ -9,7 +9,9 @@ from ..core.events import AnyEvent, EventEnum, resolve
 from .interval import Interval
 
 if TYPE_CHECKING:
+    from ..core.state import State
     from ..core.update import UpdateState
+    from ..core.window import Window
     from ..engine import Engine
 
 __all__ = ["comes_up", "last_epoch", "last_iteration", "steps_to_come"]
@@ -23,53 +25,58 @@ def steps_to_come(engine: Engine, update: UpdateState, *, planned: bool = False)
     No step is assumed to be skipped. Each batch is assumed to be one micro-step; where it is not, as with time chunks, only
     ``max_steps`` bounds the first update's steps.
     """
-    state = engine.state
+    state, window = engine.state, update.window
+    most = _left(state.max_steps, engine.updates[0].steps)
     if not update.one_step_per_batch:
-        known = update is engine.updates[0] and state.max_steps is not None
-        return max(0, (state.max_steps or 0) - update.steps) if known else None
+        return most if update is engine.updates[0] else None
     length, last_epoch = state.epoch_length, state.max_epochs
     if planned and state.planned is not None:
         last_epoch, length = state.planned
-    length_of = update.window.length_of or (lambda epoch: 1)
-    most = None if state.max_steps is None else max(0, state.max_steps - engine.updates[0].steps)
-    left = None if state.max_iters is None else max(0, state.max_iters - state.iteration)
-    if length is None:
-        if left is None or last_epoch is not None or update.window.length_of is not None:
-            return most  # how many epochs, and so how many windows, these iterations make is not known
-        return left if most is None else min(left, most)
+    left = _left(state.max_iters, state.iteration)
     if last_epoch is None and left is None:
         return most
-    steps, filled = 0, update.window.filled
-    epoch, size = state.epoch + 1, length
-    if state.epoch_open:
-        epoch, size = state.epoch, length - state.epoch_iteration
+    if length is None:  # then how many epochs, and so how many windows, these iterations make is not known
+        return _least(most, left) if last_epoch is None and window.length_of is None else most
+    return _least(most, _steps_until(state, window, length, last_epoch, left))
+
+
+def _steps_until(state: State, window: Window, length: int, last_epoch: int | None, left: int | None) -> int:
+    """The steps until an epoch has ended, or so many more iterations are made: an epoch ends with a step."""
+    steps, filled = 0, window.filled
+    epoch, size = (state.epoch, length - state.epoch_iteration) if state.epoch_open else (state.epoch + 1, length)
     while (last_epoch is None or epoch <= last_epoch) and (left is None or left > 0):
         taken = size if left is None else min(size, left)
-        window = length_of(epoch)
-        steps += -(-(filled + taken) // window) if taken == size else (filled + taken) // window
-        left = None if left is None else left - taken
+        each = 1 if window.length_of is None else window.length_of(epoch)
+        steps += -(-(filled + taken) // each) if taken == size else (filled + taken) // each
+        left = _left(left, taken)
         epoch, size, filled = epoch + 1, length, 0
-    return steps if most is None else min(steps, most)
+    return steps
+
+
+def _left(bound: int | None, done: int) -> int | None:
+    """What is left until a bound; None without one."""
+    return None if bound is None else max(0, bound - done)
+
+
+def _least(*ends: int | None) -> int | None:
+    """The least of those that are known; None without one."""
+    return min((end for end in ends if end is not None), default=None)
 
 
 def last_iteration(engine: Engine) -> int | None:
     """The largest iteration that the run can reach within its bounds; None if that is not known."""
-    state = engine.state
-    by_epochs = (
-        None if state.max_epochs is None or state.epoch_length is None else state.max_epochs * state.epoch_length
-    )
-    first = engine.updates[0]
-    by_steps = None
-    if state.max_steps is not None and first.window.length_of is None and first.one_step_per_batch:
-        by_steps = state.iteration + max(0, state.max_steps - first.steps)
-    return min((end for end in (by_epochs, state.max_iters, by_steps) if end is not None), default=None)
+    state, first = engine.state, engine.updates[0]
+    epochs, length = state.max_epochs, state.epoch_length
+    by_epochs = None if epochs is None or length is None else epochs * length
+    left = _left(state.max_steps, first.steps) if first.window.length_of is None and first.one_step_per_batch else None
+    return _least(by_epochs, state.max_iters, None if left is None else state.iteration + left)
 
 
 def last_epoch(engine: Engine) -> int | None:
     """The last epoch that can be completed within the run's bounds; None if that is not known."""
     state, iterations = engine.state, last_iteration(engine)
     by_iterations = None if iterations is None or not state.epoch_length else iterations // state.epoch_length
-    return min((end for end in (state.max_epochs, by_iterations) if end is not None), default=None)
+    return _least(state.max_epochs, by_iterations)
 
 
 def comes_up(engine: Engine, every: str | Interval | AnyEvent) -> bool | None:

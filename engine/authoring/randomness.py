@@ -116,9 +116,8 @@ def packed(state: dict[str, Any]) -> dict[str, Any]:
         return state
     version, words, gauss = state["python"]
     if not isinstance(words, bytes):
-        words = struct.pack(
-            f"<{len(words)}I", *words
-        )  # a tensor takes twice as long to create and four times as long to save
+        # A tensor takes twice as long to create and four times as long to save.
+        words = struct.pack(f"<{len(words)}I", *words)
     return state | {"python": [version, words, gauss]}
 
 

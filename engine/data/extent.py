@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["DataError", "check_same_extent", "extent_of", "length_of"]
+__all__ = ["DataError", "check_same_extent", "extent_of", "known_length", "length_of"]
 
 _WORDS = {"samples": "samples", "batch_size": "samples in a batch", "batches": "batches"}
 
@@ -32,10 +32,7 @@ def length_of(data: Any) -> int | None:
             f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or another iterable, "
             "or None with epoch_length= for a run without data"
         )
-    try:
-        length = len(data)
-    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
-        return None
+    length = known_length(data)
     if length == 0:
         raise DataError(f"the data ({type(data).__name__}) is empty: it has length 0")
     return length
@@ -48,15 +45,16 @@ def extent_of(data: Any) -> dict[str, Any]:
     batch_sampler = getattr(data, "batch_sampler", None)
     size = getattr(data, "batch_size", None) or getattr(batch_sampler, "batch_size", None)
     sampler = getattr(batch_sampler, "sampler", None) or getattr(data, "sampler", None)
-    known = {"samples": _length(sampler), "batch_size": size, "batches": _length(data)}
+    known = {"samples": known_length(sampler), "batch_size": size, "batches": known_length(data)}
     found: dict[str, Any] = {name: value for name, value in known.items() if isinstance(value, int)}
     return found if sampler is None else found | {"sampler": type(sampler).__name__}
 
 
-def _length(data: Any) -> int | None:
+def known_length(data: Any) -> int | None:
+    """The length of data or of a sampler; None if it has none."""
     try:
-        return None if data is None else len(data)
-    except (TypeError, NotImplementedError):
+        return len(data)
+    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
         return None
 
 

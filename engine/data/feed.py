@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from ..authoring.randomness import unchanged_random_state
 from ..core.blame import warn
 from ..core.feed import PlainFeed
-from ..distributed.processes import Processes
 from ..models.streams import batch_streams
 from .left_out import LeftOut
 from .same import same_data
@@ -56,32 +55,18 @@ class Feed(PlainFeed):
     # ---- a run ----------------------------------------------------------------------------------------------------
 
     def open(self, engine: Engine, data: Any, epoch_length: int | None, given: Any) -> Source:
-        """What `opened` returns for a run of this engine."""
-        return self.opened(
-            data,
-            epoch_length,
-            seed=engine.seed,
-            processes=engine.group.data,
-            shard_policy=engine.group.shard_policy,
-            training=engine.training,
-            reseed=batch_streams(engine) if engine.streams == "separate" else None,
-            given=given,
-        )
-
-    def opened(
-        self, data: Any, epoch_length: int | None, *, seed: int, processes: Processes, shard_policy: str, training: bool,
-        reseed: Callable[[int, int], None] | None, given: Any,
-    ) -> Source:  # fmt: skip
         """Build the source of the next run, which `begin_run` installs; the position of an earlier run is kept.
 
         Raises:
             TypeError, ValueError: for data that cannot be iterated, is empty, or cannot be sharded.
         """
         source = Source(
-            data, epoch_length, seed, epoch=max(self.state.epoch - 1, 0), processes=processes, shard_policy=shard_policy,
-            evaluates=not training, left_out=self.source.left_out if training and self.source is not None else None,
+            data, epoch_length, engine.seed, epoch=max(self.state.epoch - 1, 0), processes=engine.group.data,
+            shard_policy=engine.group.shard_policy, evaluates=not engine.training,
+            left_out=self.source.left_out if engine.training and self.source is not None else None,
         )  # fmt: skip
-        source.reseed, source.of_user = reseed, given
+        source.reseed = batch_streams(engine) if engine.streams == "separate" else None
+        source.of_user = given
         self.has_data = data is not None
         return source
 
@@ -146,14 +131,10 @@ class Feed(PlainFeed):
 
     def check_extent(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError if a saved run stood inside an epoch of data with another length or batch size."""
-        position, source = saved.get("data"), self.source
-        place = saved["engine"]
-        if (
-            position is None
-            or source is None
-            or "random" not in position
-            or not (place["epoch_open"] or source.continues)
-        ):
+        position, source, place = saved.get("data"), self.source, saved["engine"]
+        if position is None or source is None or "random" not in position:
+            return
+        if not (place["epoch_open"] or source.continues):
             return
         left_out = LeftOut(position.get("left_out_now"))
         read = left_out.read(position["number"], place["iteration"] - position["started_at"])

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -35,6 +35,7 @@ from torch.utils.data import (
 )
 
 from ..authoring.randomness import derived_seed, random_state
+from .extent import known_length
 from .seeded import Collating, Keyed, Seeded, begin_worker
 
 __all__ = [
@@ -136,8 +137,8 @@ class SkippingLoader:
             samples: Largest number of samples; those after them are the padding of a sampler.
             round_shares: Receives the share of this rank's batch for each round whose batches differ in size.
         """
-        self.sampler.start, self.sampler.shard, self.sampler.samples = start, shard, samples
-        self.sampler.limit, self.sampler.round_shares = limit, {} if round_shares is None else round_shares
+        samples = samples if self.sampler.batched else None
+        self.sampler.wanted = _Wanted(start, *shard, limit, samples, {} if round_shares is None else round_shares)
         self.sampler.key = derived_seed(seed, "sample", number)
         with _replaced(loader, self._parts(loader, number)):
             batches: Iterator[Any] = iter(loader)
@@ -188,6 +189,17 @@ def indices_from(loader: DataLoader[Any], number: int) -> Iterator[Any]:
         yield indices if batched else [indices]
 
 
+class _Wanted(NamedTuple):
+    """Which of the indices that a sampler draws; see `SkippingLoader.iterate`."""
+
+    start: int
+    rank: int
+    size: int
+    limit: int | None
+    samples: int | None
+    round_shares: dict[int, float]
+
+
 class _OffsetSampler:
     """A sampler or batch sampler that starts at an offset; if fetches are seeded, indices are paired with the key of the pass."""
 
@@ -195,17 +207,11 @@ class _OffsetSampler:
         self.inner = sampler
         self.batched = batched
         self.keyed = False
-        self.start = 0
-        self.shard = (0, 1)
-        self.limit: int | None = None
-        self.samples: int | None = None
-        self.round_shares: dict[int, float] = {}
+        self.wanted: _Wanted
         self.key = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.indices = _ShardedIndices(
-            self.inner, self.start, self.shard, self.limit, self.samples if self.batched else None, self.round_shares
-        )
+        self.indices = _ShardedIndices(self.inner, self.wanted)
         return map(partial(Keyed, self.key), self.indices) if self.keyed else self.indices
 
     def __len__(self) -> int:
@@ -215,44 +221,32 @@ class _OffsetSampler:
 class _ShardedIndices:
     """The indices that a sampler draws for this rank, without the skipped ones."""
 
-    def __init__(
-        self,
-        sampler: Any,
-        start: int,
-        shard: tuple[int, int],
-        limit: int | None,
-        samples: int | None,
-        round_shares: dict[int, float],
-    ) -> None:
-        self.drawn_by_sampler = _until_exhausted(iter(sampler), _length_of(sampler))
-        self.start = start
-        self.rank, self.size = shard
-        self.limit = limit
-        self.samples = samples
-        self.round_shares = round_shares
+    def __init__(self, sampler: Any, wanted: _Wanted) -> None:
+        self.drawn_by_sampler = _until_exhausted(iter(sampler), known_length(sampler))
+        self.wanted = wanted
         self.drawn: Iterator[Any] | None = None
 
     def skip(self, *, one_more: bool = False) -> Iterator[Any]:
         """Draw the skipped indices now, and the next one with ``one_more``: a sampler draws its order with its first index."""
         if self.drawn is None:
-            drawn = self.drawn_by_sampler
-            drawn = drawn if self.samples is None else _first_samples(self.samples, drawn)
-            drawn = drawn if self.limit is None else islice(drawn, self.limit)
-            for _ in range(self.start * self.size):
+            drawn, wanted = self.drawn_by_sampler, self.wanted
+            drawn = drawn if wanted.samples is None else _first_samples(wanted.samples, drawn)
+            drawn = drawn if wanted.limit is None else islice(drawn, wanted.limit)
+            for _ in range(wanted.start * wanted.size):
                 next(drawn, None)
-            if self.size > 1:
+            if wanted.size > 1:
                 drawn = self._every_round(drawn)
             self.drawn = chain(list(islice(drawn, 1)), drawn) if one_more else drawn
         return self.drawn
 
     def _every_round(self, drawn: Iterator[Any]) -> Iterator[Any]:
-        for index in count(self.start):
-            group = list(islice(drawn, self.size))
-            sizes = [_size_of(indices) for indices in group]
-            if self.rank >= len(group):
+        start, rank, size, *_, round_shares = self.wanted
+        for index in count(start):
+            group = list(islice(drawn, size))
+            if rank >= len(group):
                 return
-            record_share(self.round_shares, index, self.rank, sizes, self.size)
-            yield group[self.rank]
+            record_share(round_shares, index, rank, [*map(_size_of, group)], size)
+            yield group[rank]
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -275,13 +269,6 @@ def _size_of(indices: Any) -> int:
         return len(indices)
     except TypeError:
         return 1
-
-
-def _length_of(sampler: Any) -> int | None:
-    try:
-        return len(sampler)
-    except (TypeError, NotImplementedError):
-        return None
 
 
 def _until_exhausted(drawn: Iterator[Any], length: int | None) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from ..core.events import Lifecycle
 from ..core.handler import Service, on
 from ..distributed.processes import SameData
 from .extent import extent_of
-from .first_batches import FirstBatches
+from .streamed import inner
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -43,7 +43,7 @@ class DataRefusals(Service):
                 for worker processes that cannot import what they need.
         """
         source = engine.feed.current
-        data = source.data.data if isinstance(source.data, FirstBatches) else source.data
+        data = inner(source.data)
         engine.feed.contents = []
         if data is None:
             return

@@ -11,6 +11,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..authoring.batches import samples_in
 from ..distributed.processes import Processes
+from .extent import known_length
 from .loading import SkippingLoader, record_share, skippable
 
 __all__ = [
@@ -126,16 +127,8 @@ def _reads_own_by_index(data: Any) -> bool:
 def draws_while_read(data: Any) -> bool:
     """Whether data to be sharded is read by every rank in full, and may draw random numbers while it is read."""
     if skippable(data):
-        return not _has_length(data)
+        return known_length(data) is None
     return not _is_indexable(data) and not callable(getattr(data, "batches_from", None))
-
-
-def _has_length(data: Any) -> bool:
-    try:
-        len(data)
-    except (TypeError, NotImplementedError):
-        return False
-    return True
 
 
 def _read_round_robin(

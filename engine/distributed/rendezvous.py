@@ -206,13 +206,15 @@ class _Lookout:
             self._found.setdefault(rank, word or "")
             if word and rank not in dead:
                 self._alive.add(word)
-        if ended := [
-            _named(rank, _process(word))
-            for rank, word in dead.items()
-            if offered or word != self._found[rank] or word in self._alive or _of_this_start(word)
-        ]:
-            raise RuntimeError(f"join(): {', '.join(ended)} ended before all ranks had joined")
+        ended = dead if offered else {rank: word for rank, word in dead.items() if self._has_run(rank, word)}
+        if ended:
+            named = ", ".join(_named(rank, _process(word)) for rank, word in ended.items())
+            raise RuntimeError(f"join(): {named} ended before all ranks had joined")
         return {rank: None if rank in dead else word for rank, word in words.items()}
+
+    def _has_run(self, rank: int, word: str) -> bool:
+        """Whether a process that has ended was one of this start."""
+        return word != self._found[rank] or word in self._alive or _of_this_start(word)
 
 
 def _word() -> str:
@@ -332,9 +334,8 @@ def _lead(store: Store, size: int, timeout: float) -> tuple[str, list[str | None
             store.set("offer", json.dumps({"failed": str(error), "words": [own, *read]}))
             _wait_until_known(store, read)
             raise
-        if words != offered and (
-            None not in words or now >= again
-        ):  # an incomplete offer only shows which ranks are missing
+        # An incomplete offer only shows which ranks are missing.
+        if words != offered and (None not in words or now >= again):
             prefix, offered, again = uuid.uuid4().hex, words, now + 1.0
             store.set("offer", json.dumps({"prefix": prefix, "words": words}))
             store.set(f"{prefix}/ack/0", own)

@@ -15,10 +15,12 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = [
@@ -207,9 +209,8 @@ def split_shards(state: Any) -> tuple[Any, dict[str, Tensor]]:
     Each sharded tensor is replaced by a tensor of the same shape and dtype on the meta device.
     """
     shards: dict[str, Tensor] = {}
-    if (
-        "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized()
-    ):  # then there are no DTensors
+    # Then there are no DTensors.
+    if "torch.distributed.tensor" not in sys.modules or not torch.distributed.is_initialized():
         return state, shards
 
     def split(value: Any, path: Place) -> Any:
@@ -300,10 +301,6 @@ class ShardFiles:
     """
 
     def __init__(self, timeout: float) -> None:
-        from datetime import timedelta
-
-        import torch.distributed as dist
-
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
 
     def write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -331,7 +328,6 @@ class ShardFiles:
                 continue  # rank 0 also gets the error, and decides how to continue
 
     def _write(self, folder: Path, shards: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
-        import torch.distributed as dist
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import save
@@ -347,6 +343,10 @@ class ShardFiles:
                 f"rank {rank}: {type(failure).__name__}: {failure}" for rank, failure in failures.items()
             )
             raise OSError(f"the shards could not be written to {str(folder)!r}: {causes}") from None
+        return self._entries(folder)
+
+    def _entries(self, folder: Path) -> dict[str, dict[str, Any]]:
+        """The files that all ranks have written to a folder, with their sizes and sha256; collective."""
         rank = dist.get_rank(self.group)
         own: dict[str, Any] = {}
         problem = None
@@ -363,13 +363,9 @@ class ShardFiles:
         return {name: entry for files, _ in every for name, entry in files.items()}
 
     def _send(self, message: Any) -> None:
-        import torch.distributed as dist
-
         dist.broadcast_object_list([message], src=0, group=self.group)
 
     def _receive(self) -> Any:
-        import torch.distributed as dist
-
         message: list[Any] = [None]
         dist.broadcast_object_list(message, src=0, group=self.group)
         return message[0]

@@ -80,9 +80,8 @@ class DistributedStep(Step):
             group.send_notice(update, computed=True)
         if self.overrides.reduction is not None:
             self.overrides.reduction(self.engine, update)
-        if not group.noticed(
-            update
-        ):  # all ranks have a gradient of every micro-step, and none counts more than another
+        if not group.noticed(update):
+            # All ranks have a gradient of every micro-step, and none counts more than another.
             if window.size != 1:
                 window.divide(update.parameters, window.size)
             return

@@ -79,10 +79,9 @@ class FirstCalls(EagerMode):
         self._failed = False
 
     def __enter__(self) -> FirstCalls:
-        for root in self._engine.modules.values():
-            for part in root.modules():
-                if isinstance(part, nn.RNNBase):
-                    self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
+        for _, part in self._engine.modules.parts():
+            if isinstance(part, nn.RNNBase):
+                self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
         super().__enter__()
         return self
 
@@ -150,16 +149,20 @@ class FirstCalls(EagerMode):
         scores, target = _argument(args, named, 0, "input"), _argument(args, named, 1, "target")
         if target.is_floating_point() or scores.dim() < 2 or target.numel() == 0:
             return
-        ignored = int(named.get("ignore_index", -100))
-        mean = named.get("reduction", "mean") == "mean"
-        if named.get("reduction", "mean") != "none":  # what a mask may leave out
-            yield from self._padding(target, ignored, scores.shape[1], named.get("weight"))
+        reduction = named.get("reduction", "mean")
+        if reduction != "none":  # what a mask may leave out
+            yield from self._padding(target, int(named.get("ignore_index", -100)), scores.shape[1], named.get("weight"))
         self._note_mean(args, named, result)
+        if reduction == "mean" and result.dim() == 0 and self._engine.state.iteration == 1:
+            yield from self._too_large(float(result.detach()), scores)
+        yield from self._targets_given(target)
+
+    @staticmethod
+    def _too_large(value: float, scores: Tensor) -> Iterator[Problem]:
+        """A first cross entropy far above that of guessing."""
         classes = scores.shape[1]
         guessing = math.log(max(classes, 2))
-        value = float(result.detach()) if mean and result.dim() == 0 else 0.0
-        too_large = value > _ABOVE_GUESSING * guessing and not are_scaled(scores)
-        if too_large and self._engine.state.iteration == 1:
+        if value > _ABOVE_GUESSING * guessing and not are_scaled(scores):
             yield (
                 "W97",
                 f"the first cross entropy is {value:.3g}, but {guessing:.3g} by guessing among {classes} classes: the first "
@@ -167,6 +170,9 @@ class FirstCalls(EagerMode):
                 "normalise the inputs, and leave the initial weights to PyTorch, or make them smaller; for weights that were "
                 "trained for other classes, allow W97",
             )
+
+    def _targets_given(self, target: Tensor) -> Iterator[Problem]:
+        """Targets that the batch has among its inputs as well."""
         given = tensors_in(self._engine.state.batch)
         inputs = [one for one in given if one is not target and one.shape == target.shape and one.dtype == target.dtype]
         repeated = sum(one is target for one in given) > 1 or any(torch.equal(one, target) for one in inputs)
@@ -180,10 +186,9 @@ class FirstCalls(EagerMode):
 
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
         """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
-        parts = (part for root in self._engine.modules.values() for part in root.modules())
         padding = {
             part.padding_idx
-            for part in parts
+            for _, part in self._engine.modules.parts()
             if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.num_embeddings == classes
         }
         for index in padding - {ignored}:
@@ -284,28 +289,21 @@ def _term_without_gradient(value: float) -> Problem:
 
 def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
     """The only step that is taken of a recurrent layer, if it has seen no other one, or padding."""
-    first, last = one.taken == {0}, one.taken == {one.length - 1}
-    if one.length < 2:
+    if one.length < 2 or one.taken != {0 if one.kind == "forward" else one.length - 1}:
         return
-    if one.kind == "forward" and first:
-        yield (
-            "W94",
-            f"of {one.length} steps of a recurrent layer, only the first is used, which has seen no other step",
-            "use the last step, output[:, -1], or the hidden state that the layer returns",
-        )
-    elif one.kind == "both" and last:
-        yield (
-            "W94",
-            f"of {one.length} steps of a bidirectional layer, only the last is used, whose backward direction has seen no other "
-            "step",
-            "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)",
-        )
-    elif one.kind not in ("forward", "both") and last:
-        yield (
-            "W94",
+    steps = f"of {one.length} steps of a"
+    if one.kind == "forward":
+        what = f"{steps} recurrent layer, only the first is used, which has seen no other step"
+        way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
+    elif one.kind == "both":
+        what = f"{steps} bidirectional layer, only the last is used, whose backward direction has seen no other step"
+        way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
+    else:
+        what, way_out = (
             f"one step of padded sequences is used: {one.kind}",
             "use the hidden state that the layer returns",
         )
+    yield "W94", what, way_out
 
 
 def _targets_among_inputs(batch: Any) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ..authoring.randomness import unchanged_random_state
+from ..data.extent import known_length
 from .composition import Composition
 from .reports import Finding, Findings, failed_look
 from .rules import OF_BATCHES, OF_COMPOSITIONS
@@ -80,12 +81,8 @@ def _bounded(engine: Engine, data: Any, bounds: dict[str, Any]) -> Iterator[Any]
     try:
         if engine.overrides.data is not None and data is not None:
             data = engine.overrides.data(engine, data)
-        arguments: dict[str, Any] = dict.fromkeys(
-            ("max_epochs", "max_iters", "max_steps", "max_time", "epoch_length")
-        ) | {
-            "min_epochs": 0,
-            "min_iters": 0,
-        }
+        arguments: dict[str, Any] = dict.fromkeys(("max_epochs", "max_iters", "max_steps", "max_time", "epoch_length"))
+        arguments |= {"min_epochs": 0, "min_iters": 0}
         if unknown := sorted(set(bounds) - set(arguments)):
             raise TypeError(f"check({unknown[0]}=): expected the bounds of run(): {', '.join(arguments)}")
         if bounds:
@@ -93,16 +90,9 @@ def _bounded(engine: Engine, data: Any, bounds: dict[str, Any]) -> Iterator[Any]
             given["seconds"] = engine.seconds_in(given.pop("max_time"))
             state.set_bounds(engine.training, True, **given)
         state.epoch_length = (
-            bounds.get("epoch_length") or _length_of(data) or (None if data is not None else state.epoch_length)
+            bounds.get("epoch_length") or known_length(data) or (None if data is not None else state.epoch_length)
         )
         yield data
     finally:
         for name, value in before.items():
             setattr(state, name, value)
-
-
-def _length_of(data: Any) -> int | None:
-    try:
-        return len(data) or None
-    except (TypeError, NotImplementedError):  # a DataLoader over an IterableDataset has a __len__ that raises
-        return None

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,12 +24,15 @@ from ..authoring.monitor import Monitor
 from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection
 from ..core.handler import Handler
+from ..data.held_generators import set_state, state_of
 from ..data.loading import generators_of, skippable
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Composition", "Evaluation", "first_batch", "is_meant", "is_ours", "own_generators", "unchanged_generators"]
+__all__ = [
+    "Composition", "Evaluation", "first_batch", "in_training", "is_meant", "is_ours", "own_generators", "unchanged_generators",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,16 @@ class Evaluation:
     evaluator: Engine
     key: str
     data: Any
+
+
+def in_training(rule: Callable[[Composition], Iterator[Any]]) -> Callable[[Composition], Iterator[Any]]:
+    """A rule about what is trained, which finds nothing in an engine that only evaluates."""
+
+    @wraps(rule)
+    def of_training(it: Composition) -> Iterator[Any]:
+        return rule(it) if it.engine.training else iter(())
+
+    return of_training
 
 
 class Composition:
@@ -104,18 +117,12 @@ class Composition:
     @cached_property
     def may_write_metrics(self) -> bool:
         """Whether a receiver, forward or loss of the user's may write metrics that nobody announces."""
-        engines = {id(engine): engine for engine in (self.engine, *(one.evaluator for one in self.evaluations))}
-        for engine in engines.values():
-            connections = [one for signal in engine.signals.all() for one in signal.connections]
-            if any(
-                one.writes is None or ("metrics" in one.writes and not is_ours(one.receiver)) for one in connections
-            ):
-                return True
-            for update in engine.updates:
-                own = (update.spec.forward, update.spec.loss, update.spec.function)
-                if any(function is not None and not is_ours(function) for function in own):
-                    return True
-        return False
+        connections = [one for engine in self.engines for signal in engine.signals.all() for one in signal.connections]
+        specs = [update.spec for engine in self.engines for update in engine.updates]
+        functions = [function for one in specs for function in (one.forward, one.loss, one.function)]
+        return any(
+            one.writes is None or ("metrics" in one.writes and not is_ours(one.receiver)) for one in connections
+        ) or any(one is not None and not is_ours(one) for one in functions)
 
     # ---- evaluations and data -------------------------------------------------------------------------------------
 
@@ -128,6 +135,11 @@ class Composition:
             if isinstance(evaluator, type(self.engine)) and isinstance(data_sets, Mapping):
                 found += [Evaluation(handler, evaluator, key, data) for key, data in data_sets.items()]
         return found
+
+    @cached_property
+    def engines(self) -> list[Engine]:
+        """The engine itself, and the evaluators, each once."""
+        return list(dict.fromkeys((self.engine, *(one.evaluator for one in self.evaluations))))
 
     @cached_property
     def first_batch(self) -> Any:
@@ -217,19 +229,12 @@ def own_generators(data: Any, depth: int = 3) -> dict[str, Any]:
 @contextmanager
 def unchanged_generators(generators: Mapping[str, Any]) -> Iterator[None]:
     """Put the states of these generators back at the end."""
-    put_back: list[Callable[[], object]] = []
-    for one in generators.values():
-        if isinstance(one, random.Random):
-            put_back.append(partial(one.setstate, one.getstate()))
-        elif isinstance(one, np.random.Generator):
-            put_back.append(partial(setattr, one.bit_generator, "state", one.bit_generator.state))
-        else:
-            put_back.append(partial(one.set_state, one.get_state()))
+    before = [(one, state_of(one)) for one in generators.values()]
     try:
         yield
     finally:
-        for act in put_back:
-            act()
+        for one, state in before:
+            set_state(one, state)
 
 
 def _flat(groups: Any) -> Iterator[Any]:

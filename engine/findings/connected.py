@@ -32,15 +32,8 @@ def report_handler(engine: Engine, handler: Handler) -> None:
 
 
 _OPTIONAL = (
-    "attached",
-    "detached",
-    "findings",
-    "metric_names",
-    "parameter_copies",
-    "rehearse",
-    "state_dict",
-    "load_state_dict",
-    "sync_written",
+    *("attached", "detached", "findings", "metric_names", "parameter_copies", "rehearse"),
+    *("state_dict", "load_state_dict", "sync_written"),
 )
 _LABELS = frozenset(event.label for event in Events)
 

@@ -15,10 +15,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
 from ..core.update import NO_GRADIENT
-from ..data.first_batches import FirstBatches
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
 from ..data.refusals import use_of_data
+from ..data.streamed import inner
 from ..distributed.processes import SameData
 from .composition import first_batch
 
@@ -35,7 +35,7 @@ def check_data(engine: Engine) -> None:
     """Look at the data of a run before its first epoch."""
     feed, safely = engine.feed, engine.findings.look
     source = feed.current
-    data = source.data.data if isinstance(source.data, FirstBatches) else source.data
+    data = inner(source.data)
     if data is None:
         return
     if feed.contents:
@@ -128,35 +128,34 @@ def _report_workers(engine: Engine, data: Any) -> None:
 def _reads_all_in_each_worker(loader: Any) -> bool:
     """Whether an iterable data set that the user wrote names no worker or rank, and reads from no other iterable."""
     dataset = loader.dataset
-    library = type(dataset).__module__.partition(".")[0] in ("torch", "torchdata", "webdataset", "datasets", "litdata")
+    library = _package_of(type(dataset)) in ("torch", "torchdata", "webdataset", "datasets", "litdata")
     if library or loader.worker_init_fn is not None:
         return False
-    plain = (str, bytes, list, tuple, dict, set, range, Tensor)
-    holds = any(not isinstance(one, int | float | None) and not callable(one) for one in vars(dataset).values())
-    if any(hasattr(type(one), "__iter__") and not isinstance(one, plain) for one in vars(dataset).values()):
+    plain, held = (str, bytes, list, tuple, dict, set, range, Tensor), vars(dataset).values()
+    if any(hasattr(type(one), "__iter__") and not isinstance(one, plain) for one in held):
         return False
-    named: set[str] = set()
-    for kind in type(dataset).__mro__:
-        if kind.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
-            continue
-        own = {name for value in vars(kind).values() for name in _names_in(value)}
-        module = vars(sys.modules.get(kind.__module__, sys))
-        named |= own | {inner for name in own for inner in _names_in(module.get(name))}
-    draws = not holds and named & _DRAWS  # made of random numbers alone, which are others in each worker
-    return not draws and not any("worker" in name or "rank" in name for name in named)
+    named = set[str]().union(*map(_names_in_class, type(dataset).__mro__))
+    # One that is made of random numbers alone has others in each worker.
+    is_drawn = named & _DRAWS and all(isinstance(one, int | float | None) or callable(one) for one in held)
+    return not is_drawn and not any("worker" in name or "rank" in name for name in named)
+
+
+def _names_in_class(kind: type) -> set[str]:
+    """The names that the methods of a class of the user use, and those that functions of its module do which they name."""
+    if _package_of(kind) in ("torch", "builtins", "typing"):
+        return set()
+    own = set[str]().union(*map(_names_in, vars(kind).values()))
+    module = vars(sys.modules.get(kind.__module__, sys))
+    return own.union(*(_names_in(module.get(name)) for name in own))
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 _DRAWS = {
-    "rand",
-    "randn",
-    "randint",
-    "rand_like",
-    "randn_like",
-    "normal",
-    "standard_normal",
-    "uniform",
-    "integers",
-    "gauss",
+    *("rand", "randn", "randint", "rand_like", "randn_like", "normal"),
+    *("standard_normal", "uniform", "integers", "gauss"),
 }
 
 

@@ -11,19 +11,17 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 from ..authoring.batches import tensors_in
 from ..data.held_generators import draws_in_workers
-from .composition import Composition, Evaluation, first_batch, is_meant, is_ours, own_generators
+from .composition import Composition, Evaluation, first_batch, in_training, is_meant, is_ours, own_generators
 from .reports import Finding, finding
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
 
 
 def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
-    seen = set()
-    for one in it.evaluations:
+    for one in _of_evaluators(it):
         evaluator = one.evaluator
-        if id(evaluator) in seen or len(evaluator.handlers) or any(s.connections for s in evaluator.signals.all()):
+        if len(evaluator.handlers) or any(signal.connections for signal in evaluator.signals.all()):
             continue
-        seen.add(id(evaluator))
         own = (function for update in evaluator.updates for function in (update.spec.function, update.spec.forward))
         if all(function is None or is_ours(function) for function in own):  # others may store what they compute
             yield finding(
@@ -32,6 +30,14 @@ def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
                 "attach Metrics to the evaluator: evaluator.attach(Metrics(loss=Average()))",
                 [one.handler.name],
             )
+
+
+def _of_evaluators(it: Composition) -> list[Evaluation]:
+    """The first evaluation of each evaluator."""
+    first: dict[int, Evaluation] = {}
+    for one in it.evaluations:
+        first.setdefault(id(one.evaluator), one)
+    return list(first.values())
 
 
 def data_read_once(it: Composition) -> Iterator[Finding]:
@@ -46,7 +52,7 @@ def data_read_once(it: Composition) -> Iterator[Finding]:
 
 def unshuffled(it: Composition) -> Iterator[Finding]:
     data = it.data
-    if not it.engine.training or type(data) is not DataLoader or type(data.sampler) is not SequentialSampler:
+    if type(data) is not DataLoader or type(data.sampler) is not SequentialSampler:
         return
     if type(data.batch_sampler) is BatchSampler and len(data) > 1:  # another one has an order of its own
         labels = _labels(data.dataset)
@@ -82,7 +88,7 @@ def _is_sorted_by_class(labels: Tensor) -> bool:
 
 
 def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
-    if not it.engine.training or it.data is None:
+    if it.data is None:
         return
     own = _dataset(it.data)
     sets = [(one, _dataset(one.data)) for one in it.evaluations]
@@ -121,7 +127,7 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
 
 def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Batches of a list that is trained with, in another list that is evaluated."""
-    own = {id(batch) for batch in it.data} if it.engine.training and type(it.data) is list else set()
+    own = {id(batch) for batch in it.data} if type(it.data) is list else set()
     for one in it.evaluations:
         if one.data is it.data or type(one.data) is not list or _is_of_training(one) or _has_masks(one.data):
             continue
@@ -131,20 +137,18 @@ def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
 
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Equal samples of two data sets in memory, such as those that were oversampled before the split."""
-    own = _samples_of(it.data) if it.engine.training else None
-    for one in it.evaluations if own is not None else ():
+    if (own := _samples_of(it.data)) is None:
+        return
+    for one in it.evaluations:
         if _whole(_dataset(one.data)) is _whole(_dataset(it.data)) or _is_of_training(one):
             continue
-        if (other := _samples_of(one.data)) is None:
-            continue
-        assert own is not None
-        if own.shape[1] != other.shape[1] or len(other.unique(dim=0)) < 0.9 * len(other):
+        other = _samples_of(one.data)
+        if other is None or own.shape[1] != other.shape[1] or len(other.unique(dim=0)) < 0.9 * len(other):
             continue  # few different samples, which are equal by chance
         shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
         if shared > 0.1 * len(other):
-            yield _training_data(
-                one.handler.name, f"has {shared} samples that are equal to samples of the training data"
-            )
+            what = f"has {shared} samples that are equal to samples of the training data"
+            yield _training_data(one.handler.name, what)
 
 
 def _fingerprints(rows: Tensor) -> Tensor:
@@ -202,7 +206,7 @@ def _dataset(data: Any) -> Any:
 
 
 def same_first_batch(it: Composition) -> Iterator[Finding]:
-    if not it.engine.training or it.data is None or not it.evaluations:
+    if it.data is None or not it.evaluations:
         return
     own, batch = _dataset(it.data), tensors_in(it.first_batch)
     for one in it.evaluations:
@@ -220,19 +224,16 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
-    seen = set()
-    for one in it.evaluations:
-        other = [p for root in one.evaluator.modules.values() for p in root.parameters()]
-        if id(one.evaluator) in seen or not it.parameters or not other or any(p in it.parameters for p in other):
-            continue
-        seen.add(id(one.evaluator))
-        yield finding(
-            "C15",
-            f"the evaluator of {one.handler.name!r} has another model: it shares no parameter with the one that is trained",
-            "build it with the same module: Engine(update.evaluation(), model=model)",
-            [one.handler.name],
-            severity="info" if is_meant(one.evaluator) else None,
-        )
+    for one in _of_evaluators(it):
+        other = set(one.evaluator.modules.parameters())
+        if it.parameters and other and other.isdisjoint(it.parameters):
+            yield finding(
+                "C15",
+                f"the evaluator of {one.handler.name!r} has another model: it shares no parameter with the one that is trained",
+                "build it with the same module: Engine(update.evaluation(), model=model)",
+                [one.handler.name],
+                severity="info" if is_meant(one.evaluator) else None,
+            )
 
 
 def batches_on_another_device(it: Composition) -> Iterator[Finding]:
@@ -265,14 +266,11 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
 OF_DATA: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     evaluations_that_measure_nothing,
     data_read_once,
-    unshuffled,
-    evaluated_on_training_data,
-    batches_that_are_in_both,
-    samples_that_are_in_both,
+    *map(in_training, (unshuffled, evaluated_on_training_data, batches_that_are_in_both, samples_that_are_in_both)),
 )
 
 OF_BATCHES: Sequence[Callable[[Composition], Iterator[Finding]]] = (
-    same_first_batch,
+    in_training(same_first_batch),
     evaluators_of_other_models,
     batches_on_another_device,
     generators_that_are_not_restored,

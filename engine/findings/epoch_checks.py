@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -68,7 +67,7 @@ class EpochChecks:
             self._roots = {name: root.training for name, root in engine.modules.items()}
         self._parts = _parts(engine)
         self._modes = [part.training for part in self._parts]
-        self._before = [_Before.of(engine, update) for update in engine.updates]
+        self._before = [_Before(engine, update) for update in engine.updates]
 
     def end_epoch(self, *, whole: bool = True) -> None:
         """Compare how the epoch ends; called before EPOCH_COMPLETED.
@@ -114,13 +113,13 @@ class EpochChecks:
         """Which parameters the steps of this epoch left alone; returns those that are in no module."""
         engine, update = self.engine, before.update
         steps = update.steps - before.steps
-        left = before.left_alone()
-        if steps >= 1 and not left:
+        if steps < 1:
+            return []
+        if not (left := before.left_alone()):
             self._check_moved(before, steps)
-        if steps < 1 or not left:
             return []
         parameters = [p for p in update.parameters if p.requires_grad]
-        if [id(p) for p in parameters] != [id(p) for p in before.parameters]:
+        if list(map(id, parameters)) != list(map(id, before.parameters)):
             return []
         assert update.optimizer is not None
         if needs_closure(update.optimizer) or (before.values and not any(before.rates)):
@@ -128,8 +127,7 @@ class EpochChecks:
         if not before.counts_versions and before.steps:
             return []  # once steps have changed the weights, gradients of zero leave them as they are
         self._report_left(before, parameters, left, steps, whole=whole)
-        names = names_of(engine)
-        return [p for p in left if p not in names]
+        return list(set(left).difference(names_of(engine)))
 
     def _report_left(
         self, before: _Before, parameters: list[Tensor], left: list[Tensor], steps: int, *, whole: bool
@@ -194,16 +192,9 @@ class EpochChecks:
 
     def _check_modes(self) -> None:
         """Report modules that were put into another mode and left in it."""
-        engine = self.engine
-        roots = self._roots or {}
+        engine, roots = self.engine, self._roots or {}
         off = [name for name, root in engine.modules.items() if roots.get(name) and not root.training]
-        names = {part: path for root in engine.modules.values() for path, part in root.named_modules()}
-        frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}
-        parts = [
-            names.get(part, type(part).__name__)
-            for part, was in zip(self._parts, self._modes, strict=True)
-            if was and not part.training and part not in frozen and not isinstance(part, _NORMS)
-        ]
+        parts = self._put_in_eval_mode()
         if off or parts:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
@@ -212,6 +203,14 @@ class EpochChecks:
                 f"{engine.state.epoch}): dropout and batch statistics are off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
+
+    def _put_in_eval_mode(self) -> list[str]:
+        """The parts that are in eval mode and were not; frozen ones and normalisation layers are often meant to be."""
+        names = {part: path for root in self.engine.modules.values() for path, part in root.named_modules()}
+        changed = [part for part, was in zip(self._parts, self._modes, strict=True) if was and not part.training]
+        frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}
+        meant = [part for part in changed if part in frozen or isinstance(part, _NORMS)]
+        return [names.get(part, type(part).__name__) for part in changed if part not in meant]
 
     def _check_loss(self, update: UpdateState) -> None:
         """Look at the weights if the last loss of the epoch is NaN, as it is once they are."""
@@ -272,35 +271,21 @@ class EpochChecks:
             )
 
 
-@dataclass
 class _Before:
     """An update and its parameters at the start of an epoch."""
 
-    update: UpdateState
-    steps: int
-    parameters: list[Tensor]
-    versions: list[int]
-    values: list[Tensor]
-    counts_versions: bool
-    counted: int | None
-    steps_of_optimizer: int
-    rates: list[float]
-    sampled: list[Tensor]
-    samples: list[Tensor]
-
-    @classmethod
-    def of(cls, engine: Engine, update: UpdateState) -> _Before:
-        parameters = [p for p in update.parameters if p.requires_grad]
-        counts, rates = engine.overrides.step is None and counts_versions(update), rates_of(update)
-        values = _samples(parameters) if not counts or not any(rates) else []
-        versions = [p._version for p in parameters]
-        dense = [p for p in parameters if p.numel() and not p.is_meta] if counts and not update.steps else []
-        sampled = dense[:: max(1, len(dense) // _SAMPLED)]
-        counted_now = _steps_counted(update)
-        return cls(
-            update, update.steps, parameters, versions, values, counts, counted_now, _steps_of(engine, update), rates, sampled,
-            _samples(sampled),
-        )  # fmt: skip
+    def __init__(self, engine: Engine, update: UpdateState) -> None:
+        self.update, self.steps, self.counted = update, update.steps, _steps_counted(update)
+        self.steps_of_optimizer = _steps_of(engine, update)
+        self.rates = rates_of(update)
+        self.counts_versions = engine.overrides.step is None and counts_versions(update)
+        self.parameters = parameters = [p for p in update.parameters if p.requires_grad]
+        self.versions = [p._version for p in parameters]
+        self.values = [] if self.counts_versions and any(self.rates) else _samples(parameters)
+        is_first = self.counts_versions and not update.steps
+        dense = [p for p in parameters if is_first and p.numel() and not p.is_meta]
+        self.sampled = dense[:: max(1, len(dense) // _SAMPLED)]
+        self.samples = _samples(self.sampled)
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""
@@ -388,7 +373,7 @@ def _parameters(parts: Iterable[nn.Module]) -> list[Tensor]:
 
 def trainable(engine: Engine) -> list[Tensor]:
     """The parameters of the engine's modules that require gradients."""
-    return [p for root in engine.modules.values() for p in root.parameters() if p.requires_grad]
+    return [p for p in engine.modules.parameters() if p.requires_grad]
 
 
 def held_by_optimizers(engine: Engine) -> set[Tensor]:

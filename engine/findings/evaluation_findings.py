@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import widened
+from ..data.extent import known_length
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
 from .composition import is_meant
@@ -94,7 +95,7 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
 
 
 def _parameters(engine: Engine) -> list[Tensor]:
-    return [parameter for root in engine.modules.values() for parameter in root.parameters()]
+    return list(engine.modules.parameters())
 
 
 def _shares_nothing(engine: Engine, evaluator: Engine) -> bool:
@@ -166,11 +167,9 @@ def report_dropped_samples(engine: Engine) -> None:
     data = engine.feed.current.data
     if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
         return
-    try:
-        dropped = len(data.sampler) % data.batch_size  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    if (samples := known_length(data.sampler)) is None:
         return
-    samples = len(data.sampler)  # type: ignore[arg-type]
+    dropped = samples % data.batch_size
     if engine.training and dropped > _MUCH * samples:
         drawn = not isinstance(data.sampler, SequentialSampler)
         engine.findings.report(
@@ -333,12 +332,9 @@ def report_raw_weights(engine: Engine) -> None:
     own = set(map(id, _parameters(engine)))
     for handler in sorted(_averaging, key=lambda one: str(one.name)):
         trainer = handler.engine
-        if (
-            trainer is None
-            or not handler.enabled
-            or own.isdisjoint(map(id, _parameters(trainer)))
-            or not handler.differs()
-        ):
+        if trainer is None or not handler.enabled or own.isdisjoint(map(id, _parameters(trainer))):
+            continue
+        if not handler.differs():
             continue
         engine.findings.report(
             "W56",

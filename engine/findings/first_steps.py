@@ -12,12 +12,13 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..authoring.batches import tensors_in
-from ..core.events import Events, Filter
+from ..core.events import Filter
 from ..core.overrides import Override
 from ..core.update import UpdateState
 from ..core.window import ONE
 from ..core.words import listed
 from ..distributed.sharded import is_sharded, local_part
+from ..resuming.saving import OF_MICRO_STEPS
 from .calls import FirstCalls
 from .dropout import ActiveDropout, is_compiled
 from .epoch_checks import counted, held_by_optimizers, names_of
@@ -35,13 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["FirstEvaluation", "FirstLosses"]
 
 _ITERATIONS = 4
-_OF_COMPUTE = (
-    Events.FORWARD_STARTED,
-    Events.FORWARD_COMPLETED,
-    Events.LOSS_COMPUTED,
-    Events.BACKWARD_STARTED,
-    Events.BACKWARD_COMPLETED,
-)
 
 
 class FirstLosses:
@@ -129,8 +123,7 @@ class FirstEvaluation:
     def _looking(self, engine: Engine, update: UpdateState) -> Iterator[None]:
         with ActiveDropout() as dropout:
             yield
-        modules = (part for root in engine.modules.values() for part in root.modules())
-        if dropout.seen and not any(part.training for part in modules):  # these are reported when the evaluation ends
+        if dropout.seen and not any(part.training for _, part in engine.modules.parts()):  # else the end reports it
             engine.findings.report(
                 "W57",
                 f"the forward of update {update.name!r} computes dropout in an evaluation: a function is called that does not "
@@ -144,7 +137,7 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
     """Report receivers of the events that a micro-step does not emit where a handler computes its gradients alone."""
     by = engine.overrides.owner_of(Override.GRADIENTS)
     unheard: dict[str, list[str]] = {}
-    for event in _OF_COMPUTE:
+    for event in OF_MICRO_STEPS:
         for one in engine.signal(event).connections:
             if one.is_foreign and one.owner != by:
                 unheard.setdefault(one.owner or repr(one), []).append(str(event))
@@ -253,14 +246,14 @@ class _Look:
     def _look_for_foreign_leaves(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """Trainable tensors of the loss that nobody trains; what is made for one batch is not meant to be."""
         found = self._leaves.get(update.name)
-        if (found is not None and not found) or any(map(is_sharded, update.parameters)):
+        if found == [] or any(map(is_sharded, update.parameters)):
             return  # of sharded parameters, whole ones are made for each forward
-        held = held_by_optimizers(engine) | set(names_of(engine))
-        given = [*tensors_in(engine.state.batch), *self.points]
-        leaves = [one for one in leaves_of(loss) if one not in held and not any(one is other for other in given)]
-        lasting = [one for one in leaves if any(one is ref() for ref in found or ())]
+        known = {
+            *map(id, (*held_by_optimizers(engine), *names_of(engine), *tensors_in(engine.state.batch), *self.points))
+        }
+        leaves = [one for one in leaves_of(loss) if id(one) not in known]
         self._leaves[update.name] = [] if found is not None else [weakref.ref(one) for one in leaves]
-        if lasting:
+        if lasting := [one for one in leaves if any(one is ref() for ref in found or ())]:
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(
                 "W92",
@@ -319,14 +312,11 @@ class _Look:
 
     def _look_for_seeds(self, engine: Engine, update: UpdateState) -> None:
         """Dropout moves the global generator, unless it is seeded anew each time."""
-        parts = [part for root in engine.modules.values() for part in root.modules()]
-        drops = [part for part in parts if isinstance(part, _DropoutNd) and part.training and 0 < part.p < 1]
-        if not drops or engine.streams != "shared" or engine.device.type != "cpu":
+        parts = [part for _, part in engine.modules.parts() if isinstance(part, _DropoutNd) and part.training]
+        if not any(0 < part.p < 1 for part in parts) or engine.streams != "shared" or engine.device.type != "cpu":
             return
         before, *streams = self._streams[update.name] = [*self._streams[update.name], torch.get_rng_state()]
-        drew = not torch.equal(
-            before, streams[0]
-        )  # a forward that computes no dropout leaves the generator where it was
+        drew = not torch.equal(before, streams[0])  # a forward without dropout leaves the generator where it was
         if drew and len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
             engine.findings.report(
                 "W78",

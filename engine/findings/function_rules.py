@@ -5,14 +5,14 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ..core.connection import Connection
 from ..core.events import Events
-from .composition import Composition
+from .composition import Composition, in_training
 from .reports import Finding, finding
 
 __all__ = ["OF_FUNCTIONS", "is_users", "names_in"]
@@ -56,19 +56,21 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
 
 def names_in(function: Any) -> set[str]:
     """The names that a function uses, also in functions inside it."""
+    code = _code_of(function)
+    codes = [] if code is None else [code]
+    for one in codes:  # grows meanwhile
+        codes += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+    return {name for one in codes for name in one.co_names}
+
+
+def _code_of(function: Any) -> CodeType | None:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    names: set[str] = set()
-    todo = [] if code is None else [code]
-    while todo:
-        code = todo.pop()
-        names |= set(code.co_names)
-        todo += [one for one in code.co_consts if hasattr(one, "co_names")]
-    return names
+    return code if isinstance(code, CodeType) else None
 
 
 def _clips(function: Any) -> bool:
     """Whether a function clips gradients; not where its bound is infinite, by which their norm is measured."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    code = _code_of(function)
     infinite = {"inf", float("inf")} & {one for one in getattr(code, "co_consts", ()) if isinstance(one, str | float)}
     names = names_in(function)
     return bool(_CLIPS & names) and not infinite and "inf" not in names
@@ -82,7 +84,7 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     way_out = "clip at GRADIENTS_READY, where those of a whole window are averaged, or attach GradientClipping"
     for signal in it.engine.signals.all():
         for one in signal.connections:
-            if not is_users(one) or not it.engine.training or not _clips(one.receiver):
+            if not is_users(one) or not _clips(one.receiver):
                 continue
             if signal.event not in _WITH_GRADIENTS:
                 yield finding("C26", f"the function {one!r} clips gradients where there are none, or not all", way_out)
@@ -93,8 +95,8 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
 
 def steps_of_their_own(it: Composition) -> Iterator[Finding]:
     """Functions that call the step of an optimizer, which the engine makes for each window."""
-    for one in it.connections if it.engine.training else ():
-        if is_users(one) and one.owner is None and _steps_an_optimizer(it, one.receiver):
+    for one in it.functions:
+        if is_users(one) and _steps_an_optimizer(it, one.receiver):
             yield finding(
                 "W17",
                 f"the function {one!r} calls optimizer.step(), so that steps are made which the engine does not count",
@@ -186,7 +188,7 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
 
 def _position_read_by(function: Any) -> str | None:
     """Which counter of ``engine.state`` a function reads of its first argument; None if it reads none."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    code = _code_of(function)
     if code is None or not code.co_varnames:
         return None
     first = code.co_varnames[0]
@@ -203,7 +205,7 @@ _COUNTERS = {"iteration", "epoch", "epoch_iteration", "completed"}
 OF_FUNCTIONS: Sequence[Callable[[Composition], Iterator[Finding]]] = (
     two_clips,
     clips_of_scaled_gradients,
-    clips_of_no_gradients,
+    in_training(clips_of_no_gradients),
     losses_that_count_iterations,
-    steps_of_their_own,
+    in_training(steps_of_their_own),
 )

@@ -115,9 +115,7 @@ class GivenGradients:
         if self._emptied:
             stepped = any(grad is None and p._version != before for p, before, grad, _ in cleared)
             return stepped or any(p.grad is not None and bool(p.grad.any()) for p, *_ in cleared)
-        if _has_users(
-            engine, Events.BACKWARD_COMPLETED
-        ):  # the one of the window's last backward may have put them back
+        if _has_users(engine, Events.BACKWARD_COMPLETED):  # that of the last backward may have put them back
             return True
         later = (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED)
         averaged = 1  # the division by the number of batches, in place

@@ -21,9 +21,8 @@ __all__ = ["looking_for_mixed_up_layouts", "samples_of"]
 def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterator[None]:
     """Report layers without ``batch_first`` that get the samples of a batch as steps of time inside the ``with`` block."""
     layers = {
-        part: f"{root}.{path}" if path else root
-        for root, module in engine.modules.items()
-        for path, part in module.named_modules()
+        part: path
+        for path, part in engine.modules.parts()
         if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first
     }
 

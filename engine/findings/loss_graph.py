@@ -225,18 +225,17 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
             "cross_entropy gets what comes out of relu: logits without their negative half",
             "remove the relu behind the last layer",
         )
-    result = _saved(node, "result")
-    over_samples = result is not None and result.dim() == 2 and _dimension(node) == 0
-    if (
-        result is not None and over_samples and result.shape[1] not in (1, result.shape[0])
-    ):  # 1: of a list, not of classes
+    if (result := _saved(node, "result")) is None or not result.dim():
+        return
+    # One score for each sample is a list, and has no classes.
+    if result.dim() == 2 and _dimension(node) == 0 and result.shape[1] not in (1, result.shape[0]):
         yield (
             "W72",
             f"log_softmax is over dimension 0 of shape {list(result.shape)}, so that the samples of a batch compete with each "
             "other, and not the classes",
             "apply it to the classes: dim=1",
         )
-    if result is not None and result.dim() and result.shape[_dimension(node)] == 1:
+    if result.shape[_dimension(node)] == 1:
         yield (
             "W79",
             f"the softmax of the loss is over a single class (its input has shape {list(result.shape)}), so that the loss is "

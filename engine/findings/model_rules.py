@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -28,35 +29,32 @@ __all__ = ["OF_MODELS", "half_precision_finding"]
 
 def unregistered_parts(it: Composition) -> Iterator[Finding]:
     """Trainable tensors and layers in attributes where PyTorch does not find them."""
-    if not it.engine.training:
-        return
-    for root, module in it.engine.modules.items():
-        for path, part in module.named_modules():
-            for name, value in vars(part).items():
-                if name.startswith("_"):
-                    continue
-                place = ".".join(filter(None, (root, path, name)))
-                if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
-                    yield finding(
-                        "C27",
-                        f"{place} is computed from a parameter of shape {made_of}, which is no part of the model: it is neither "
-                        "trained, moved nor saved, and its graph is freed by the first backward",
-                        f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
-                    )
-                hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
-                if hidden and isinstance(value, Tensor):
-                    yield finding(
-                        "C27",
-                        f"{place} is a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved",
-                        "make it a parameter: nn.Parameter(...)",
-                    )
-                elif hidden:
-                    yield finding(
-                        "C27",
-                        f"{place} is a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no "
-                        "part of the model: they are neither trained, moved nor saved",
-                        "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
-                    )
+    for path, part in it.engine.modules.parts():
+        for name, value in vars(part).items():
+            if not name.startswith("_") and (problem := _unregistered(value, name, it)) is not None:
+                what, way_out = problem
+                yield finding("C27", f"{path}.{name} is {what}", way_out)
+
+
+def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str] | None:
+    """What an attribute is that should be registered, and the way out; None for others."""
+    if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
+        return (
+            f"computed from a parameter of shape {made_of}, which is no part of the model: it is neither trained, moved nor "
+            "saved, and its graph is freed by the first backward",
+            f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
+        )
+    hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
+    if hidden and isinstance(value, Tensor):
+        what = "a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved"
+        return what, "make it a parameter: nn.Parameter(...)"
+    if hidden:
+        return (
+            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no part of the model: they "
+            "are neither trained, moved nor saved",
+            "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
+        )
+    return None
 
 
 def _made_of(value: Tensor, it: Composition) -> list[int] | None:
@@ -100,17 +98,14 @@ def attributes_without_effect(it: Composition) -> Iterator[Finding]:
 
 def layers_without_effect(it: Composition) -> Iterator[Finding]:
     """Layers of a `Sequential` that add nothing to the one before: another linear map, or the same object once more."""
-    for part, name in it.modules.items() if it.engine.training else ():
+    for part, name in it.modules.items():
         if not isinstance(part, nn.Sequential | nn.ModuleList):
             continue
         layers = list(part._modules.values())
-        shared = [one for one in layers if one is not None and not isinstance(one, nn.PReLU)]  # an activation
-        held = [id(one) for one in shared if any(True for _ in one.parameters())]
-        if len(set(held)) < len(held):
+        if (places := _most_places(layers)) > 1:
             yield finding(
                 "C36",
-                f"{name or 'the model'} ({type(part).__name__}) holds one layer at {max(map(held.count, held))} places, which "
-                "share its weights",
+                f"{name or 'the model'} ({type(part).__name__}) holds one layer at {places} places, which share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
         if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):
@@ -146,6 +141,12 @@ def _is_of_call(instruction: dis.Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD" or (loads and bool((instruction.arg or 0) & 1))
 
 
+def _most_places(layers: Iterable[nn.Module | None]) -> int:
+    """At how many places the layer with parameters stands that stands at most of them."""
+    shared = [one for one in layers if one is not None and not isinstance(one, nn.PReLU)]  # an activation
+    return max(Counter(id(one) for one in shared if next(one.parameters(), None) is not None).values(), default=0)
+
+
 def _longest_chain(layers: Iterable[nn.Module | None]) -> int:
     """How many Linear layers follow each other, each of which could be multiplied into the next; a bottleneck could not."""
     longest = length = 0
@@ -169,28 +170,24 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
         for kind, group in _groups(update):
             lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
             begins = _number(group.get("initial_lr", lr))  # before a schedule has changed it
-            if 0 < begins < _LEAST_RATE:
-                yield _option(
-                    update.name,
-                    f"lr={begins:g} hardly changes any weight",
-                    "use a rate such as 0.1 for SGD or 1e-3 for Adam",
-                )
             lr = min(lr, begins)  # a rate of 1 may be that of a schedule's factors
-            if lr >= 1 and kind in _ADAPTIVE:
-                yield _option(
-                    update.name,
-                    f"lr={lr:g} moves each weight by about {lr:g} in every step",
-                    "use a rate such as 1e-3",
-                )
-            if decay >= 0.1 and kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay"):
-                what = f"weight_decay={decay:g} is added to the gradients, where it outweighs them"
-                yield _option(update.name, what, "use AdamW, which takes it off the weights themselves, or 1e-4")
-            if momentum >= 1:
-                what = f"momentum={momentum:g} does not forget: the steps grow without bounds"
-                yield _option(update.name, what, "use a momentum below 1, such as 0.9")
-            if lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"):
-                what = f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} off each weight in every step"
-                yield _option(update.name, what, "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW")
+            adds_decay = kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay")
+            unusual = (
+                (0 < begins < _LEAST_RATE, f"lr={begins:g} hardly changes any weight",
+                 "use a rate such as 0.1 for SGD or 1e-3 for Adam"),
+                (lr >= 1 and kind in _ADAPTIVE, f"lr={lr:g} moves each weight by about {lr:g} in every step",
+                 "use a rate such as 1e-3"),
+                (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients, where it outweighs them",
+                 "use AdamW, which takes it off the weights themselves, or 1e-4"),
+                (momentum >= 1, f"momentum={momentum:g} does not forget: the steps grow without bounds",
+                 "use a momentum below 1, such as 0.9"),
+                (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
+                 f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} off each weight in every step",
+                 "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW"),
+            )  # fmt: skip
+            for found, what, way_out in unusual:
+                if found:
+                    yield finding("C28", f"the optimizer of update {update.name!r}: {what}", way_out)
 
 
 def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
@@ -210,14 +207,10 @@ _MOST_DECAY = 0.05
 _LEAST_RATE = 1e-7
 
 
-def _option(update: str, what: str, way_out: str) -> Finding:
-    return finding("C28", f"the optimizer of update {update!r}: {what}", way_out)
-
-
 def weights_in_half_precision(it: Composition) -> Iterator[Finding]:
     """Weights that round small steps away, with gradients that become zero."""
     half = [name for one, name in it.parameters.items() if one.requires_grad and one.dtype is torch.float16]
-    if half and it.engine.training:
+    if half:
         yield half_precision_finding(f"{len(half)} trained parameters are float16, such as {half[0]!r}")
 
 
@@ -233,12 +226,10 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
 
 def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
     """Normalisation layers whose momentum is that of the other convention, the share of the old statistics."""
-    if not it.engine.training:
-        return
     for part, name in it.modules.items():
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
-        if part.momentum <= 0 or part.momentum >= 0.9:
+        if not 0 < part.momentum < 0.9:
             keeps = "those that it began with" if part.momentum <= 0 else "almost only those of the last batch"
             yield finding(
                 "C34",
@@ -250,8 +241,6 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
 
 def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
     """Dropout of everything, and units that begin alike and get the same gradients for ever."""
-    if not it.engine.training:
-        return
     for part, name in it.modules.items():
         if isinstance(part, _DropoutNd) and part.p > _MOST_DROPPED and part.training:
             yield finding(
@@ -281,10 +270,12 @@ def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
     """The first layer whose units begin alike; None without one."""
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
     ends = _ends(it, list(weights.values()))
-    hidden = {name: one for name, one in weights.items() if _is_compared(one) and not any(one is end for end in ends)}
-    alike = [name for name, one in hidden.items() if _has_units_alike(one) and not _come_apart(name, weights)]
+    hidden = {
+        name: one for name, one in weights.items() if _has_units_alike(one) and not any(one is end for end in ends)
+    }
+    alike = [name for name in hidden if not _come_apart(name, weights)]
     constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
-    if not constant and any(bool(one.detach().any()) for one in weights.values() if not one.is_meta):
+    if not constant and any(map(_is_nonzero, weights.values())):
         return None
     return next(iter(constant or alike), None)
 
@@ -310,8 +301,8 @@ def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
     return ends
 
 
-def _is_compared(weight: Tensor) -> bool:
-    return type(weight) is nn.Parameter and weight.requires_grad and not weight.is_meta and weight.shape[0] > 1
+def _is_nonzero(weight: Tensor) -> bool:
+    return not weight.is_meta and bool(weight.detach().any())
 
 
 def _differ(bias: Tensor | None) -> bool:
@@ -319,6 +310,9 @@ def _differ(bias: Tensor | None) -> bool:
 
 
 def _has_units_alike(weight: Tensor) -> bool:
+    """Whether the units of a plain weight that is trained begin alike."""
+    if type(weight) is not nn.Parameter or not weight.requires_grad or weight.is_meta or weight.shape[0] < 2:
+        return False
     units = weight.detach()[:8].flatten(1)[:, :64]
     return bool((units == units[:1]).all())
 

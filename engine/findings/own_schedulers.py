@@ -29,19 +29,12 @@ class OwnSchedulers:
         self._steps = {update.name: update.steps for update in engine.updates}
         self._epoch = engine.state.epoch - engine.state.epoch_open  # the last that has ended
         self._found: dict[str, list[tuple[weakref.ref[LRScheduler], int]]] = {}
-        wrapped = {
-            update.name: update.optimizer
-            for update in engine.updates
-            if update.optimizer is not None and _is_wrapped(update.optimizer)
-        }
+        wrapped = {one.name: one.optimizer for one in engine.updates if _is_wrapped(one.optimizer)}
         # A scheduler knows its optimizer, but not the other way round.
         held = {id(value) for handler in engine.handlers.values() for value in vars(handler).values()}
         # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
-        built = (
-            [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in held]
-            if wrapped
-            else []
-        )
+        objects = gc.get_objects() if wrapped else ()
+        built = [one for one in objects if issubclass(type(one), LRScheduler) and id(one) not in held]
         for name, optimizer in wrapped.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
             self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
@@ -58,23 +51,15 @@ class OwnSchedulers:
             way_out = (
                 "attach LRScheduling with a factory in its place, such as LRScheduling(partial(StepLR, step_size=30))"
             )
+            optimizer = f"the optimizer of update {update.name!r}"
             if all(one.last_epoch == before for one, before in found):
-                engine.remark(
-                    "W86",
-                    f"the optimizer of update {update.name!r} was given a scheduler ({names}) before the run, which nobody has "
-                    "stepped: the learning rate is that of its start",
-                    way_out,
-                    key=update.name,
-                )
+                what = f"{optimizer} was given a scheduler ({names}) before the run, which nobody has stepped"
+                engine.remark("W86", f"{what}: the learning rate is that of its start", way_out, key=update.name)
             elif engine.signal(Events.CHECKPOINT_SAVED).fired:
-                engine.remark(
-                    "W87",
-                    f"the optimizer of update {update.name!r} has a scheduler ({names}) that a function steps: checkpoints lack "
-                    "its position, and a resumed run would begin it again",
-                    way_out,
-                    key=update.name,
-                )
+                what = f"{optimizer} has a scheduler ({names}) that a function steps"
+                effect = "checkpoints lack its position, and a resumed run would begin it again"
+                engine.remark("W87", f"{what}: {effect}", way_out, key=update.name)
 
 
-def _is_wrapped(optimizer: Optimizer) -> bool:
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+def _is_wrapped(optimizer: Optimizer | None) -> bool:
+    return optimizer is not None and hasattr(optimizer.step, "_wrapped_by_lr_sched")

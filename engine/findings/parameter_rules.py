@@ -11,8 +11,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from ..core.words import listed
+from ..data.extent import known_length
 from ..distributed import expected_processes
-from ..models.modules import frozen_copies
+from ..models.modules import frozen_copies, untrained_copies
 from .composition import Composition
 from .reports import Finding, finding
 
@@ -22,7 +23,7 @@ __all__ = ["OF_PARAMETERS", "ends_frozen"]
 def foreign_parameters(it: Composition) -> Iterator[Finding]:
     # With parameters of the model that no optimizer holds, a layer was probably replaced after the optimizer was built.
     replaced = any(one.requires_grad and one not in it.optimized for one in it.parameters)
-    for update in it.engine.updates if it.parameters and it.engine.training else ():
+    for update in it.engine.updates if it.parameters else ():
         foreign = [one for one, name in it.optimized.items() if name == update.name and one not in it.parameters]
         if foreign:
             yield finding(
@@ -35,8 +36,6 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
 
 
 def untrained_parameters(it: Composition) -> Iterator[Finding]:
-    if not it.engine.training:
-        return
     left = {one: name for one, name in it.parameters.items() if one.requires_grad and one not in it.optimized}
     if left:
         chosen = any(update.spec.parameters is not None for update in it.engine.updates)
@@ -60,19 +59,10 @@ def _targets(it: Composition) -> set[Tensor]:
     """The parameters of parts of which nothing is trained, and which are built like one that is, such as a target network."""
     roots = it.engine.modules.values()
     parts = [*roots, *(part for root in roots if not isinstance(root, nn.Sequential) for part in root.children())]
-    shapes = {part: [(name, p.shape) for name, p in part.named_parameters()] for part in parts}
-    trained = [shapes[part] for part in parts if any(p in it.optimized for p in part.parameters())]
-    return {
-        p
-        for part in parts
-        if shapes[part] in trained and not any(p in it.optimized for p in part.parameters())
-        for p in part.parameters()
-    }
+    return untrained_copies(parts, it.optimized.__contains__)
 
 
 def frozen_parameters(it: Composition) -> Iterator[Finding]:
-    if not it.engine.training:
-        return
     frozen = [name for one, name in it.parameters.items() if not one.requires_grad]
     if not frozen:
         return
@@ -113,17 +103,13 @@ _LAST = ("head", "classifier", "prompt", "adapter")
 
 def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
     data = it.data
-    if not it.engine.training or not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
         return
-    size = data.batch_size
-    if size is None or size < 2 or data.drop_last:
-        return
-    try:
-        samples = len(data.sampler)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
+    size, samples = data.batch_size or 1, known_length(data.sampler)
+    if size < 2 or data.drop_last or samples is None or samples % size != 1:
         return
     norms = {name: part for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training}
-    if norms and samples % size == 1 and not it.engine.processes.distributed:
+    if norms and not it.engine.processes.distributed:
         yield _one_sample(it, norms, f"{samples} samples in batches of {size}")
 
 
@@ -171,7 +157,7 @@ def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
 
 def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
     length, epochs = it.engine.state.epoch_length, range(1, 1 + min(it.engine.state.max_epochs or 1, 100))
-    for update in it.engine.updates if it.engine.training and length else ():
+    for update in it.engine.updates if length else ():
         window = update.window.length_of
         longest = 1 if window is None else max(window(epoch) for epoch in epochs)
         if length is not None and longest > length and update.one_step_per_batch:  # time chunks count, too

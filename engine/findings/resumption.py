@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..core.words import listed
 from ..data.held_generators import draws_in_workers
 from ..data.loading import draws_nothing
 from ..data.streamed import inner, keeps_position
@@ -49,7 +50,7 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
         *_different_options(engine, before.get("options", {})),
         *_different_handlers(engine, before.get("handlers"), allowed),
         *_different_settings(engine, before.get("settings", {}), allowed),
-        *_different_weights(engine, saved["modules"]),
+        *_different_types(engine, saved["modules"]),
         *_different_data(engine, saved),
     ]
     if engine.seed_given and seed != engine.seed:
@@ -94,7 +95,7 @@ def say_left_out(engine: Engine) -> None:
     begins = engine.state.iteration == 0 and not engine.snapshots.has_loaded_state
     if position is None or not begins or not position["iteration"]:
         return
-    if all(one.requires_grad for root in engine.modules.values() for one in root.parameters()):
+    if all(one.requires_grad for one in engine.modules.parameters()):
         engine.findings.say(
             f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and "
             "has loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
@@ -172,17 +173,14 @@ def report_frozen(engine: Engine, before: list[str]) -> None:
 
 
 def _different_frozen(engine: Engine, before: list[str]) -> list[str]:
-    found, now = [], frozen_names(engine)
-    for word, names in (
-        ("frozen", [one for one in now or () if one not in before]),
-        ("trained", [one for one in before if now is not None and one not in now]),
-    ):
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        found += [f"now {word}: {', '.join(names[:3])}{more}"] if names else []
-    return found
+    now = frozen_names(engine)
+    if now is None:
+        return []
+    frozen, trained = [one for one in now if one not in before], [one for one in before if one not in now]
+    return [f"now {word}: {listed(names, 3)}" for word, names in (("frozen", frozen), ("trained", trained)) if names]
 
 
-def _different_weights(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
+def _different_types(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     values = {
         (root, bare_name(name)): value
         for root, tensors in saved.items()
@@ -201,13 +199,10 @@ def _different_weights(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
 
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
     source, data = engine.feed.source, saved["data"]
-    reloaded = source is not None and callable(getattr(inner(source.given), "of_epoch", None))
-    if (
-        source is None
-        or reloaded
-        or not data
-        or saved.get("shares", saved.get("processes", 1)) != engine.group.data.world_size
-    ):
+    shares = saved.get("shares", saved.get("processes", 1))
+    if source is None or not data or shares != engine.group.data.world_size:
+        return []
+    if callable(getattr(inner(source.given), "of_epoch", None)):  # it is reloaded
         return []
     before, now = data.get("extent_now") or {}, source.extent_at(data)
     found = [

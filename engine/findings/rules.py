@@ -13,7 +13,7 @@ from ..core.connection import Connection
 from ..core.events import AnyEvent, Events, resolve
 from ..core.settings import is_default
 from ..core.words import listed
-from .composition import Composition
+from .composition import Composition, in_training
 from .data_rules import OF_BATCHES, OF_DATA
 from .function_rules import OF_FUNCTIONS
 from .model_rules import OF_MODELS
@@ -54,17 +54,19 @@ def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
 
 def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:
     monitored = {monitor.metric for _, monitor in it.monitors}
-    if not it.engine.training or any(one.reads is None or "metrics" in one.reads for one in it.connections):
+    if any(one.reads is None or "metrics" in one.reads for one in it.connections):
         return  # a logger, a display, or a function that may read them
-    for name in sorted({owner for owner in it.produced.values() if owner}):
-        unread = [metric for metric, owner in it.produced.items() if owner == name and metric not in monitored]
-        if unread:
-            yield finding(
-                "C02",
-                f"{name!r} produces {listed(unread)}, but no handler monitors, logs or shows it during the run",
-                "attach a logger, ProgressBar or History to see every value; the last is in engine.state.metrics",
-                [name],
-            )
+    unread: dict[str, list[str]] = defaultdict(list)
+    for metric, owner in it.produced.items():
+        if owner and metric not in monitored:
+            unread[owner].append(metric)
+    for name, metrics in sorted(unread.items()):
+        yield finding(
+            "C02",
+            f"{name!r} produces {listed(metrics)}, but no handler monitors, logs or shows it during the run",
+            "attach a logger, ProgressBar or History to see every value; the last is in engine.state.metrics",
+            [name],
+        )
 
 
 # ---- receivers --------------------------------------------------------------------------------------------------------
@@ -162,12 +164,10 @@ def _extent(it: Composition) -> str:
 
 def one_file_for_two(it: Composition) -> Iterator[Finding]:
     writers: dict[str, list[str]] = defaultdict(list)
-    engines = {id(engine): engine for engine in (it.engine, *(one.evaluator for one in it.evaluations))}
-    for number, engine in enumerate(engines.values()):
+    for engine in it.engines:
         for handler in engine.handlers.values():
-            place = _place(handler) if handler.enabled and handler.writes else None
-            if place is not None:
-                writers[place].append(handler.name if number == 0 else f"{handler.name} of the evaluator")
+            if handler.enabled and handler.writes and (place := _place(handler)) is not None:
+                writers[place].append(handler.name if engine is it.engine else f"{handler.name} of the evaluator")
     for place, names in writers.items():
         if len(names) > 1:
             yield finding(
@@ -223,12 +223,12 @@ def hyperparameters_written_by_nobody(it: Composition) -> Iterator[Finding]:
 
 OF_COMPOSITIONS: Sequence[Rule] = (
     monitored_by_nobody_produced,
-    produced_and_read_by_nobody,
+    in_training(produced_and_read_by_nobody),
     receivers_without_an_order,
     *OF_FUNCTIONS,
-    *OF_MODELS,
+    *map(in_training, OF_MODELS),
     intervals_that_never_come_up,
-    *OF_PARAMETERS,
+    *map(in_training, OF_PARAMETERS),
     one_file_for_two,
     best_of_nothing,
     hyperparameters_written_by_nobody,

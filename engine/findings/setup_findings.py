@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DistributedSampler
 
-from ..core.events import Events
+from ..core.events import EventEnum, Events
+from .epoch_checks import held_by_optimizers
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -33,7 +34,7 @@ def report_untrained(engine: Engine) -> None:
     state = engine.state
     if engine.training or not (state.max_epochs or 0) > 1:
         return
-    if any(parameter.requires_grad for root in engine.modules.values() for parameter in root.parameters()):
+    if any(parameter.requires_grad for parameter in engine.modules.parameters()):
         engine.findings.report(
             "W10",
             f"run(max_epochs={state.max_epochs}): nothing is trained, since no update has an optimizer",
@@ -83,29 +84,29 @@ def report_shared_parameters(engine: Engine) -> None:
 
 def report_never_emitted(engine: Engine) -> None:
     """Report functions of the user that are connected only to events that this engine never emits."""
-    never = set() if engine.training else set(_OF_TRAINING)
-    if all(update.forward is None for update in engine.updates):
-        never.add(Events.FORWARD_COMPLETED)
-    if all(update.loss_function is None and update.function is None for update in engine.updates):
-        never.add(Events.LOSS_COMPUTED)
+    never = _never_emitted(engine)
     late = [one for event in never for one in engine.signal(event).connections if one.owner is None and one.is_foreign]
     for connection in late:
         events = [signal.event for signal in engine.signals.all() if signal.has(connection.receiver)]
-        if not never.issuperset(events):
-            continue
-        why = (
-            "an engine that evaluates makes no backward and no steps"
-            if events[0] in _OF_TRAINING
-            else "its updates are single functions, without an output"
-            if events[0] is Events.FORWARD_COMPLETED
-            else "its updates have no loss"
-        )
-        engine.findings.report(
-            "W49",
-            f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: {why}",
-            "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
-            key=repr(connection),
-        )
+        if never.keys() >= set(events):
+            engine.findings.report(
+                "W49",
+                f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: "
+                f"{never[events[0]]}",
+                "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
+                key=repr(connection),
+            )
+
+
+def _never_emitted(engine: Engine) -> dict[EventEnum, str]:
+    """The events that an engine never emits, and why."""
+    of_training = () if engine.training else _OF_TRAINING
+    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an engine that evaluates makes no backward and no steps")
+    if all(update.forward is None for update in engine.updates):
+        never[Events.FORWARD_COMPLETED] = "its updates are single functions, without an output"
+    if all(update.loss_function is None and update.function is None for update in engine.updates):
+        never[Events.LOSS_COMPUTED] = "its updates have no loss"
+    return never
 
 
 def report_wrapped(engine: Engine) -> None:
@@ -130,7 +131,7 @@ def report_loss_parameters(engine: Engine) -> None:
     """Report the parameters of losses: as information that they are trained, as a warning where no optimizer holds them."""
     if not engine.training:
         return
-    held = {p for update in engine.updates for p in update.parameters}
+    held = held_by_optimizers(engine)
     for name in engine.modules.losses:
         loss = engine.modules[name]
         trained = {key: p for key, p in loss.named_parameters() if p.requires_grad}

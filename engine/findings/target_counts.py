@@ -48,9 +48,8 @@ class Mean:
 def mean_over(args: Any, named: Any, result: Any) -> Mean | None:
     """What a call of ``cross_entropy`` or ``nll_loss`` averages over; None if it does not, or has no classes as targets."""
     target = args[1] if len(args) > 1 else named["target"]
-    if target.is_floating_point() or named.get("reduction", "mean") != "mean" or not result.requires_grad:
-        return None
-    if not is_readable(target):
+    is_mean = named.get("reduction", "mean") == "mean" and result.requires_grad
+    if not is_mean or target.is_floating_point() or not is_readable(target):
         return None
     return Mean(target, int(named.get("ignore_index", -100)), named.get("weight"))
 

@@ -12,6 +12,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..resuming.keys import UNSAVED
+from ..resuming.saving import copied
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -26,8 +27,6 @@ def report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
         engine: The engine.
         state: Its state; tensors are left out of what is tried.
     """
-    from ..resuming.saving import copied  # which needs this package itself
-
     content = io.BytesIO()
     try:
         written = {key: value for key, value in state.items() if key != UNSAVED}

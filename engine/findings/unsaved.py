@@ -9,10 +9,11 @@ from __future__ import annotations
 import dis
 import hashlib
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from types import CodeType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -66,15 +67,18 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
     changed = [name for name, mark in before.items() if name in now and now[name] != mark]
     if not changed:
         return
+    is_caching = not any(_has_shape_of(now[one], before[one]) for one in changed if one.startswith("buffer "))
     buffers = [name.removeprefix("buffer ") for name in changed if name.startswith("buffer ")]
     attributes = [name for name in changed if not name.startswith("buffer ")]
     what, ways_out = [], []
     if buffers:
+        of_models = all(name.partition(".")[0] in engine.modules for name in buffers)
         what.append(f"the buffers {listed(buffers)}")
-        if all(name.partition(".")[0] in engine.modules for name in buffers):
-            ways_out.append("register the buffers with persistent=True")
-        else:
-            ways_out.append("give the engine the loss as well: Engine(model={'model': model, 'criterion': loss})")
+        ways_out.append(
+            "register the buffers with persistent=True"
+            if of_models
+            else "give the engine the loss as well: Engine(model={'model': model, 'criterion': loss})"
+        )
     if attributes:
         what.append(f"the attributes {listed(attributes)}")
         ways_out.append(
@@ -85,9 +89,7 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         f"the forward changes what no saved state holds: {', and '.join(what)}. A run that resumes from the state begins "
         "without these changes",
         f"{'; '.join(ways_out)}; allow W47 where the results do not depend on it",
-        severity="warning"
-        if any(_has_shape_of(now[f"buffer {one}"], before[f"buffer {one}"]) for one in buffers)
-        else "info",
+        severity="info" if is_caching else "warning",
     )
 
 
@@ -132,9 +134,14 @@ def mark_of(value: Any, depth: int = 0) -> Hashable:
         return None if large else (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest())
     if type(value) not in CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
         return None
-    items = sorted(value, key=repr) if isinstance(value, set) else value
-    items = [part for pair in items.items() for part in pair] if isinstance(items, dict) else items
-    return type(value).__name__, tuple(mark_of(item, depth + 1) for item in items)
+    return type(value).__name__, tuple(mark_of(item, depth + 1) for item in _items_of(value))
+
+
+def _items_of(container: Any) -> Iterable[Any]:
+    """What a container holds, in an order that equal ones share."""
+    if isinstance(container, dict):
+        return chain.from_iterable(container.items())
+    return sorted(container, key=repr) if isinstance(container, set) else container
 
 
 def _mark_of_tensor(tensor: Tensor) -> Hashable:
@@ -193,21 +200,11 @@ class Code:
     """
 
     def __init__(self, code: CodeType, of: str | None = None) -> None:
-        jumps: list[tuple[int, int]] = []
-        stores: list[tuple[int, str]] = []
-        reads: list[tuple[float, str]] = []
         instructions = list(dis.get_instructions(code))
-        for place, instruction in enumerate(instructions):
-            if instruction.opcode in _JUMPS:
-                jumps.append((instruction.offset, instruction.argval))
-            elif of is not None and not _is_of(of, instructions, place):
-                continue  # another one's attribute
-            elif instruction.opname == "STORE_ATTR":
-                stores.append((instruction.offset, instruction.argval))
-            elif of is not None and _calls(instructions[place + 1 : place + 2], {"clear"}):
-                stores.append((instruction.offset, instruction.argval))  # as good as another one in its place
-            elif instruction.opname in _READS and not _records(instructions[place + 1 : place + 3]):
-                reads.append((instruction.offset, instruction.argval))
+        jumps = [(one.offset, one.argval) for one in instructions if one.opcode in _JUMPS]
+        used = [(_use_of(instructions, place, of), one) for place, one in enumerate(instructions)]
+        stores = [(one.offset, one.argval) for use, one in used if use == "store"]
+        reads: list[tuple[float, str]] = [(one.offset, one.argval) for use, one in used if use == "read"]
         inner = [Code(constant, of) for constant in code.co_consts if isinstance(constant, CodeType)]
         reads += [(math.inf, name) for one in inner for name in one.read]
 
@@ -222,6 +219,17 @@ class Code:
         self.read: set[str] = {name for _, name in reads}
         self.stored: set[str] = {name for _, name in stores}.union(*(one.stored for one in inner))
         self.first_read: set[str] = {name for place, name in reads if not is_stored_before(place, name)}
+
+
+def _use_of(instructions: Sequence[dis.Instruction], place: int, of: str | None) -> Literal["store", "read"] | None:
+    """Whether an instruction stores or reads an attribute, if it is one of the variable ``of``."""
+    own = instructions[place]
+    if own.opcode in _JUMPS or (of is not None and not _is_of(of, instructions, place)):
+        return None
+    cleared = of is not None and _calls(instructions[place + 1 : place + 2], {"clear"})
+    if own.opname == "STORE_ATTR" or cleared:  # which is as good as another one in its place
+        return "store"
+    return "read" if own.opname in _READS and not _records(instructions[place + 1 : place + 3]) else None
 
 
 def _is_of(name: str, instructions: Sequence[dis.Instruction], place: int) -> bool:

@@ -12,10 +12,10 @@ from ..core.events import Lifecycle
 from ..core.handler import Service, on
 
 if TYPE_CHECKING:
-    from ..core.kernel import Kernel
     from ..core.update import UpdateState
+    from ..engine import Engine
 
-__all__ = ["ErrorHints", "is_out_of_memory", "note_error"]
+__all__ = ["ErrorHints", "is_out_of_memory"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,40 +31,34 @@ def is_out_of_memory(error: BaseException) -> bool:
 _OUT_OF_MEMORY = "can't allocate memory", "bad_alloc", "CUDA error: out of memory", "_STATUS_ALLOC_FAILED"
 
 
-def note_error(error: Exception, part: str, engine: Kernel, update: UpdateState) -> None:
-    """Add to the notes of an error what it means where it was raised.
-
-    Args:
-        error: the error.
-        part: the part of the micro-step: "forward", "loss" or "backward".
-        engine: the engine.
-        update: the update.
-    """
-    state = engine.state
-    if part == "backward" and (meaning := _meaning_in_backward(update)) is not None:
-        error.add_note(meaning)
-    if part != "backward" and (meaning := _meaning_of_dtypes(error, engine)) is not None:
-        error.add_note(meaning)
-    if part == "forward" and engine.model is None and "NoneType" in str(error):
-        error.add_note("the engine has no model, which this forward calls; pass model= to Engine")
-    # These are what torch raises for wrong shapes and dtypes.
-    if part != "backward" and isinstance(error, RuntimeError | IndexError | ValueError):
-        shapes = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in tensors_in(state.batch)]
-        error.add_note(f"the tensors of the batch: {', '.join(shapes[:4]) or 'none'}{', ...' if shapes[4:] else ''}")
-    devices = {str(t.device) for t in tensors_in(engine.state.batch)}
-    places = {str(p.device) for module in engine.modules.values() for p in module.parameters()}
-    if devices and places and devices != places:
-        error.add_note(
-            f"the batch is on {', '.join(sorted(devices))} and the model on {', '.join(sorted(places))}; "
-            "attach DeviceTransfer() to bring them together"
-        )
+def _meaning_without_model(error: Exception, part: str, engine: Engine) -> str | None:
+    if part != "forward" or engine.model is not None or "NoneType" not in str(error):
+        return None
+    return "the engine has no model, which this forward calls; pass model= to Engine"
 
 
-def _meaning_of_dtypes(error: Exception, engine: Kernel) -> str | None:
+def _shapes(error: Exception, engine: Engine) -> str | None:
+    """The tensors of the batch, for what torch raises for wrong shapes and dtypes."""
+    if not isinstance(error, RuntimeError | IndexError | ValueError):
+        return None
+    shapes = [f"{str(one.dtype).removeprefix('torch.')} {tuple(one.shape)}" for one in tensors_in(engine.state.batch)]
+    return f"the tensors of the batch: {', '.join(shapes[:4]) or 'none'}{', ...' if shapes[4:] else ''}"
+
+
+def _meaning_of_devices(engine: Engine) -> str | None:
+    batch = {str(one.device) for one in tensors_in(engine.state.batch)}
+    weights = {str(one.device) for one in engine.modules.parameters()}
+    if not batch or not weights or batch == weights:
+        return None
+    batches, model = ", ".join(sorted(batch)), ", ".join(sorted(weights))
+    return f"the batch is on {batches} and the model on {model}; attach DeviceTransfer() to bring them together"
+
+
+def _meaning_of_dtypes(error: Exception, engine: Engine) -> str | None:
     if "dtype" not in str(error) and "same type" not in str(error):
         return None
-    batch = {str(t.dtype) for t in tensors_in(engine.state.batch) if t.is_floating_point()}
-    weights = {str(p.dtype) for module in engine.modules.values() for p in module.parameters() if p.is_floating_point()}
+    batch = {str(one.dtype) for one in tensors_in(engine.state.batch) if one.is_floating_point()}
+    weights = {str(one.dtype) for one in engine.modules.parameters() if one.is_floating_point()}
     if not batch or not weights or batch == weights:
         return None
     return (
@@ -96,6 +90,16 @@ class ErrorHints(Service):
         super().__init__(name="error_hints")
 
     @on(Lifecycle.FAILED)
-    def explain(self, engine: Kernel, error: Exception, part: str, update: UpdateState) -> None:
-        """Add what this one means."""
-        note_error(error, part, engine, update)
+    def explain(self, engine: Engine, error: Exception, part: str, update: UpdateState) -> None:
+        """Add what one means that was raised in the forward, the loss or the backward of a micro-step."""
+        if part == "backward":
+            meanings = [_meaning_in_backward(update)]
+        else:
+            meanings = [
+                _meaning_of_dtypes(error, engine),
+                _meaning_without_model(error, part, engine),
+                _shapes(error, engine),
+            ]
+        for meaning in (*meanings, _meaning_of_devices(engine)):
+            if meaning is not None:
+                error.add_note(meaning)

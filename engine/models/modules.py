@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ __all__ = [
     "frozen_copies",
     "model_of",
     "named_like",
+    "untrained_copies",
     "unwrapped",
 ]
 
@@ -46,16 +47,14 @@ class Modules(dict[str, nn.Module]):
 
     def __init__(self, model: Any, updates: Sequence[Update]) -> None:
         given = _named(model)
-        super().__init__({name: _bare(module) for name, module in given.items()})
-        kinds = {type(one).__name__ for module in given.values() if (one := _wrapper(module)) is not None}
-        self.wrapper = min(kinds, default="")
-        self.wrapped = tuple(name for name, module in given.items() if self[name] is not module)
+        wrappers = {name: wrapper for name, module in given.items() if (wrapper := _wrapper(module)) is not None}
+        super().__init__(given | {name: wrapper.module for name, wrapper in wrappers.items()})
+        self.wrapper = min((type(one).__name__ for one in wrappers.values()), default="")
+        self.wrapped = tuple(wrappers)
         self.losses: list[str] = []
         for update in updates:
-            loss = loss_module(update)
-            trained = [] if loss is None else [p for p in loss.parameters() if p.requires_grad]
-            known = {p for module in self.values() for p in module.parameters()}
-            if loss is None or all(p in known for p in trained):
+            loss, known = loss_module(update), set(self.parameters())
+            if loss is None or not any(p.requires_grad and p not in known for p in loss.parameters()):
                 continue
             name = "loss" if len(updates) == 1 else f"{update.name}_loss"
             if name in self:
@@ -70,6 +69,14 @@ class Modules(dict[str, nn.Module]):
     def models(self) -> dict[str, nn.Module]:
         """Those that are no losses."""
         return {name: module for name, module in self.items() if name not in self.losses}
+
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules, with those inside of them, by their paths from the name of their root: "model.encoder.0"."""
+        return (part for name, root in self.items() for part in root.named_modules(prefix=name))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of all of them."""
+        return (parameter for root in self.values() for parameter in root.parameters())
 
     def prefix(self, name: str) -> str:
         """What stands before the names of a module's parameters: nothing for the only model."""
@@ -105,13 +112,8 @@ def _refuse_pipeline(model: Any) -> None:
         )
 
 
-def _bare(module: nn.Module) -> nn.Module:
-    """The module that DataParallel or DistributedDataParallel wraps, also if the wrapper was compiled; else the given one."""
-    wrapper = _wrapper(module)
-    return module if wrapper is None else wrapper.module
-
-
 def _wrapper(module: nn.Module) -> DataParallel[nn.Module] | DistributedDataParallel | None:
+    """The DataParallel or DistributedDataParallel around a module, also if it was compiled; None if there is none."""
     inside = getattr(module, "_orig_mod", module)
     return inside if isinstance(inside, DataParallel | DistributedDataParallel) else None
 
@@ -189,13 +191,11 @@ def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
 
 def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """A saved state without what torch's wrappers put into names, where these modules have no such names."""
-    wrapped = [
-        name
+    wrapped = {
+        name: state
         for name, state in saved.get("modules", {}).items()
-        if name in modules and isinstance(state, Mapping) and state
-        and all(bare_name(key).startswith("module.") for key in state)
-        and not any(bare_name(key).startswith("module.") for key in modules[name].state_dict())
-    ]  # fmt: skip
+        if name in modules and isinstance(state, Mapping) and state and _was_wrapped(modules[name], state)
+    }
     if not wrapped:
         return _compiled_alike(modules, saved)
 
@@ -203,17 +203,23 @@ def unwrapped(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         root, _, rest = name.partition(".")
         return f"{root}.{_inside(rest)}" if root in wrapped else name
 
-    states = dict(saved["modules"])
-    for name in wrapped:
-        state, versions = states[name], _versions(states[name])
-        states[name] = _renamed(
-            state, {key: _inside(key) for key in state}, {_inside(path): one for path, one in versions.items()}
-        )
+    states = {name: _unwrapped_state(state) for name, state in wrapped.items()}
     updates = {
-        name: {**part, "parameters": [bare(one) for one in part["parameters"]]}
+        name: {**part, "parameters": [*map(bare, part["parameters"])]}
         for name, part in saved.get("updates", {}).items()
     }
-    return _compiled_alike(modules, {**saved, "modules": states, "updates": updates})
+    return _compiled_alike(modules, {**saved, "modules": {**saved["modules"], **states}, "updates": updates})
+
+
+def _was_wrapped(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Whether a state is that of a wrapper, and the module here is not wrapped."""
+    then, now = ([bare_name(key).startswith("module.") for key in keys] for keys in (state, module.state_dict()))
+    return all(then) and not any(now)
+
+
+def _unwrapped_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    versions = {_inside(path): one for path, one in _versions(state).items()}
+    return _renamed(state, {key: _inside(key) for key in state}, versions)
 
 
 def _inside(name: str) -> str:
@@ -233,13 +239,13 @@ def _compiled_alike(modules: Modules, saved: Mapping[str, Any]) -> Mapping[str, 
 
 def frozen_copies(module: nn.Module) -> set[Tensor]:
     """The parameters of parts that are frozen and built like another part that is trained, such as a teacher of its student."""
-    if isinstance(module, nn.Sequential):
-        return set()
-    parts = {part: [(name, p.shape) for name, p in part.named_parameters()] for part in module.children()}
-    trained = [shapes for part, shapes in parts.items() if any(p.requires_grad for p in part.parameters())]
-    return {
-        p
-        for part, shapes in parts.items()
-        if shapes in trained and not any(p.requires_grad for p in part.parameters())
-        for p in part.parameters()
-    }
+    parts = () if isinstance(module, nn.Sequential) else module.children()
+    return untrained_copies(parts, lambda parameter: parameter.requires_grad)
+
+
+def untrained_copies(parts: Iterable[nn.Module], is_trained: Callable[[Tensor], bool]) -> set[Tensor]:
+    """The parameters of parts of which nothing is trained, and which are built like one of which something is."""
+    shapes = {part: [(name, p.shape) for name, p in part.named_parameters()] for part in parts}
+    trained = [part for part in shapes if any(map(is_trained, part.parameters()))]
+    built = [shapes[part] for part in trained]
+    return {p for part in shapes if part not in trained and shapes[part] in built for p in part.parameters()}

@@ -68,8 +68,7 @@ def model_streams(engine: Engine) -> Callable[[UpdateState, int], None]:
     """
     keys = {one.name: derived_seed(engine.seed, "model", one.name, engine.group.data.rank) for one in engine.updates}
     places = dict.fromkeys(keys, (0, 0))  # by update: the last iteration, and its last micro-step in it
-    devices = {p.device for module in engine.modules.values() for p in module.parameters()}
-    on_devices = device_generators(devices)
+    on_devices = device_generators(p.device for p in engine.modules.parameters())
 
     def begin(update: UpdateState, iteration: int) -> None:
         name = update.name

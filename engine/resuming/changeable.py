@@ -67,7 +67,7 @@ def own_parameters(engine: Engine) -> dict[str, Tensor]:
 
     It is empty until the optimizers are built.
     """
-    known: set[Tensor] = {parameter for root in engine.modules.values() for parameter in root.parameters()}
+    known: set[Tensor] = set(engine.modules.parameters())
     found: dict[str, Tensor] = {}
     for update in engine.updates:
         own = [parameter for parameter in update.parameters if parameter not in known]
@@ -119,7 +119,7 @@ def is_own_parameter(name: str) -> bool:
 def _losses(engine: Engine) -> dict[str, nn.Module]:
     """The losses that are modules, but not the engine's, since they have nothing to train: no state holds their buffers."""
     losses = {f"{update.name}_loss": loss_module(update.spec) for update in engine.updates}
-    own = {module for root in engine.modules.values() for module in root.modules()}
+    own = {module for _, module in engine.modules.parts()}
     return {name: loss for name, loss in losses.items() if loss is not None and loss not in own}
 
 
@@ -252,7 +252,7 @@ class Unsaved:
         self.lacking: list[Any] = []
         self._engine = weakref.ref(engine)
         losses = {module for root in _losses(engine).values() for module in root.modules()}
-        modules = {module for root in engine.modules.values() for module in root.modules()} | losses
+        modules = {module for _, module in engine.modules.parts()} | losses
         self._buffers = [
             (module, _kept_buffers(module, saved=module not in losses)) for module in modules if module._buffers
         ]

@@ -73,9 +73,8 @@ class Copy:
     def _copy(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_meta
-        plain = plain and not (
-            tensor.is_conj() or tensor.is_neg() or tensor.is_quantized
-        )  # whose memory is not their value
+        # The memory of others is not their value.
+        plain = plain and not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
         if not plain and not is_sharded(tensor):
             return tensor.clone()
         place = tensor.device, local_part(tensor).data_ptr(), _kind(tensor)

@@ -173,16 +173,19 @@ class Past(Part["Engine"]):
                 f"made again as such; but the oldest state that is kept is that of iteration {to}. Keep more states (keep=)"
             )
         _, state = self.before(to if last else to + 1)
-        places = [(place.epoch - 1, place.batch) for place in leave_out]
-        state = dict(state)
-        # Also those that were left out since that state, when the run went back before.
-        left_out = (engine.feed.current.left_out or LeftOut()).plus(places).state_dict()
-        if left_out:
-            state["data"] = {**(state["data"] or {}), "left_out_now": left_out}
-        for name, entries in (changes or {}).items():
-            state["handlers"] = {**state["handlers"], name: {**state["handlers"].get(name, {}), **entries}}
-        engine.snapshots.restore(state)
+        engine.snapshots.restore(self._changed(state, leave_out, changes or {}))
         return list(leave_out)
+
+    def _changed(
+        self, state: Mapping[str, Any], leave_out: Sequence[Place], changes: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """A state with batches that are left out from now on, and with other entries of handlers' states."""
+        places = [(place.epoch - 1, place.batch) for place in leave_out]
+        # Also those that were left out since that state, when the run went back before.
+        left_out = (self.engine.feed.current.left_out or LeftOut()).plus(places).state_dict()
+        data = {**(state["data"] or {}), "left_out_now": left_out} if left_out else state["data"]
+        handlers = {name: {**state["handlers"].get(name, {}), **entries} for name, entries in changes.items()}
+        return {**state, "data": data, "handlers": {**state["handlers"], **handlers}}
 
     def _places(self, to: int, leave_out: int | Sequence[Place]) -> Sequence[Place]:
         """The places of batches that are left out, which are given, or by how many follow the iteration."""

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["FORMAT", "check_fit", "copied", "gather", "put_back"]
+__all__ = ["FORMAT", "OF_MICRO_STEPS", "check_fit", "copied", "gather", "put_back"]
 
 FORMAT = 1
 
@@ -113,8 +113,7 @@ def _put_all_back(
     check_fit(engine, saved, allowed)
     if engine.training:
         engine.feed.check_extent(saved)
-    parameters = (p for root in engine.modules.values() for p in root.parameters())
-    saved = read_shards(saved, parameters=parameters, device=engine.device)
+    saved = read_shards(saved, parameters=engine.modules.parameters(), device=engine.device)
     if not resumes:
         saved = {**saved, "engine": saved["engine"] | _BEGINNING, "data": None}
     undo = _undo(engine)
@@ -322,15 +321,15 @@ def _spread_over(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[st
     return state
 
 
-_MAKING_GRADIENTS = (
-    Events.GET_BATCH_COMPLETED,
-    Events.UPDATE_STARTED,
+OF_MICRO_STEPS = (
     Events.FORWARD_STARTED,
     Events.FORWARD_COMPLETED,
     Events.LOSS_COMPUTED,
     Events.BACKWARD_STARTED,
     Events.BACKWARD_COMPLETED,
 )
+"""The events inside the computation of a micro-step."""
+_MAKING_GRADIENTS = (Events.GET_BATCH_COMPLETED, Events.UPDATE_STARTED, *OF_MICRO_STEPS)
 
 
 def _changing_gradients(engine: Engine) -> list[str]:

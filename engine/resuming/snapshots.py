@@ -226,14 +226,14 @@ class Snapshots(Part["Engine"]):
         """A state with its sharded tensors, whole, unless the run will read this rank's shards alone."""
         engine = self.engine
         joins = any(PROCESS_GROUP in engine.overrides.owned_by(one) for one in engine.handlers)
-        if SHARDS not in state or joins or any(is_sharded(p) for p in _parameters(engine)):
+        if SHARDS not in state or joins or any(is_sharded(p) for p in engine.modules.parameters()):
             return state
         return read_shards(state, parameters=(), device=torch.device("cpu"))
 
     def _put_weights_in_place(self, state: Mapping[str, Any]) -> None:
         """Let the model be used before the next run. Weights that do not fit stay where they are: they are an error there."""
         engine = self.engine
-        if SHARDS in state or any(is_sharded(p) or p.is_meta or is_lazy(p) for p in _parameters(engine)):
+        if SHARDS in state or any(is_sharded(p) or p.is_meta or is_lazy(p) for p in engine.modules.parameters()):
             return  # the run puts them in place
         state = unwrapped(engine.modules, state)
         try:
@@ -396,7 +396,7 @@ class Snapshots(Part["Engine"]):
         if not isinstance(weights, Mapping):
             raise TypeError(f"load_weights({weights!r}): expected weights, or the path of a checkpoint")
         engine, given = self.engine, weights if "format" in weights else {}
-        weights = read_shards(weights, parameters=_parameters(engine), device=engine.device)
+        weights = read_shards(weights, parameters=engine.modules.parameters(), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights
         own = given_parameters(engine, weights, given)
         with going_back(engine, weights):
@@ -413,12 +413,10 @@ class Snapshots(Part["Engine"]):
         saved = unwrapped(engine.modules, {**given, "modules": weights})
         weights = fill_in(engine.modules, saved, "load_weights()", weights=True)["modules"]
         # A loss with parameters may be in the weights or in the engine alone.
-        modules = {
-            name: root for name, root in engine.modules.items() if name in weights or name in engine.modules.models
-        }
-        if {name for name in weights if name != "loss" and not name.endswith("_loss")} - modules.keys() or (
-            modules.keys() - weights.keys()
-        ):
+        models = engine.modules.models
+        modules = {name: root for name, root in engine.modules.items() if name in weights or name in models}
+        unknown = {name for name in weights if name != "loss" and not name.endswith("_loss")} - modules.keys()
+        if unknown or modules.keys() - weights.keys():
             wanted = ", ".join(f"{name!r}: {name}.state_dict()" for name in sorted(modules))
             raise ValueError(f"load_weights(): weights of {listed(sorted(weights))}; write load_weights({{{wanted}}})")
         for name, root in modules.items():
@@ -437,10 +435,6 @@ class Snapshots(Part["Engine"]):
         """Forget what was loaded."""
         self._loaded = self._before = None
         self.begin_lineage(None)
-
-
-def _parameters(engine: Engine) -> Iterator[nn.Parameter]:
-    return (parameter for root in engine.modules.values() for parameter in root.parameters())
 
 
 def _is_of_training(state: Mapping[str, Any]) -> bool:

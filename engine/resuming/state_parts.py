@@ -22,37 +22,23 @@ _POSITION = (
 )
 _UPDATE = ("steps", "optimizer", "kind", "parameters", "own_parameters", "window")
 # What a receiver writes if the weights depend on it.
-_OF_TRAINING = frozenset(
-    (
-        "batch",
-        "precision",
-        "output",
-        "loss",
-        "loss_weight",
-        "gradients",
-        "trainable",
-        "weights",
-        "rates",
-        "groups",
-        "step",
-        "plan",
-        "window",
-    )
-)
+_OF_TRAINING = {
+    *("batch", "precision", "output", "loss", "loss_weight", "gradients"),
+    *("trainable", "weights", "rates", "groups", "step", "plan", "window"),
+}
 _PARTS = ("engine", "modules", "updates", "handlers", "data", "random")
+_MAPPINGS = ("engine", "modules", "updates", "handlers")
 
 
 def check_complete(saved: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a state that lacks a part, or a key of its position, before anything is changed."""
     missing = [part for part in _PARTS if part not in saved]
-    mappings = {"engine": _POSITION} | {"modules": (), "updates": (), "handlers": ()}
-    for part, keys in mappings.items():
-        if part not in missing and not isinstance(saved[part], Mapping):
+    for part in _MAPPINGS:
+        if not isinstance(saved.get(part, {}), Mapping):
             raise ValueError(f"{where}: this is no state of an engine: {part!r} is a {type(saved[part]).__name__}")
-        missing += [f"{part}[{key!r}]" for key in keys if part not in missing and key not in saved[part]]
-    if "updates" not in missing:
-        for name, update in saved["updates"].items():
-            missing += [f"updates[{name!r}][{key!r}]" for key in _UPDATE if key not in update]
+    missing += [f"engine[{key!r}]" for key in _POSITION if key not in saved.get("engine", _POSITION)]
+    for name, update in saved.get("updates", {}).items():
+        missing += [f"updates[{name!r}][{key!r}]" for key in _UPDATE if key not in update]
     if not missing and not {"values", "serials", "serial"} <= saved["engine"]["metrics"].keys():
         missing += ["engine['metrics']"]
     if missing:

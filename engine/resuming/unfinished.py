@@ -16,6 +16,8 @@ from ..core.part import Part
 
 if TYPE_CHECKING:
     from ..core.signals import Signal
+    from ..core.update import UpdateState
+    from ..core.window import Window
     from ..engine import Engine
 
 __all__ = ["Unfinished"]
@@ -89,16 +91,14 @@ class Unfinished(Part["Engine"]):
 
     def _report_uncalled(self, signal: Signal, plan: Plan, place: int) -> None:
         """Warn of the receivers that are still to be called at an event."""
-        engine = self.engine
         if plan.connections[place].phase is Phase.PERSIST:
             return
-        others = (one for one in engine.signals.all() if one is not signal)
+        others = (one for one in self.engine.signals.all() if one is not signal)
         inside = next((one.event for one in others if one.executing() is not None), None)
-        earlier, later = plan.connections[:place], plan.connections[place + 1 :]
-        wrote = any(one.owner is None or one.writes is None or "metrics" in one.writes for one in earlier)
+        wrote = inside is not None or any(map(_may_write_metrics, plan.connections[:place]))
         # What functions of the user do is not known.
-        known = [one for one in later if one.owner is not None]
-        rest = [one for one in known if self._matters(one, metrics=wrote or inside is not None)]
+        known = [one for one in plan.connections[place + 1 :] if one.owner is not None]
+        rest = [one for one in known if self._matters(one, metrics=wrote)]
         if rest or inside is not None:
             where = signal.event if inside is None else f"{inside} inside {signal.event}"
             before = _named(rest or [plan.connections[place]])
@@ -141,23 +141,27 @@ class Unfinished(Part["Engine"]):
         lost, requests = (self._lost, self._requests) if self._ended_at == now else ([], ({}, None))
         self.reset()
         self._ended_at, self._cut, self._lost = now, cut, lost
-        cuts = [(one, one.take_cut(error)) for one in engine.signals.all() if one.cut is not None]
-        found: dict[EventEnum, _Emission] = {signal.event: (signal, *cut) for signal, cut in cuts if cut is not None}
-        alone = not engine.processes.distributed
+        outer, inner = self._take_cuts(error)
         if not engine.training:
             return
+        alone = not engine.processes.distributed
         if in_updates:
             self._lost += [(None, lost) for lost in self._lost_in_updates(made)]
         elif not alone:
-            windows = [(update.name, update.window.filled) for update in engine.updates]
-            self._lost += [(None, _lost_window(name, filled)) for name, filled in windows if filled]
-        if (outer := next((found[event] for event in _OUTER if event in found), None)) is not None:
-            inner = [one for event, one in found.items() if event not in _OUTER]
-            self._note_event(*outer, inner, error, alone=alone)
+            self._lost += [(None, _lost_window(one, one.window.filled)) for one in engine.updates if one.window.filled]
+        if outer is not None:
+            self._note_event(outer, inner, error, alone=alone)
         if alone and not in_updates:  # else what was asked for in the iteration is asked for again in it
             stops, restore = engine.boundary.requests
             self._attached = frozenset(engine.handlers)
             self._requests = {**requests[0], **stops}, requests[1] if restore is None else restore
+
+    def _take_cuts(self, error: BaseException) -> tuple[_Emission | None, list[_Emission]]:
+        """The event between iterations that an error has cut short, if there is one, and the other ones, which lie inside it."""
+        cuts = [(one, one.take_cut(error)) for one in self.engine.signals.all() if one.cut is not None]
+        found: dict[EventEnum, _Emission] = {signal.event: (signal, *cut) for signal, cut in cuts if cut is not None}
+        outer = next((found[event] for event in _OUTER if event in found), None)
+        return outer, [one for event, one in found.items() if event not in _OUTER]
 
     def _lost_in_updates(self, made: int) -> Iterator[str]:
         """What is lost of an iteration whose updates were under way, and which is made again."""
@@ -174,53 +178,31 @@ class Unfinished(Part["Engine"]):
             window = update.window
             if update is current:
                 stepped = not update.can_skip or made > len(others)
-                has_others = window.length > 1 and window.held and not stepped
-                before = (window.filled or window.size) - 1 if has_others else 0
+                before = 0 if stepped else _micro_steps_before(window)
             else:
                 stepped = update in others and not window.filled
                 before = window.filled - (update in others and not stepped)
             if stepped:
                 yield f"the step of update {update.name!r} had begun in iteration {iteration}, which is made again"
             if before:
-                yield _lost_window(update.name, before)
+                yield _lost_window(update, before)
 
-    def _note_event(
-        self,
-        signal: Signal,
-        plan: Plan,
-        place: int,
-        begun: bool,
-        inner: list[_Emission],
-        error: BaseException,
-        *,
-        alone: bool,
-    ) -> None:
+    def _note_event(self, outer: _Emission, inner: list[_Emission], error: BaseException, *, alone: bool) -> None:
         """Note an event that was cut short at a receiver, with the events inside it."""
+        signal, plan, place, begun = outer
         engine, state = self.engine, self.engine.state
-        rest = [
-            (one, call)
-            for one, own in zip(plan.connections[place + 1 :], plan[place + 1 :], strict=True)
-            if own is not do_nothing and (call := _due_call(one, own, engine)) is not None
-        ]
         where = f"{signal.event} of epoch {state.epoch}, iteration {state.iteration}"
-        # A part of the receiver's work that is over cannot be told from one that is not.
-        again = [one for one in inner if one[0].event is not Events.EVALUATION_STARTED]
-        for other, its_plan, its_place, _ in again:
-            uncalled = [one for one in its_plan.connections[its_place + 1 :] if one.phase is not Phase.PERSIST]
-            if uncalled:
-                self._lost.append((None, f"{_listed(uncalled)} not called at {other.event} inside {where}"))
-        if begun and place >= 0:
-            interrupted = plan.connections[place]
-            if interrupted.repeatable and not again and alone:
-                rest.insert(0, (interrupted, interrupted.receiver))
-            elif not isinstance(error, Exception) and (
-                self._matters(interrupted) or interrupted.phase is Phase.PERSIST
-            ):  # an Exception says itself what has failed
-                cut = f"{interrupted!r} was cut short by {type(error).__name__} at {where}, and is not called again"
-                self._lost.append((interrupted, cut))
+        is_whole = self._note_inner(inner, where)
+        rest = _due_calls(plan, place + 1, engine)
+        interrupted = plan.connections[place] if begun and place >= 0 else None
+        if interrupted is not None and interrupted.repeatable and is_whole and alone:
+            rest.insert(0, (interrupted, interrupted.receiver))
+        elif interrupted is not None and not isinstance(error, Exception) and self._is_missed(interrupted):
+            # An Exception says itself what has failed.
+            cut = f"{interrupted!r} was cut short by {type(error).__name__} at {where}, and is not called again"
+            self._lost.append((interrupted, cut))
         if not alone:
-            if uncalled := [one for one, _ in rest if one.phase is Phase.PERSIST or self._matters(one)]:
-                self._lost.append((None, f"{_listed(uncalled)} not called at {where}"))
+            self._lose([one for one, _ in rest if self._is_missed(one)], where)
             rest = []
         self._cut = _Cut(
             signal,
@@ -229,6 +211,24 @@ class Unfinished(Part["Engine"]):
             state.batch,
             [(update.output, update.loss, update.skipped) for update in engine.updates],
         )
+
+    def _note_inner(self, inner: list[_Emission], where: str) -> bool:
+        """Note events that were cut short inside another one; returns whether its receiver can be called again as a whole."""
+        # A part of the receiver's work that is over cannot be told from one that is not.
+        again = [one for one in inner if one[0].event is not Events.EVALUATION_STARTED]
+        for signal, plan, place, _ in again:
+            uncalled = [one for one in plan.connections[place + 1 :] if one.phase is not Phase.PERSIST]
+            self._lose(uncalled, f"{signal.event} inside {where}")
+        return not again
+
+    def _lose(self, uncalled: list[Connection], where: str) -> None:
+        """Note receivers that are not called any more."""
+        if uncalled:
+            self._lost.append((None, f"{_listed(uncalled)} not called at {where}"))
+
+    def _is_missed(self, connection: Connection) -> bool:
+        """Whether a receiver that is not called any more has to be named: a run without it may differ, or lacks what it saves."""
+        return connection.phase is Phase.PERSIST or self._matters(connection)
 
     # ---- making up for it -----------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ def _changed_by_forward(engine: Engine) -> list[str]:
     """What a forward in training mode has drawn or changed that the next run does not put back; nothing if none has ended."""
     if all(update.output is None for update in engine.updates):
         return []
-    modules = [one for root in engine.modules.values() for one in root.modules() if one.training]
+    modules = [one for _, one in engine.modules.parts() if one.training]
     draws = any(isinstance(one, _DropoutNd) and one.p > 0 for one in modules)
     changes = any(isinstance(one, _NormBase) and one.track_running_stats for one in modules)
     return [
@@ -298,14 +298,26 @@ def _changed_by_forward(engine: Engine) -> list[str]:
     ]
 
 
-def _due_call(connection: Connection, call: Receiver, engine: Engine) -> Receiver | None:
-    """What calls a receiver later; None if its interval does not come up at this event."""
-    if call is connection.receiver:  # without a predicate, or with one that has passed
-        return call
-    if hasattr(connection.when, "restart"):  # it counts from where the next run begins
-        assert connection.when is not None
-        return connection.receiver if connection.when(engine) else None
-    return connection.call
+def _may_write_metrics(connection: Connection) -> bool:
+    return connection.owner is None or connection.writes is None or "metrics" in connection.writes
+
+
+def _due_calls(plan: Plan, place: int, engine: Engine) -> list[tuple[Connection, Receiver]]:
+    """What calls the receivers from a place on later, without those whose interval does not come up at this event."""
+    due: list[tuple[Connection, Receiver]] = []
+    for connection, call in zip(plan.connections[place:], plan[place:], strict=True):
+        if call is connection.receiver:  # without a predicate, or with one that has passed
+            due.append((connection, call))
+        elif call is not do_nothing and not hasattr(connection.when, "restart"):
+            due.append((connection, connection.call))
+        elif call is not do_nothing and connection.when is not None and connection.when(engine):
+            due.append((connection, connection.receiver))  # it counts from where the next run begins
+    return due
+
+
+def _micro_steps_before(window: Window) -> int:
+    """How many micro-steps an open window had before the one that was interrupted."""
+    return (window.filled or window.size) - 1 if window.length > 1 and window.held else 0
 
 
 def _named(connections: Iterable[Connection]) -> str:
@@ -317,6 +329,6 @@ def _listed(connections: Iterable[Connection]) -> str:
     return f"{names} {'were' if ', ' in names else 'was'}"
 
 
-def _lost_window(name: str, micro_steps: int) -> str:
+def _lost_window(update: UpdateState, micro_steps: int) -> str:
     steps = "batch" if micro_steps == 1 else f"{micro_steps} batches"
-    return f"the gradients of the {steps} before it in the accumulation window of update {name!r} are discarded"
+    return f"the gradients of the {steps} before it in the accumulation window of update {update.name!r} are discarded"

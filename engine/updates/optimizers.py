@@ -123,31 +123,15 @@ class JointOptimizer(Optimizer):
             ValueError: for a state of other optimizers.
         """
         own_form = state_dict.get("optimizers")
-        names = (
-            own_form if own_form is not None else {group.get("optimizer", "?") for group in state_dict["param_groups"]}
-        )
-        if set(names) != set(self.optimizers):
+        saved_groups = state_dict["param_groups"] if own_form is None else ()
+        names = {*(own_form or ()), *(group.get("optimizer", "?") for group in saved_groups)}
+        if names != set(self.optimizers):
             raise ValueError(
                 f"the loaded state is one of the optimizers {', '.join(sorted(names))}, here there are "
                 f"{', '.join(self.optimizers)}"
             )
-        if own_form is not None:
-            for name, optimizer in self.optimizers.items():
-                optimizer.load_state_dict(own_form[name])
-            return
         for name, optimizer in self.optimizers.items():
-            saved = [group for group in state_dict["param_groups"] if group["optimizer"] == name]
-            own = {place: key for key, place in enumerate(place for group in saved for place in group["params"])}
-            optimizer.load_state_dict(
-                {
-                    "state": {own[place]: value for place, value in state_dict["state"].items() if place in own},
-                    "param_groups": [
-                        {key: value for key, value in group.items() if key != "optimizer"}
-                        | {"params": [own[place] for place in group["params"]]}
-                        for group in saved
-                    ],
-                }
-            )
+            optimizer.load_state_dict(_part_of(name, state_dict) if own_form is None else own_form[name])
 
     def __getstate__(self) -> dict[str, Any]:
         return dict(vars(self))
@@ -283,6 +267,16 @@ def optimizers_of(optimizer: Optimizer | None) -> list[Optimizer]:
     if optimizer is None:
         return []
     return list(optimizer.optimizers.values()) if isinstance(optimizer, JointOptimizer) else [optimizer]
+
+
+def _part_of(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of one of several optimizers, with its own positions of the parameters."""
+    saved = [group for group in state["param_groups"] if group["optimizer"] == name]
+    own = {place: key for key, place in enumerate(place for group in saved for place in group["params"])}
+    groups = [{**group, "params": [own[place] for place in group["params"]]} for group in saved]
+    for group in groups:
+        del group["optimizer"]
+    return {"state": {own[key]: value for key, value in state["state"].items() if key in own}, "param_groups": groups}
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

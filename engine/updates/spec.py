@@ -82,32 +82,33 @@ class Update:
     target: Place | None = None
 
     def __post_init__(self) -> None:
-        if (self.forward is None) == (self.function is None):
-            raise TypeError(f"Update {self.name!r}: pass either forward= (and loss=) or function=")
-        if self.function is not None and self.loss is not None:
-            raise TypeError(f"Update {self.name!r}: function= returns the loss itself; omit loss=")
         where = f"Update {self.name!r}"
+        if (self.forward is None) == (self.function is None):
+            raise TypeError(f"{where}: pass either forward= (and loss=) or function=")
+        if self.function is not None and self.loss is not None:
+            raise TypeError(f"{where}: function= returns the loss itself; omit loss=")
         optimizer = joined(where, self.optimizer, with_parameters=self.parameters is not None)
         object.__setattr__(self, "optimizer", optimizer)
         object.__setattr__(self, "parameters", parameters_named(where, self.parameters))
         for argument in ("samples", "input", "output", "target"):
-            check_place(f"Update {self.name!r}: {argument}", getattr(self, argument))
+            check_place(f"{where}: {argument}", getattr(self, argument))
+        self._check_functions(where)
+        if self.optimizer is not None and self.loss is None and self.function is None:
+            raise TypeError(f"{where}: an optimizer needs a loss; pass loss=")
+        if isinstance(self.optimizer, type):
+            _check_signature(f"{where}: optimizer", self.optimizer, 1)
+        if isinstance(self.optimizer, Optimizer) and self.parameters is not None:
+            raise TypeError(f"{where}: parameters= requires an optimizer factory, but optimizer= is already built")
+
+    def _check_functions(self, where: str) -> None:
         for argument in ("forward", "loss", "optimizer", "parameters", "function"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
                 hint = "; give a factory: partial(torch.optim.SGD, lr=0.1)" if argument == "optimizer" else ""
-                raise TypeError(f"Update {self.name!r}: {argument}={value!r} is not callable{hint}")
+                raise TypeError(f"{where}: {argument}={value!r} is not callable{hint}")
         for argument, places in (("forward", 2), ("loss", 3), ("function", 2)):
             if (value := getattr(self, argument)) is not None:
-                _check_signature(f"Update {self.name!r}: {argument}", value, places)
-        if self.optimizer is not None and self.loss is None and self.function is None:
-            raise TypeError(f"Update {self.name!r}: an optimizer needs a loss; pass loss=")
-        if isinstance(self.optimizer, type):
-            _check_signature(f"Update {self.name!r}: optimizer", self.optimizer, 1)
-        if isinstance(self.optimizer, Optimizer) and self.parameters is not None:
-            raise TypeError(
-                f"Update {self.name!r}: parameters= requires an optimizer factory, but optimizer= is already built"
-            )
+                _check_signature(f"{where}: {argument}", value, places)
 
     def samples_in(self, batch: Any) -> int:
         """The number of samples in a batch, by the spec's ``samples`` if it has one.
