@@ -177,7 +177,8 @@ def a_receiver_that_evaluates_the_model_as_it_is(right: bool) -> None:
     engine = build(mlp(5, 8, 1, nn.Dropout(0.5)))
 
     def evaluate(engine: Engine) -> None:
-        engine.model.train(not right)
+        if right:
+            engine.model.eval()
         with torch.no_grad():
             engine.model(batches(1)[0][0])
         engine.model.train()
