@@ -439,9 +439,9 @@ Cell = tuple[str, str]
 """An event and a phase in which receivers run."""
 
 
-def cells_of(case: Case) -> dict[Cell, dict[str, int]]:
-    """Where the handler of a case has receivers, with their ranks."""
-    handler, engine = case.make(), case.build()
+def cells_of(case: Case, engine: Engine | None = None) -> dict[Cell, dict[str, int]]:
+    """Where the handler of a case has receivers, with their ranks; on this engine, or one of the case's own."""
+    handler, engine = case.make(), engine or case.build()
     cells: dict[Cell, dict[str, int]] = defaultdict(dict)
     with engine.attach(handler):
         for signal in engine.signals.values():
@@ -457,7 +457,10 @@ def pairs_that_meet() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     Returns:
         All of them, and those of the quick tier: the refused ones and a few of those that share a phase of an event.
     """
-    cells = {name: set(cells_of(case)) for name, case in CASES.items()}
+    engines = {
+        one: one() for one in {case.build for case in CASES.values()}
+    }  # building one for each case takes a second
+    cells = {name: set(cells_of(case, engines[case.build])) for name, case in CASES.items()}
     meet, close = [], []
     for a, b in combinations([*CASES, LBFGS], 2):
         if kind(a) == kind(b) or (a, b) == ("Predictions", LBFGS):

@@ -176,6 +176,7 @@ def test_a_store_with_two_studies_is_reported_one_after_the_other(
     assert "the store has 2 studies" in capsys.readouterr().err
 
 
+@pytest.mark.moderate
 def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "s.jsonl"
     assert main(["report", str(store)]) == 2

@@ -235,6 +235,7 @@ def test_the_others_report_the_error_of_one_that_ended(root: Path, case: str) ->
         assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
+@pytest.mark.moderate
 @of("raises and lives")
 def test_the_others_are_brought_out_of_the_collective(root: Path, case: str) -> None:
     """Though its process lives on, and long before the collective would time out."""

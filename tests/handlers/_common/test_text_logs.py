@@ -279,6 +279,7 @@ def test_a_log_that_was_cut_back_by_a_resume_from_an_older_checkpoint_is_not_con
         engine.run(batches(), max_epochs=2)
 
 
+@pytest.mark.moderate
 def test_a_run_that_begins_anew_sets_the_file_of_another_aside(kind: Logger, tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     first, _ = uninterrupted(kind, path)
