@@ -225,6 +225,7 @@ def test_tuning_in_two_steps_keeps_the_first_and_says_so() -> None:
     assert [fact[:23] for fact in both.facts] == ["The argument lr of buil", "The argument norm of bu"]
 
 
+@pytest.mark.moderate
 def test_what_is_wrong_is_refused() -> None:
     for options, error, what in (
         ({"seeds": range(1, 4)}, ValueError, r"the study reports \[1\]; tune on other seeds"),

@@ -325,6 +325,7 @@ def test_nothing_is_written_or_shown_unless_files_are_wanted(
     assert "epoch 2/2" in capsys.readouterr().err
 
 
+@pytest.mark.moderate
 def test_a_run_that_goes_on_from_that_of_another_variant_has_failed(tmp_path: Path) -> None:
     report = make_study(partial(writing, tmp_path, True), seeds=[0], files=True).run(DESIGN, workers=0)
     baseline, *others = report.rows

@@ -146,6 +146,7 @@ def test_nothing_of_the_engine_is_changed(tmp_path: Any) -> None:
     assert digest(engine.model.state_dict()) == digest(other.model.state_dict())
 
 
+@pytest.mark.moderate
 def test_a_poisoned_sample_is_named_first() -> None:
     samples = Samples()
     engine = build(SpikeGuard("stop", window=16, rewind=6))

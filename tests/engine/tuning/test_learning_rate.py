@@ -311,6 +311,7 @@ def test_what_a_function_freezes_in_the_sweep_is_trained_afterwards() -> None:
 # ---- windows, groups, updates, processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.moderate
 def test_a_point_of_accumulated_batches_is_their_mean() -> None:
     data = batches(400)
     read: list[int] = []
