@@ -386,7 +386,7 @@ PER_RUN = {
 )
 def test_a_handler_keeps_its_promises(case: str, size: str) -> None:
     one = CASES[case]
-    data, epochs = (make_data()[-3:], 2) if size == "few batches" else (make_data(), 2)
+    data, epochs = (make_data()[-3:], 2) if size == "few batches" else (make_data(), 3)
     per_run = PER_RUN.get(type(one.make()).__name__, ())
     check_handler(
         one.build,
