@@ -28,8 +28,10 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Hundreds of programs that tests start would compile the package again, which takes each of them a second.
+# Hundreds of programs that tests start would compile the package again, which takes each of them a second; and each session and
+# each of its workers would rewrite the asserts of all tests again, which takes ten.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 ROOT = Path(__file__).parent.parent

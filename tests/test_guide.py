@@ -107,6 +107,7 @@ def test_every_handler_is_in_the_table_by_purpose() -> None:
     assert {name for name in public if f"[`{name}`]" not in table} == set()
 
 
+@pytest.mark.moderate
 def test_the_page_of_errors_has_each_module_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(GUIDE))
     modules = re.findall(r"^## (.*)$", importlib.import_module("pages").errors_page(), re.MULTILINE)

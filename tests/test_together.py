@@ -196,6 +196,7 @@ def errors_of(function: Callable[..., Any], size: int, *args: Any) -> dict[int, 
     return {}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("name", spread(TRIED, 2))
 def test_an_error_in_one_process_ends_both(name: str) -> None:
     place = TRIED.index(name)

@@ -331,6 +331,7 @@ def test_a_resumed_run_is_compared_after_each_iteration_and_lists_by_their_lengt
         check_handler(build, Collecting, make_data(), max_epochs=2)
 
 
+@pytest.mark.moderate
 def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> None:
     message = r"forgetful: after a run resumed after iteration 4 attributes differ; .*: forgotten \(uninterrupted 6; resumed 2\)$"
     with pytest.raises(AssertionError, match=message):

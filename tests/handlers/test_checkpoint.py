@@ -164,6 +164,7 @@ def loader(own_generator: bool) -> DataLoader[Any]:
     return DataLoader(dataset(), batch_size=4, shuffle=True, generator=generator)  # 11 batches
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("own_generator", quick([False, True], True), ids=["global random state", "own generator"])
 def test_every_file_continues_the_run_bit_for_bit(tmp_path: Path, own_generator: bool) -> None:
     seed_everything(1)

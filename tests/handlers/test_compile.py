@@ -203,6 +203,7 @@ def everything(engine: Engine) -> dict[str, Any]:
     }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("modules", [None, pytest.param("?", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how", quick(["completed", "failed", "detached"], "failed"))
 def test_nothing_of_it_stays_however_the_run_ends(modules: str | None, how: str) -> None:

@@ -316,6 +316,7 @@ def _exact(size: int) -> Weights:
     return train(data=data, model=model, update=update, with_ddp=not size)
 
 
+@pytest.mark.moderate
 def test_where_nothing_rounds_it_is_one_process_bit_for_bit() -> None:
     assert not differing(assert_alike(run_together(_exact, 2, 0)), _exact(2))
 
@@ -438,6 +439,7 @@ def _asked_for() -> dict[str, Any]:
     return reported
 
 
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:W19")
 @pytest.mark.parametrize("size", quick([2, 3], 2))
 def test_what_one_process_asks_for_all_do(size: int) -> None:
@@ -489,6 +491,7 @@ def _alarmed() -> dict[str, Any]:
     return ended(engine)
 
 
+@pytest.mark.moderate
 def test_a_signal_that_comes_while_the_processes_agree_waits_for_the_next_boundary() -> None:
     found = assert_alike(run_together(_alarmed, 2))
     assert (found["iteration"], found["reason"]) == (6, "alarm")
@@ -1054,6 +1057,7 @@ def _refusals() -> dict[str, str]:
     return reported
 
 
+@pytest.mark.moderate
 def test_what_cannot_be_is_refused_by_name() -> None:
     found = run_together(_refusals, 2)[1]
     assert "compression='bf16' does not work with gloo; use 'fp16'" in found["bf16"]

@@ -176,12 +176,12 @@ def test_what_was_frozen_before_stays_so_and_nothing_is_added() -> None:
     assert id(later) in known
 
 
-def longest_pause(collect: str | None, kept: int = 30_000) -> int:
+def longest_pause(collect: str | None, kept: int = 6_000) -> int:
     """In objects that a collection goes through; of a run whose iterations make many cyclic ones, which live on for some."""
     engine, alive, pauses = build(), deque[Cyclic](maxlen=kept), [0]
     if collect is not None:
         engine.attach(GarbageCollection(every=collect))
-    engine.connect(Events.ITERATION_STARTED, lambda engine: alive.extend(Cyclic() for _ in range(1000)))
+    engine.connect(Events.ITERATION_STARTED, lambda engine: alive.extend(Cyclic() for _ in range(200)))
 
     def note(phase: str, info: dict[str, int]) -> None:
         if phase == "start" and 0 < engine.state.iteration < 1000:  # at the end of an epoch nobody waits

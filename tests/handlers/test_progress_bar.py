@@ -24,7 +24,8 @@ from tqdm.auto import tqdm
 
 from signalfire import Engine, Events, Phase
 from signalfire.handlers import Average, GradientAccumulation, Metrics, ProgressBar, Validation
-from tests.kit import build, evaluator_of, idle_engine, linear, needs, python
+from tests.kit import build, evaluator_of, idle_engine, linear, needs
+from tests.processes import program
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -612,18 +613,25 @@ print("the end")
 """
 
 
-def on_terminal(columns: int, *arguments: str) -> str:
+def on_terminal(folder: Path, columns: int, *arguments: str) -> str:
     """What a program writes to a terminal of so many columns."""
+    (folder / "program.py").write_text(PROGRAM)
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"} | {"TERM": "xterm"}
-    with python("-c", PROGRAM, *arguments, stdin=its, stdout=its, stderr=its, cwd=ROOT, env=environment):
-        os.close(its)
-        written = b""
-        with suppress(OSError):  # raised once the program has ended
-            while part := os.read(ours, 1 << 16):
-                written += part
+    terminal = Path(os.ttyname(its))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.delenv("COLUMNS", raising=False)
+        process = program(folder / "program.py", *arguments, cwd=ROOT, outputs=[terminal, terminal])
+        process.start()
+    os.close(its)
+    written = b""
+    with suppress(OSError):  # raised once the program has ended
+        while part := os.read(ours, 1 << 16):
+            written += part
+    process.join()
     os.close(ours)
+    assert process.exitcode == 0, written.decode()
     return written.decode()
 
 
@@ -652,10 +660,10 @@ def screen(written: str, columns: int) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [("tqdm",), ("tqdm", "nested"), ("rich",), ("rich", "nested")], ids=" ".join)
 @pytest.mark.parametrize("columns", [40, 120])
-def test_each_bar_stays_on_one_line_of_a_terminal(columns: int, arguments: tuple[str, ...]) -> None:
+def test_each_bar_stays_on_one_line_of_a_terminal(columns: int, arguments: tuple[str, ...], tmp_path: Path) -> None:
     if "rich" in arguments:
         needs("rich", "rich")
-    written = on_terminal(columns, *arguments)
+    written = on_terminal(tmp_path, columns, *arguments)
     left = screen(written, columns)
     assert [line[:10] for line in left if line] == ["epoch 1/2:", "epoch 2/2:", "the end"], left
     assert max(map(len, left)) < columns

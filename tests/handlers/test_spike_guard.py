@@ -542,6 +542,7 @@ def test_whichever_state_is_put_back_the_events_are_the_same(seed: int) -> None:
         assert str(outcome(resumed)) == str(outcome(straight)), iteration
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 @pytest.mark.parametrize("event", [Events.FORWARD_STARTED, Events.GRADIENTS_READY, Events.ITERATION_COMPLETED])
 def test_preempted_in_the_iteration_of_a_spike_it_ends_alike(policy: Any, event: Any, tmp_path: Path) -> None:
@@ -748,6 +749,7 @@ def test_two_processes_go_back_together() -> None:
     assert iteration == 54
 
 
+@pytest.mark.moderate
 def test_a_spike_that_several_steps_of_an_iteration_see_is_one_rewind() -> None:
     generator = torch.Generator().manual_seed(4)
     data = []

@@ -93,6 +93,7 @@ def test_pictures_are_drawn(variants: int, tmp_path: Path) -> None:
         plot_pareto(results, tmp_path / "x.png", metric="accuracy", mode="max", cost="money")  # type: ignore[arg-type]
 
 
+@pytest.mark.moderate
 def test_a_panel_has_the_whole_name_of_its_variant(tmp_path: Path) -> None:
     names = {f"- handler_{place}": f"- gradient_clipping, + label_smoothing, dropout={place}" for place in (1, 2)}
     results = [replace(one, variant=names.get(one.variant, one.variant)) for one in results_of(3)]

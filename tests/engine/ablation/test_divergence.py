@@ -238,6 +238,7 @@ def test_a_schedule_parts_the_optimizers_rate() -> None:
     assert "lr of group 0 (update 'main')" in parted.name
 
 
+@pytest.mark.moderate
 def test_a_changed_buffer_and_a_changed_moment_are_named() -> None:
     def change_buffer(engine: Engine) -> None:
         engine.model[2].running_var.add_(0.5)
@@ -280,6 +281,7 @@ def test_values_that_differ_by_rounding_are_the_same_up_to_a_tolerance() -> None
     assert divergence(build(), build(GradientClipping(max_norm=1e-2)), run=train, rtol=1e-4) is not None
 
 
+@pytest.mark.moderate
 def test_a_run_that_ends_earlier_parts_there() -> None:
     def stop(engine: Engine) -> None:
         engine.terminate("enough")
@@ -377,6 +379,7 @@ def test_builds_may_bring_their_own_run_and_write_no_files(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:W08")
 def test_what_stops_by_a_metric_is_compared_up_to_its_stop() -> None:
     def build() -> Engine:

@@ -108,6 +108,7 @@ def test_a_two_by_three_design_is_least_squares_with_interactions() -> None:
     assert found["depth = 4",].name == "depth = 4"
 
 
+@pytest.mark.moderate
 def test_a_report_of_levels_has_effects_and_sentences() -> None:
     variants = DESIGN.variants([])
     generator = random.Random(1)

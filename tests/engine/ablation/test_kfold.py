@@ -75,6 +75,7 @@ def test_each_sample_is_validated_once_and_each_fold_is_the_plain_training() -> 
     assert len(set(found.values.values())) > 1
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_folds_in_any_order_leave_the_same_store(workers: int, tmp_path: Path) -> None:
     one, other = tmp_path / "one.jsonl", tmp_path / "other.jsonl"

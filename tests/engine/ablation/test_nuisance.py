@@ -134,6 +134,7 @@ def test_tuning_by_an_executor_leaves_the_same_store(stored: Path, tmp_path: Pat
     assert apart_from_timings(path) == apart_from_timings(stored)
 
 
+@pytest.mark.moderate
 def test_a_value_whose_runs_fail_is_taken_by_none_of_those_that_finish() -> None:
     design = LeaveOneOut(["gradient_noise"])
     tuned = tune(study_of(failing), design, arguments={"lr": [0.01, 1.5]}, seeds=SEEDS, workers=0)
@@ -207,6 +208,7 @@ def test_what_distinguishes_the_variants_cannot_be_tuned() -> None:
         tune(study_of(wide), design, arguments={"norm": [0.1, 0.2], "lr": [0.1, 0.2]}, seeds=[100], workers=0)
 
 
+@pytest.mark.moderate
 def test_tuning_in_two_steps_keeps_the_first_and_says_so() -> None:
     study = study_of(wide)
     first = tune(
@@ -223,6 +225,7 @@ def test_tuning_in_two_steps_keeps_the_first_and_says_so() -> None:
     assert [fact[:23] for fact in both.facts] == ["The argument lr of buil", "The argument norm of bu"]
 
 
+@pytest.mark.moderate
 def test_what_is_wrong_is_refused() -> None:
     for options, error, what in (
         ({"seeds": range(1, 4)}, ValueError, r"the study reports \[1\]; tune on other seeds"),

@@ -184,6 +184,7 @@ END_TO_END = [
 ]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(("first", "second"), END_TO_END)
 def test_other_arguments_are_other_runs(first: Any, second: Any, tmp_path: Path) -> None:
     store = tmp_path / "store.jsonl"
@@ -301,6 +302,7 @@ def test_what_build_reads_from_a_file_shows_in_the_handlers_and_the_model(tmp_pa
     assert make_study(build, store=store, seeds=range(3)).plan(DESIGN).to_make[0].seed == 2
 
 
+@pytest.mark.moderate
 def test_what_depends_on_the_seed_does_not_count(tmp_path: Path) -> None:
     def build(seed: int) -> Any:
         engine = builds.composed(seed)
@@ -401,6 +403,7 @@ def test_what_a_run_leaves_behind_does_not_make_the_study_another_one(tmp_path: 
 # ---- verify ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.moderate
 def test_stored_runs_are_made_again_and_are_the_same(tmp_path: Path) -> None:
     made: list[int] = []
 
@@ -428,6 +431,7 @@ def test_stored_runs_are_made_again_and_are_the_same(tmp_path: Path) -> None:
         study.verify(0, DESIGN)
 
 
+@pytest.mark.moderate
 def test_a_run_that_comes_to_another_number_is_named_with_both(tmp_path: Path) -> None:
     file = tmp_path / "factor"
     file.write_text("1.0")

@@ -327,6 +327,7 @@ def late_and_long(seed: int, rate: float) -> Any:
     return trainer, lambda engine: engine.run(builds.data(0), max_epochs=4)
 
 
+@pytest.mark.moderate
 def test_a_metric_of_an_earlier_epoch_decides_nothing() -> None:
     message = r"'val_loss' was last measured in epoch 2, and would decide after epoch 3; choose epochs at whose end"
     with pytest.raises(ValueError, match=message):
@@ -351,6 +352,7 @@ def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(
     assert marked == {one.variant.name for one in again.pruned}
 
 
+@pytest.mark.moderate
 def test_epochs_that_no_run_reaches_are_an_error() -> None:
     with pytest.raises(
         ValueError, match="all runs had ended before epoch 5, the last of them with epoch 2; choose earlier"

@@ -202,6 +202,7 @@ FACTORIAL = [
 ]
 
 
+@pytest.mark.moderate
 def test_effects_and_interactions_have_sentences() -> None:
     # ema is worth 4 points with mixup and 2 without it; mixup nothing on average: -1 alone, and +1 with ema.
     changes: dict[str, Sequence[float | None]] = {

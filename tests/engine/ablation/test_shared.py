@@ -101,6 +101,7 @@ IN_ORDER = builder("generator", "loader", "in order")
 """The generator is the loader's, which draws nothing that matters from it."""
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "build",
     [
@@ -315,6 +316,7 @@ def kept_and_put_back() -> dict[str, tuple[Callable[[int], Any], Callable[[int],
     }
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("what", kept_and_put_back())
 def test_what_is_put_back_or_only_caches_gives_the_numbers_of_a_fresh_build(what: str) -> None:
     build, fresh = kept_and_put_back()[what]

@@ -107,6 +107,7 @@ def numbers_of(path: Path) -> dict[str, Any]:
     return {key: {**one, "timing": None} for key, one in Store(path).read().items()}
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("count", [300, pytest.param(3000, marks=pytest.mark.slow)])
 def test_a_flipped_bit_never_gives_other_numbers(count: int, whole: bytes, tmp_path: Path) -> None:
     path = tmp_path / "store.jsonl"

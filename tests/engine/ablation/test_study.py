@@ -260,6 +260,7 @@ def test_a_metric_that_nobody_has_ends_the_study_and_names_those_there_are(tmp_p
     assert (tmp_path / "store.jsonl").read_bytes() == b""
 
 
+@pytest.mark.moderate
 def test_a_metric_that_one_run_lacks_makes_it_a_failed_one() -> None:
     def build(seed: int) -> Any:
         engine = builds.composed(seed)
@@ -324,6 +325,7 @@ def test_nothing_is_written_or_shown_unless_files_are_wanted(
     assert "epoch 2/2" in capsys.readouterr().err
 
 
+@pytest.mark.moderate
 def test_a_run_that_goes_on_from_that_of_another_variant_has_failed(tmp_path: Path) -> None:
     report = make_study(partial(writing, tmp_path, True), seeds=[0], files=True).run(DESIGN, workers=0)
     baseline, *others = report.rows
@@ -390,6 +392,7 @@ def test_a_variant_that_fails_at_its_start_is_refused_before_anything_is_trained
         make_study(build).plan(LeaveOneOut())
 
 
+@pytest.mark.moderate
 def test_a_swap_takes_the_place_of_a_handler_and_is_undone_in_the_plan() -> None:
     study = make_study(seeds=[0])
     design = Swap({"ema": {"slow": partial(EMA, 0.9), "same": partial(EMA, 0.5)}})
@@ -458,6 +461,7 @@ def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> N
         make_study(**options)
 
 
+@pytest.mark.moderate
 def test_the_study_may_bring_the_run() -> None:
     study = make_study(lambda seed: builds.composed(seed), run=builds.train, seeds=[0])
     study.run(LeaveOneOut(["ema"]), workers=0)

@@ -179,6 +179,7 @@ def test_runs_of_tasks_are_the_same_in_another_process() -> None:
     assert found == losses(tasks_of(study(seeds=range(2)).run(DESIGN, workers=0)))
 
 
+@pytest.mark.moderate
 def test_a_run_that_fails_in_one_task_fails_there_and_in_the_overall_comparison() -> None:
     one = study(tasks={"steep": {"slope": 3.0}, "flat": {"slope": 0.5, "broken": True}})
     found = tasks_of(one.run(DESIGN, workers=0))
@@ -205,6 +206,7 @@ def test_an_invalid_variant_of_the_last_task_is_an_error_before_the_first_one_ru
         one.plan(LeaveOneOut())
 
 
+@pytest.mark.moderate
 def test_results_are_those_of_a_task() -> None:
     one = study()
     one.run(DESIGN, workers=0)
@@ -214,6 +216,7 @@ def test_results_are_those_of_a_task() -> None:
     assert len(steep.results(steep.plan(DESIGN))) == 6
 
 
+@pytest.mark.moderate
 def test_a_margin_of_the_score_is_one_of_each_task_in_its_own_unit() -> None:
     found = tasks_of(study(margin=0.5).run(DESIGN, workers=0))
     assert found.margin == 0.5

@@ -49,6 +49,7 @@ def install(folder: Path, monkeypatch: pytest.MonkeyPatch, package: str = "count
     monkeypatch.syspath_prepend(str(folder))
 
 
+@pytest.mark.moderate
 def test_a_handler_of_another_package_is_found_listed_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

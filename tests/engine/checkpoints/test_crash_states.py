@@ -598,6 +598,7 @@ def ran(root: Path, sequence: Callable[[Place], None], files: Recorded | None = 
     return place
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("sequence", spread(SEQUENCES, 2))
 def test_whatever_a_power_cut_leaves_what_was_reported_as_saved_loads(sequence: str, root: Path) -> None:
     place = ran(root, SEQUENCES[sequence])

@@ -160,6 +160,7 @@ def test_a_study_with_chosen_seeds_and_handlers_in_this_process(
     assert "Without ema, 2 seeds are too few" in (tmp_path / "r.txt").read_text()
 
 
+@pytest.mark.moderate
 def test_a_store_with_two_studies_is_reported_one_after_the_other(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -176,6 +177,7 @@ def test_a_store_with_two_studies_is_reported_one_after_the_other(
     assert "the store has 2 studies" in capsys.readouterr().err
 
 
+@pytest.mark.moderate
 def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store = tmp_path / "s.jsonl"
     assert main(["report", str(store)]) == 2

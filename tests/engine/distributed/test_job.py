@@ -82,6 +82,7 @@ def spawned(*ranks: tuple[str, str]) -> list[Any]:
     return found
 
 
+@pytest.mark.moderate
 def test_ranks_of_two_scripts_that_spawn_them_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     first, second = spawned(("0", "0"), ("1", "1"))

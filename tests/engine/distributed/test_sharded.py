@@ -123,6 +123,7 @@ def _modules() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.moderate
 def test_modules_are_whole_for_a_while_and_gradients_that_were_not_reduced_are_dropped() -> None:
     first, second = run_together(_modules, 2)
     assert first.pop("alone") == [True, True]
@@ -160,6 +161,7 @@ def _written(folder: Path) -> dict[str, Any]:
     return found | {"files": entries, "own": (saved, [len(local_part(tensor)) for tensor in tensors])}
 
 
+@pytest.mark.moderate
 def test_shards_are_written_by_all_and_read_by_all_or_by_one_alone(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     found = run_together(_written, 2, folder)

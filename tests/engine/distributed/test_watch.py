@@ -235,6 +235,7 @@ def test_the_others_report_the_error_of_one_that_ended(root: Path, case: str) ->
         assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
+@pytest.mark.moderate
 @of("raises and lives")
 def test_the_others_are_brought_out_of_the_collective(root: Path, case: str) -> None:
     """Though its process lives on, and long before the collective would time out."""
@@ -247,6 +248,7 @@ def test_the_others_are_brought_out_of_the_collective(root: Path, case: str) -> 
         assert found.reported(rank)["untouched"]
 
 
+@pytest.mark.moderate
 @of("raises and cannot be cut")
 def test_a_process_that_cannot_be_brought_out_says_why_and_ends(root: Path, case: str) -> None:
     found = Found(root, case)
@@ -257,6 +259,7 @@ def test_a_process_that_cannot_be_brought_out_says_why_and_ends(root: Path, case
     assert f"failed with ValueError: the labels are out of range at {BEFORE}" in said
 
 
+@pytest.mark.moderate
 @of("is killed")
 def test_one_that_was_killed_is_noticed_at_once(root: Path, case: str) -> None:
     found = Found(root, case)
@@ -267,6 +270,7 @@ def test_one_that_was_killed_is_noticed_at_once(root: Path, case: str) -> None:
         assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
+@pytest.mark.moderate
 @of("is stopped")
 def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -> None:
     found = Found(root, case)
@@ -281,6 +285,7 @@ def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -
         assert lines[0].startswith("the store of the process group does not answer")
 
 
+@pytest.mark.moderate
 @of("hangs")
 def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) -> None:
     found = Found(root, case)
@@ -294,6 +299,7 @@ def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) ->
         )
 
 
+@pytest.mark.moderate
 @of("leaves")
 def test_one_that_has_ended_its_run_is_named(root: Path, case: str) -> None:
     found = Found(root, case)

@@ -25,6 +25,7 @@ def on_data_of_another_length() -> str:
     return str(caught.value)
 
 
+@pytest.mark.moderate
 def test_ranks_with_data_of_different_lengths_are_refused_on_all_of_them() -> None:
     one, other = run_together(on_data_of_another_length, 2)
     assert one == other

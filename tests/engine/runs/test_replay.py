@@ -78,6 +78,7 @@ def seen_in(engine: Engine) -> dict[int, tuple[float, float]]:
     return seen
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("workers", kit.quick([0, 2], 0))
 def test_it_is_the_iteration_of_the_run(workers: int) -> None:
     engine = build(Rewindable(every="6it", keep=3), GradientClipping(0.5), LabelSmoothing(0.1), EMA(0.9))
@@ -145,6 +146,7 @@ def test_nothing_of_the_engine_is_changed(tmp_path: Any) -> None:
     assert digest(engine.model.state_dict()) == digest(other.model.state_dict())
 
 
+@pytest.mark.moderate
 def test_a_poisoned_sample_is_named_first() -> None:
     samples = Samples()
     engine = build(SpikeGuard("stop", window=16, rewind=6))
@@ -161,6 +163,7 @@ def test_a_poisoned_sample_is_named_first() -> None:
     assert sorted(one.sample for one in ranked) == sorted(replay.samples)
 
 
+@pytest.mark.moderate
 def test_a_sample_that_is_not_finite_is_named_first_and_its_nan_is_reproducible() -> None:
     samples = Samples()
     samples.scale[42] = float("nan")

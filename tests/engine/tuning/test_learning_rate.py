@@ -45,7 +45,7 @@ from signalfire.tuning import LearningRateCurve, find_learning_rate
 from tests import kit
 from tests.kit import digest, interruptible, quick
 from tests.processes import run_together
-from tests.test_invariants import CASES, FOLDER, make_data
+from tests.test_invariants import CASES, FOLDER, build_evaluator, make_data
 
 Batch = tuple[Tensor, Tensor]
 
@@ -279,7 +279,9 @@ def test_what_does_not_make_the_step_takes_no_part(tmp_path: Path) -> None:
 @pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:find_learning_rate", "ignore:[CW][0-9][0-9]")
 @pytest.mark.parametrize("trained", [False, True], ids=["new", "trained"])
-@pytest.mark.parametrize("case", quick([name for name, one in CASES.items() if one.build().training], "TruePrecision"))
+@pytest.mark.parametrize(
+    "case", quick([name for name, one in CASES.items() if one.build is not build_evaluator], "TruePrecision")
+)
 def test_no_shipped_handler_shows_a_trace(case: str, trained: bool) -> None:
     ends = []
     for sweep in (True, False):
@@ -309,6 +311,7 @@ def test_what_a_function_freezes_in_the_sweep_is_trained_afterwards() -> None:
 # ---- windows, groups, updates, processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.moderate
 def test_a_point_of_accumulated_batches_is_their_mean() -> None:
     data = batches(400)
     read: list[int] = []

@@ -30,7 +30,6 @@ from signalfire.handlers import (
     Metrics,
     Validation,
 )
-from signalfire.testing import check_handler
 from tests import kit
 from tests.kit import evaluator_of, linear, quick
 
@@ -279,6 +278,7 @@ def test_a_log_that_was_cut_back_by_a_resume_from_an_older_checkpoint_is_not_con
         engine.run(batches(), max_epochs=2)
 
 
+@pytest.mark.moderate
 def test_a_run_that_begins_anew_sets_the_file_of_another_aside(kind: Logger, tmp_path: Path) -> None:
     path = tmp_path / "log.txt"
     first, _ = uninterrupted(kind, path)
@@ -426,18 +426,6 @@ def test_what_one_run_left_out_is_written_in_the_next(kind: Logger, tmp_path: Pa
         leaves_out.detach()
         engine.load_state_dict(before)
     assert written == [4, 5]
-
-
-@pytest.mark.moderate
-def test_it_keeps_every_handlers_promises(kind: Logger, tmp_path: Path) -> None:
-    check_handler(
-        engine_of,
-        lambda: kind(tmp_path / "log", every="2it"),
-        batches(),
-        changes_training=False,
-        max_epochs=2,
-        per_run=["_seen_loaded"],
-    )
 
 
 def test_two_loggers_of_one_file_are_refused(kind: Logger, tmp_path: Path) -> None:
