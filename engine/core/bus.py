@@ -89,10 +89,6 @@ class Bus(blinker.Namespace):
         for connection in tuple(self._listeners.get(event, ())):
             connection.receiver(engine, *about)
 
-    def remark(self, engine: Kernel, code: str, sentence: str, way_out: str, *handlers: str, **how: Any) -> None:
-        """Tell of something that looks wrong, and may be meant; see `Reports.report`."""
-        self.notify(engine, Lifecycle.REMARKED, code, sentence, way_out, handlers, how)
-
     def connect(
         self, engine: Kernel, event: AnyEvent, receiver: Receiver, phase: Phase, rank: int
     ) -> Callable[[], None]:

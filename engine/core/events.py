@@ -121,15 +121,11 @@ class EventEnum(Enum, metaclass=_Catalogue):
 
         if unnamed or unknown:
             raise TypeError(f"{self}: {_no_filters(unnamed, unknown)}")
-        numbers = (
-            _whole(self, "every", every),
-            _several(self, once),
-            _whole(self, "after", after),
-            _whole(self, "before", before),
-        )
+        numbers = {"every": every, "after": after, "before": before}
+        every, after, before = (_whole(self, name, number) for name, number in numbers.items())
         if when is not None:
             check_receiver(when, f"{self}: when", returns=True)
-        chosen = Filter(*numbers, when)
+        chosen = Filter(every, _several(self, once), after, before, when)
         self._check(chosen)
         return FilteredEvent(self, chosen)
 

@@ -13,7 +13,7 @@ from torch import nn
 from .boundary import Boundary
 from .bus import Bus, Decorator
 from .connection import Phase, Receiver
-from .events import AnyEvent, EventEnum
+from .events import AnyEvent, EventEnum, Lifecycle
 from .feed import PlainFeed
 from .handler import Handler
 from .iteration import IterationSignals
@@ -181,7 +181,7 @@ class Kernel:
 
     def remark(self, code: str, sentence: str, way_out: str, *handlers: str, **how: Any) -> None:
         """Tell of something that looks wrong, and may be meant; see `Reports.report`."""
-        self.signals.remark(self, code, sentence, way_out, *handlers, **how)
+        self.signals.notify(self, Lifecycle.REMARKED, code, sentence, way_out, handlers, how)
 
     def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
         """Call ``receiver(engine)`` at an event; the returned handle disconnects it, also as a context manager."""

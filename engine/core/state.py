@@ -50,11 +50,16 @@ class MetricStore(dict[str, Any]):
         self.last_values: set[str] = set()
         self.written: dict[str, int] = {}
         self.running: dict[str, Callable[[], float | None]] = {}
+        self._plain: dict[str, str] = {}  # names that are or were there, by their spelling without a slash
 
     def __setitem__(self, name: str, value: Any) -> None:
         count = self.serials.get(name, 0)
-        if not count and (other := self.under(name)) != name:
-            raise ValueError(f"{name!r} and {other!r} are one metric for monitors and loggers; write it as {other!r}")
+        if not count:
+            if (other := self.under(name)) != name:
+                raise ValueError(
+                    f"{name!r} and {other!r} are one metric for monitors and loggers; write it as {other!r}"
+                )
+            self._plain[name.replace("/", "_")] = name
         self.serial += 1
         self.serials[name] = count + 1
         if isinstance(value, Tensor):  # its memory may change later, and its graph would keep the batch alive
@@ -68,10 +73,8 @@ class MetricStore(dict[str, Any]):
 
     def under(self, name: str) -> str:
         """The name under which a metric is written that is asked for as "val/loss" or "val_loss"; else the name itself."""
-        if name in self or name in self.owners:
-            return name
-        plain = name.replace("/", "_")
-        return next((one for one in (*self.owners, *self) if one.replace("/", "_") == plain), name)
+        other = name if name in self or name in self.owners else self._plain.get(name.replace("/", "_"), name)
+        return other if other in self or other in self.owners else name
 
     def __missing__(self, name: str) -> Any:
         if (other := self.under(name)) in self:
@@ -138,6 +141,7 @@ class MetricStore(dict[str, Any]):
                     f"{self.owners[written]!r} writes the metric {written!r} and {owner!r} writes {name!r}, which are one name; "
                     "rename one of them"
                 )
+            self._plain[name.replace("/", "_")] = name
             other = self.owners.setdefault(name, owner)
             if other != owner:
                 raise ValueError(
@@ -187,6 +191,7 @@ class MetricStore(dict[str, Any]):
         self.serials = {self._now(name, state): count for name, count in state["serials"].items()}
         self.serial = state["serial"]
         self.evaluated = {self._now(name, state) for name in state.get("evaluated", ())}
+        self._plain |= {name.replace("/", "_"): name for name in self}
 
     def _now(self, name: str, state: Mapping[str, Any]) -> str:
         """What a metric of a saved state is called now: a validation's "loss" may have become "val_loss"."""

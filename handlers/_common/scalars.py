@@ -39,6 +39,7 @@ class ScalarLogger(Handler):
         self._rates_at = 0
         self._new = NewValues(count)
         self._tags: dict[str, str] = {}  # names of metrics in the log
+        self._named: dict[str, str] = {}  # and the metrics by these
         self._losses: list[tuple[str, UpdateState]] = []  # the updates, by the names of their losses in the log
         self._wrote_losses = False
         self._seen_loaded = False  # what `_new` has seen is from a loaded state
@@ -93,7 +94,7 @@ class ScalarLogger(Handler):
     def begin(self, engine: Engine) -> None:
         """Skip the metrics measured so far: the previous run wrote them."""
         self._new.start(engine)
-        self._tags = {}
+        self._tags, self._named = {}, {}
         for name, owner in engine.state.metrics.owners.items():
             if owner != "user":  # of whose metrics a value shows whether they are an evaluation's
                 self._tag(engine, name)
@@ -156,7 +157,7 @@ class ScalarLogger(Handler):
         """
         if name not in self._tags:
             tag = self.tag_of(engine, name)
-            if (other := next((one for one, its in self._tags.items() if its == tag), None)) is not None:
+            if (other := self._named.setdefault(tag, name)) != name:
                 raise ValueError(
                     f"{self.name!r}: the metrics {other!r} and {name!r} are both {tag!r} in a log; rename one of them"
                 )

@@ -204,3 +204,23 @@ def test_its_position_is_put_back_without_bounds_and_metrics() -> None:
     engine.state.reset()
     assert repr(engine.state) == "State(epoch=0, iteration=0, metrics={})"
     assert engine.state.metrics.serials == {}
+
+
+def test_finding_the_other_spelling_does_not_search_through_all_names() -> None:
+    class Counted(str):
+        replaced = 0
+
+        def replace(self, *arguments: Any) -> str:  # type: ignore[override]
+            Counted.replaced += 1
+            return super().replace(*arguments)
+
+    metrics = MetricStore()
+    names = [Counted(f"norm/layer_{place}") for place in range(100)]
+    metrics.announce("norms", names)
+    for name in names:
+        metrics[name] = 1.0
+    assert Counted.replaced <= 300
+    assert metrics.under("norm_layer/7") == "norm/layer_7"
+    metrics.withdraw("norms")
+    metrics.clear()
+    assert metrics.under("norm_layer/7") == "norm_layer/7"
