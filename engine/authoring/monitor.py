@@ -244,6 +244,8 @@ class Monitor:
         if metrics.serial == self.serial:
             return None
         self.serial = metrics.serial
+        if self.asked != self.metric and self.asked in metrics:
+            self._take_asked()
         serial = metrics.serials.get(self.metric, 0)
         if serial == self.seen:
             return None
@@ -260,6 +262,20 @@ class Monitor:
         if self.mode is None and self.needs_mode:
             raise no_direction(self.metric, self.handler, self.mode_of)
         return number
+
+    def _take_asked(self) -> None:
+        """Read the metric of the very name that was given, which was not announced and has its first value now.
+
+        Raises:
+            KeyError: if values of a validation were read in its place before.
+        """
+        if self.seen:
+            raise KeyError(
+                f"{self.handler} asks for {self.asked!r}, which is ambiguous: it has read {self.metric!r} so far, and {self.asked!r} "
+                f"has a value now; write {self.metric!r}, or announce the other before the run: "
+                f"engine.state.metrics.announce('user', [{self.asked!r}])"
+            )
+        self.metric = self.asked
 
     def _report_late(self, engine: Engine) -> None:
         """Report a new value that was written in an earlier iteration, after this monitor had looked there."""

@@ -68,7 +68,7 @@ class MetricStore(dict[str, Any]):
 
     def under(self, name: str) -> str:
         """The name under which a metric is written that is asked for as "val/loss" or "val_loss"; else the name itself."""
-        if name in self or name in self.owners:
+        if super().__contains__(name) or name in self.owners:
             return name
         plain = name.replace("/", "_")
         return next((one for one in (*self.owners, *self) if one.replace("/", "_") == plain), name)
@@ -87,6 +87,12 @@ class MetricStore(dict[str, Any]):
             f"there is no metric {name!r}; there are: {there or 'none; attach Metrics or Validation'}"
             f"{did_you_mean(name, known)}"
         )
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(self.under(name)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         if name not in self:
@@ -191,7 +197,8 @@ class MetricStore(dict[str, Any]):
     def _now(self, name: str, state: Mapping[str, Any]) -> str:
         """What a metric of a saved state is called now: a validation's "loss" may have become "val_loss"."""
         prefixed = f"val_{name}"
-        renamed = name not in self.owners and prefixed in self.owners and prefixed not in state["serials"]
+        validated = name in state.get("evaluated", ()) and name not in self.owners
+        renamed = validated and prefixed in self.owners and prefixed not in state["serials"]
         return prefixed if renamed else name
 
 

@@ -103,3 +103,24 @@ def test_a_name_that_is_like_an_announced_one_may_be_written_by_a_function() -> 
         monitor.start(engine)
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(score=1.0))
     monitor.start(engine)
+
+
+def test_a_metric_of_ones_own_is_monitored_under_its_name_and_not_that_of_a_validation() -> None:
+    engine = make_engine()
+    metrics, monitor = engine.state.metrics, Monitor("Mine", "loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    monitor.start(engine)
+    metrics["loss"], metrics["val_loss"] = 1.0, 2.0
+    assert monitor.new_value(engine) == 1.0
+
+
+def test_a_metric_of_ones_own_that_comes_after_values_of_a_validation_is_ambiguous() -> None:
+    engine = make_engine()
+    metrics, monitor = engine.state.metrics, Monitor("Mine", "loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    monitor.start(engine)
+    metrics["val_loss"] = 2.0
+    assert monitor.new_value(engine) == 2.0
+    metrics["loss"] = 1.0
+    with pytest.raises(KeyError, match=r"'loss', which is ambiguous: it has read 'val_loss' so far"):
+        monitor.new_value(engine)

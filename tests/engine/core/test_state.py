@@ -204,3 +204,23 @@ def test_its_position_is_put_back_without_bounds_and_metrics() -> None:
     engine.state.reset()
     assert repr(engine.state) == "State(epoch=0, iteration=0, metrics={})"
     assert engine.state.metrics.serials == {}
+
+
+def test_both_spellings_of_a_metric_are_found_in_every_way() -> None:
+    metrics = MetricStore()
+    metrics["val_loss"] = 1.0
+    assert (metrics["val/loss"], metrics.get("val/loss"), metrics.setdefault("val/loss", 2.0)) == (1.0, 1.0, 1.0)
+    assert "val/loss" in metrics
+    assert "val/los" not in metrics
+    assert metrics.get("val/los", 3.0) == 3.0
+    assert 3 not in metrics
+
+
+def test_only_what_an_evaluation_measured_is_loaded_under_the_name_of_a_validation() -> None:
+    saved, loaded = MetricStore(), MetricStore()
+    saved["accuracy"], saved["loss"] = 0.5, 2.0
+    saved.evaluated.add("loss")
+    loaded.announce("validation", ["val_accuracy", "val_loss"])
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded == {"accuracy": 0.5, "val_loss": 2.0}
+    assert loaded.serials == {"accuracy": 1, "val_loss": 1}
