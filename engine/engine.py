@@ -124,8 +124,10 @@ class Engine(Kernel):
     if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            hint = instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
-            raise AttributeError(f"Engine has no attribute {name!r}{'' if name.startswith('_') else hint}", name=name)
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property: the error inside it says what is missing
+            hint = "" if name.startswith("_") else instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
+            raise AttributeError(f"Engine has no attribute {name!r}{hint}", name=name)
 
     def _furnish(self) -> None:
         self.boundary = DistributedBoundary(self)
@@ -217,7 +219,7 @@ class Engine(Kernel):
         update = self._only_update("optimizer")
         if update.optimizer is None:
             why = "it is built as a run begins" if self.training else "this engine evaluates"
-            raise RuntimeError(f"engine.optimizer: there is none yet: {why}")
+            raise AttributeError(f"engine.optimizer: there is none yet: {why}")
         return update.optimizer
 
     @property
@@ -228,7 +230,7 @@ class Engine(Kernel):
     def _only_update(self, attribute: str) -> UpdateState:
         if len(self.updates) > 1:
             names = ", ".join(repr(update.name) for update in self.updates)
-            raise RuntimeError(
+            raise AttributeError(  # which hasattr, inspect and getattr with a default expect
                 f"engine.{attribute}: there are several updates, {names}; write "
                 f"engine.find_update({self.updates[0].name!r}).{attribute}"
             )
