@@ -194,6 +194,7 @@ class Monitor:
         self.relative = check_bool(handler, "relative", relative)
         self.serial = 0  # of all metrics at the last call: one comparison shows that nothing is new
         self.seen = 0  # the serial of the metric's value that was last returned
+        self._other_read = False  # whether that was a value of a metric of another name than was given
 
     def start(self, engine: Engine, name: str = "") -> None:
         """Find the mode, and check the metric's name, at STARTED in Phase.CONTROL: after all announcements.
@@ -244,12 +245,13 @@ class Monitor:
         if metrics.serial == self.serial:
             return None
         self.serial = metrics.serial
-        if self.asked != self.metric and self.asked in metrics:
+        if self.asked != self.metric and self.asked in metrics.serials:
             self._take_asked()
         serial = metrics.serials.get(self.metric, 0)
         if serial == self.seen:
             return None
         self.seen = serial
+        self._other_read = self.metric != self.asked
         self._report_late(engine)
         value = metrics[self.metric]
         number = as_number(value)
@@ -269,10 +271,10 @@ class Monitor:
         Raises:
             KeyError: if values of a validation were read in its place before.
         """
-        if self.seen:
+        if self._other_read:
             raise KeyError(
-                f"{self.handler} asks for {self.asked!r}, which is ambiguous: it has read {self.metric!r} so far, and {self.asked!r} "
-                f"has a value now; write {self.metric!r}, or announce the other before the run: "
+                f"{self.handler} asks for {self.asked!r}, which is ambiguous: it has read {self.metric!r} so far, and "
+                f"{self.asked!r} has a value now; write {self.metric!r}, or announce the other before the run: "
                 f"engine.state.metrics.announce('user', [{self.asked!r}])"
             )
         self.metric = self.asked
@@ -342,10 +344,11 @@ class Monitor:
         return value < best - margin if self.mode == "min" else value > best + margin
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
+        return {"seen": self.seen} | ({"other_read": True} if self._other_read else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
+        self._other_read = state.get("other_read", False)
         self.serial = -1  # check all metrics at the next call
 
 

@@ -92,7 +92,7 @@ class MetricStore(dict[str, Any]):
         return super().__contains__(name) or (isinstance(name, str) and super().__contains__(self.under(name)))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        return super().get(name if super().__contains__(name) else self.under(name), default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         if name not in self:

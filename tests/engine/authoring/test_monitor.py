@@ -124,3 +124,26 @@ def test_a_metric_of_ones_own_that_comes_after_values_of_a_validation_is_ambiguo
     metrics["loss"] = 1.0
     with pytest.raises(KeyError, match=r"'loss', which is ambiguous: it has read 'val_loss' so far"):
         monitor.new_value(engine)
+
+
+def test_a_metric_is_monitored_under_either_spelling() -> None:
+    engine = make_engine()
+    metrics, monitor = engine.state.metrics, Monitor("Mine", "val/loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    monitor.start(engine)
+    metrics["val_loss"] = 2.0
+    assert monitor.new_value(engine) == 2.0
+
+
+def test_a_metric_of_ones_own_is_monitored_under_its_name_after_a_resume() -> None:
+    engine = make_engine()
+    metrics, monitor, resumed = engine.state.metrics, Monitor("Mine", "loss", "min"), Monitor("Mine", "loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    for one in (monitor, resumed):
+        one.start(engine)  # before the saved metrics are in place
+    metrics["loss"], metrics["val_loss"] = 1.0, 2.0
+    assert monitor.new_value(engine) == 1.0
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.new_value(engine) is None
+    metrics["loss"] = 0.5
+    assert resumed.new_value(engine) == 0.5
