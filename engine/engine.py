@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -102,7 +103,8 @@ class Engine(Kernel):
         self.findings = Reports(self, allow)
         self.streams = streams
         specs, seed = _checked_specs(update), None if seed is None else check_seed("Engine", seed)
-        _refuse_shared_parameters(specs, model)
+        if training is not False:
+            _refuse_shared_parameters(specs, model)
         super().__init__(specs, model, seed=seed, training=training)
         self.model = model_of(model, self.modules)
         self.seed_given = seed is not None
@@ -124,8 +126,10 @@ class Engine(Kernel):
     if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
-            hint = instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
-            raise AttributeError(f"Engine has no attribute {name!r}{'' if name.startswith('_') else hint}", name=name)
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property: the error inside it says what is missing
+            hint = "" if name.startswith("_") else instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
+            raise AttributeError(f"Engine has no attribute {name!r}{hint}", name=name)
 
     def _furnish(self) -> None:
         self.boundary = DistributedBoundary(self)
@@ -217,7 +221,7 @@ class Engine(Kernel):
         update = self._only_update("optimizer")
         if update.optimizer is None:
             why = "it is built as a run begins" if self.training else "this engine evaluates"
-            raise RuntimeError(f"engine.optimizer: there is none yet: {why}")
+            raise AttributeError(f"engine.optimizer: there is none yet: {why}")
         return update.optimizer
 
     @property
@@ -228,7 +232,7 @@ class Engine(Kernel):
     def _only_update(self, attribute: str) -> UpdateState:
         if len(self.updates) > 1:
             names = ", ".join(repr(update.name) for update in self.updates)
-            raise RuntimeError(
+            raise AttributeError(  # which hasattr, inspect and getattr with a default expect
                 f"engine.{attribute}: there are several updates, {names}; write "
                 f"engine.find_update({self.updates[0].name!r}).{attribute}"
             )
@@ -360,13 +364,16 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
     return specs
 
 
+def _trains_what_it_is_given(optimizer: Any) -> bool:
+    """Whether it is a class, perhaps with options: a function may choose the parameters itself, which W71 looks at in the run."""
+    return isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
+
+
 def _refuse_shared_parameters(specs: Sequence[Update], model: Any) -> None:
     """Raise ValueError if two updates train all of several modules, and nothing says that this is meant."""
     if not isinstance(model, Mapping) or len(model) < 2:
         return
-    of_all = [
-        spec.name for spec in specs if spec.parameters is None and not isinstance(spec.optimizer, Optimizer | None)
-    ]
+    of_all = [spec.name for spec in specs if spec.parameters is None and _trains_what_it_is_given(spec.optimizer)]
     if len(of_all) > 1:
         name = next(iter(model))
         raise ValueError(

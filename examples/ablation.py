@@ -33,7 +33,6 @@ from signalfire.handlers import (
     GradientClipping,
     LabelSmoothing,
     LRScheduling,
-    Metrics,
     MixUp,
     Validation,
 )
@@ -65,14 +64,13 @@ def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine]
     train_data, test_data = load_data()
     seed_everything(seed)
     model = build_model()
-    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=RATE))
-
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
 
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
-        Validation(evaluator, DataLoader(test_data, batch_size=1000), every=f"{epochs}ep"),  # once, at the end
+        Validation(
+            DataLoader(test_data, batch_size=1000), accuracy=Accuracy(), every=f"{epochs}ep"
+        ),  # once, at the end
         LRScheduling(partial(OneCycleLR, max_lr=RATE)),
         EMA(0.99),
         MixUp(0.2),
@@ -96,7 +94,7 @@ def main() -> None:
 
     study = Study(
         partial(build, epochs=arguments.epochs),
-        metric="accuracy",
+        metric="val_accuracy",
         mode="max",
         seeds=range(arguments.seeds),
         store=arguments.folder / "runs.jsonl",

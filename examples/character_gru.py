@@ -92,19 +92,16 @@ def build(characters: int, held_out: DataLoader[Any], *, seed: int) -> Engine:
     model = CharacterGRU(characters)
     update = Update(forward, loss, partial(torch.optim.Adam, lr=6e-3))
 
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(bits=Average()))
-
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
         Seeding(),
         TruncatedBPTT(CHUNK),
         Metrics(train_bits=Average()),
-        Validation(evaluator, held_out, every="100st"),
+        Validation(held_out, bits=Average(), every="100st"),
         GradientClipping(max_norm=1.0),
         LRScheduling(cosine_with_warmup(warmup=0.05, min_factor=0.02)),
         History(),
-        ProgressBar(["train_bits", "bits"]),
+        ProgressBar(["train_bits", "val_bits"]),
     )
     return trainer
 
@@ -149,12 +146,12 @@ def main() -> None:
     history = trainer.find(History)
     print(f"\n{trainer.updates[0].steps} optimizer steps in {seconds:.0f} s")
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    if "bits" in history.names:
-        best, last = min(history["bits"]), history["bits"][-1]
+    if "val_bits" in history.names:
+        best, last = min(history["val_bits"]), history["val_bits"][-1]
         print(
             f"held-out text: {last:.3f} bits per character (best {best:.3f}; {math.log2(len(alphabet)):.2f} by guessing)\n"
         )
-        history.plot(arguments.folder / "learning_curve.png", "train_bits,bits")
+        history.plot(arguments.folder / "learning_curve.png", "train_bits,val_bits")
         print(f"  {arguments.folder / 'learning_curve.png'}\n")
     print(sample(trainer.modules["model"], alphabet, start="The ", length=600, seed=arguments.seed))  # type: ignore[arg-type]
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from signalfire import Engine, Update, groups, seed_everything
-from signalfire.handlers import Accuracy, Checkpoint, GradientClipping, LRScheduling, Metrics, Validation
+from signalfire.handlers import Accuracy, Checkpoint, GradientClipping, LRScheduling, Validation
 
 
 @dataclass
@@ -77,17 +77,15 @@ def main() -> None:
         parameters=lambda engine: groups(engine.model, {"matrices": lambda name, p: p.dim() == 2, "rest": "*"}),
     )
     trainer = Engine(update, model=model, seed=config.seed)
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
     train, test = load_batches(config)
     trainer.attach(
         GradientClipping(max_norm=1.0),
         LRScheduling({"matrices": CosineAnnealingLR, "rest": CosineAnnealingLR}),
-        Validation(evaluator, test),
+        Validation(test, accuracy=Accuracy()),
         Checkpoint(config.folder, hyperparameters=config),
     )
     state = trainer.run(train, max_epochs=config.epochs)
-    print(f"accuracy {state.metrics['accuracy']:.1%} with {Checkpoint.hyperparameters(config.folder)}")
+    print(f"accuracy {state.metrics['val_accuracy']:.1%} with {Checkpoint.hyperparameters(config.folder)}")
 
 
 if __name__ == "__main__":

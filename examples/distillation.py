@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update, seed_everything
 from signalfire.ablation import LeaveOneOut, Study
-from signalfire.handlers import Accuracy, Distillation, LRScheduling, Metrics, Validation
+from signalfire.handlers import Accuracy, Distillation, LRScheduling, Validation
 
 SEEDS, EPOCHS, TEACHER_EPOCHS, BATCH, RATE = 8, 30, 30, 100, 1e-2
 TEMPERATURE, WEIGHT = 4.0, 0.9
@@ -73,12 +73,10 @@ class ResidualMLP(nn.Module):
 
 def build_trainer(model: nn.Module, seed: int, epochs: int) -> Engine:
     """A trainer that measures the accuracy on the test samples once, at the end."""
-    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=RATE))
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
-        Validation(evaluator, DataLoader(load_data()[1], batch_size=1000), every=f"{epochs}ep"),
+        Validation(DataLoader(load_data()[1], batch_size=1000), accuracy=Accuracy(), every=f"{epochs}ep"),
         LRScheduling(partial(OneCycleLR, max_lr=RATE)),
     )
     return trainer
@@ -94,7 +92,7 @@ def train_teacher(path: Path, epochs: int) -> None:
     trainer = build_trainer(build_teacher(), 1000, epochs)
     run(trainer, epochs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    accuracy = float(trainer.state.metrics["accuracy"])
+    accuracy = float(trainer.state.metrics["val_accuracy"])
     torch.save({"weights": trainer.model.state_dict(), "accuracy": accuracy, "epochs": epochs}, path)
 
 
@@ -128,7 +126,7 @@ def main() -> None:
 
     study = Study(
         partial(build, teacher=path, epochs=arguments.epochs),
-        metric="accuracy",
+        metric="val_accuracy",
         mode="max",
         seeds=range(arguments.seeds),
         store=arguments.folder / "runs.jsonl",

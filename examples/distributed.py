@@ -82,7 +82,7 @@ def main() -> None:
     seed_everything(options.seed)
 
     model = build_model()
-    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=1e-3))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=1e-3)
     evaluator = Engine(update.evaluation(), model=model)
     evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()), DeviceTransfer())
 

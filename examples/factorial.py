@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update, seed_everything
 from signalfire.ablation import Factorial, Study
-from signalfire.handlers import Accuracy, LabelSmoothing, Metrics, MixUp, Validation
+from signalfire.handlers import Accuracy, LabelSmoothing, MixUp, Validation
 
 SEEDS, EPOCHS, BATCH, RATE, HIDDEN = 16, 60, 32, 3e-3, 64
 
@@ -50,13 +50,11 @@ def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine]
     train, test = train_test_split(torch.arange(len(targets)), train_size=0.1, random_state=seed, stratify=targets)
     seed_everything(seed)
     model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
-    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=RATE))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
 
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
-        Validation(evaluator, [(inputs[test], targets[test])], every=f"{epochs}ep"),  # once, at the end
+        Validation([(inputs[test], targets[test])], accuracy=Accuracy(), every=f"{epochs}ep"),  # once, at the end
         LabelSmoothing(0.1),
         MixUp(0.2),
     )
@@ -77,7 +75,7 @@ def main() -> None:
 
     study = Study(
         partial(build, epochs=arguments.epochs),
-        metric="accuracy",
+        metric="val_accuracy",
         mode="max",
         seeds=range(arguments.seeds),
         store=arguments.folder / "runs.jsonl",

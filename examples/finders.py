@@ -50,7 +50,7 @@ def build(seed: int, rate: float) -> Engine:
         nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
         nn.Flatten(), nn.Linear(125, 10),
     )  # fmt: skip
-    return Engine(Update.supervised(F.cross_entropy, partial(torch.optim.Adam, lr=rate)), model=model, seed=seed)
+    return Engine(Update.supervised(F.cross_entropy, torch.optim.Adam, lr=rate), model=model, seed=seed)
 
 
 def accuracy_of(seed: int, rate: float, train: TensorDataset, test: TensorDataset) -> float:

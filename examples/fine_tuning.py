@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +95,10 @@ def build(model: nn.Module, test_data: DataLoader[Any], *, seed: int, every: int
         rates = {"conv1": RATE / 8, "conv2": RATE / 4, "conv3": RATE / 2}
         return discriminative_rates(model, rates, default=RATE)
 
-    update = Update.supervised(F.cross_entropy, partial(torch.optim.Adam, lr=RATE), parameters=parameters)
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE, parameters=parameters)
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(Seeding(), Metrics(train_loss=Average()), History())
-    trainer.attach(Validation(evaluator, test_data, every=f"{every}st"))
+    trainer.attach(Validation(test_data, accuracy=Accuracy(), every=f"{every}st"))
     if way == "gradual":  # unfreeze one more layer after every tenth of the run
         stages = {
             conv: 1 + max(1, stage * epochs // 10) for stage, conv in enumerate(("conv3", "conv2", "conv1"), start=1)
@@ -135,7 +132,7 @@ def main() -> None:
     old = Network()
     trainer = build(old, data["old_test"], seed=seed, every=every, way="full")
     trainer.run(data["old"], max_steps=2 * steps)
-    print(f"trained on the digits 0 to 4: {100 * trainer.state.metrics['accuracy']:.1f} % of their test samples")
+    print(f"trained on the digits 0 to 4: {100 * trainer.state.metrics['val_accuracy']:.1f} % of their test samples")
 
     arguments.folder.mkdir(parents=True, exist_ok=True)
     torch.save(old.state_dict(), arguments.folder / "pretrained.pt")
@@ -163,11 +160,11 @@ def report(histories: dict[str, History], samples: int, folder: Path, seconds: f
     top, bottom = figure.subplots(2, 1, sharex=True)
     for way, label in WAYS.items():
         history = histories[way]
-        accuracy = [100 * value for value in history["accuracy"]]
+        accuracy = [100 * value for value in history["val_accuracy"]]
         print(f"{label:<38}{accuracy[-1]:>8.1f}{max(accuracy):>8.1f}")
         steps = [iteration for _, iteration, _ in history.records["accuracy"]]
         top.plot(steps, accuracy, label=label, marker=".")
-        bottom.plot(steps, history["loss"], label=label, marker=".")
+        bottom.plot(steps, history["val_loss"], label=label, marker=".")
     top.set(ylabel="test accuracy in %", title=f"MNIST-1D, digits 5 to 9 from {samples} samples each")
     bottom.set(xlabel="optimizer steps", ylabel="test loss")
     for axes in (top, bottom):

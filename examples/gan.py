@@ -137,13 +137,11 @@ def train_classifier(train: Digits, test: Digits) -> tuple[nn.Module, float]:
     """A classifier trained on real digits, and its test accuracy."""
     seed_everything(0)
     model, epochs = build_classifier(), 20
-    update = Update.supervised(F.cross_entropy, partial(torch.optim.AdamW, lr=2e-3, weight_decay=1e-2))
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
+    update = Update.supervised(F.cross_entropy, torch.optim.AdamW, lr=2e-3, weight_decay=1e-2)
     trainer = Engine(update, model=model, seed=0)
-    trainer.attach(Seeding(), Validation(evaluator, [test], every=f"{epochs}ep"))
+    trainer.attach(Seeding(), Validation([test], accuracy=Accuracy(), every=f"{epochs}ep"))
     trainer.run(DataLoader(TensorDataset(*train), BATCH, shuffle=True, generator=torch.Generator()), max_epochs=epochs)
-    return model, trainer.state.metrics["accuracy"]
+    return model, trainer.state.metrics["val_accuracy"]
 
 
 def draw(engine: Engine, batch: Digits) -> Tensor:
@@ -164,11 +162,11 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
     updates = [
         Update(
             discriminate, discriminator_loss, partial(adam, lr=5e-4), name="discriminator",
-            parameters=lambda engine: engine.modules["discriminator"].parameters(),
+            parameters="discriminator",
         ),
         Update(
             generate, generator_loss, partial(adam, lr=1e-3), name="generator",
-            parameters=lambda engine: engine.modules["generator"].parameters(),
+            parameters="generator",
         ),
     ]  # fmt: skip
 

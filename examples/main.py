@@ -113,7 +113,7 @@ def build(
     """Compose the trainer. The order of attaching handlers does not matter."""
     seed_everything(seed)
     model = build_model(kind)
-    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=1e-2))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=1e-2)
 
     evaluator = Engine(update.evaluation(), model=model)
     evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()), DeviceTransfer())

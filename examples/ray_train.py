@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def train(options: dict[str, Any]) -> None:
     x = torch.randn(512, 8)
     y = (x[:, 0] * x[:, 1] > 0).long()
     engine = Engine(
-        Update.supervised(F.cross_entropy, partial(torch.optim.Adam, lr=1e-2)),
+        Update.supervised(F.cross_entropy, torch.optim.Adam, lr=1e-2),
         model=nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 2)),
         seed=0,
     )

@@ -10,7 +10,6 @@ Source: the conventions are those of https://scikit-learn.org/stable/developers/
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,7 +62,7 @@ class NetClassifier(ClassifierMixin, BaseEstimator):
                 nn.Linear(X.shape[1], self.hidden), nn.ReLU(), nn.Linear(self.hidden, len(self.classes_))
             )
             trainer = Engine(
-                Update.supervised(F.cross_entropy, partial(torch.optim.Adam, lr=self.lr)), model=self.model_, seed=seed
+                Update.supervised(F.cross_entropy, torch.optim.Adam, lr=self.lr), model=self.model_, seed=seed
             )
             trainer.attach(GradientClipping(max_norm=1.0), LRScheduling(cosine_with_warmup(warmup=0.1)))
             samples = TensorDataset(torch.tensor(X, dtype=torch.float32), torch.tensor(targets))

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update
 from signalfire.ablation import OneAtATime, Study, TasksReport
-from signalfire.handlers import Accuracy, Average, Metrics, SharpnessAwareMinimization, Validation
+from signalfire.handlers import Accuracy, Average, SharpnessAwareMinimization, Validation
 
 SEEDS, EPOCHS, BATCH, RATE, HIDDEN, RHO = 10, 60, 32, 3e-3, 64, 0.05
 LOADERS = {"digits": load_digits, "wine": load_wine, "cancer": load_breast_cancer}
@@ -67,12 +67,16 @@ def build(seed: int, *, task: str, epochs: int = EPOCHS) -> tuple[Engine, Callab
     train, test = split(task, seed)
     classes = int(load(task)[1].max()) + 1
     model = nn.Sequential(nn.Linear(train.tensors[0].shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes))
-    update = Update.supervised(F.cross_entropy, optimizer=partial(torch.optim.Adam, lr=RATE))
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy(), loss=Average(F.cross_entropy)))
+    update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
-        Validation(evaluator, DataLoader(test, batch_size=1000), every=f"{epochs}ep", prefix="test_"),
+        Validation(
+            DataLoader(test, batch_size=1000),
+            accuracy=Accuracy(),
+            loss=Average(F.cross_entropy),
+            every=f"{epochs}ep",
+            prefix="test_",
+        ),
         SharpnessAwareMinimization(rho=RHO),
     )
     return trainer, lambda engine: engine.run(DataLoader(train, batch_size=BATCH, shuffle=True), max_epochs=epochs)

@@ -78,7 +78,7 @@ def main() -> None:
             intermediate_size=128, max_position_embeddings=128,
         )
     )  # fmt: skip
-    update = Update.from_model(partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01), samples="labels")
+    update = Update.from_model(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, samples="labels")
     trainer = Engine(update, model=model, seed=arguments.seed)
     evaluator = Engine(Update.from_model(samples="labels"), model=model)
     evaluator.attach(Metrics(accuracy=Accuracy()))

@@ -137,10 +137,11 @@ class MixedPrecision(Handler):
     @on(Events.FORWARD_STARTED, reads=[], writes=["precision"])
     def autocast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
-        if engine is not self.engine:  # an evaluator that inherits it; the trainer may be in its own autocast now
-            engine.regions.enter(torch.autocast(engine.device.type, dtype=self.dtype))
+        device = engine.device.type
+        if engine is not self.engine or self._autocast is None or torch.is_autocast_enabled(device):
+            # In an evaluation: the training may be in its own autocast now, which cannot be entered twice, or not have begun.
+            engine.regions.enter(torch.autocast(device, dtype=self.dtype))
             return
-        assert self._autocast is not None
         engine.regions.enter(self._autocast)
 
     @on("loss_event", phase=Phase.FINALIZE, reads=["loss"], writes=["loss", "scale"])

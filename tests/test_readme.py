@@ -33,7 +33,8 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
     assert shown is not None
     if number == 0:
         expected, real = (
-            re.findall(r"^epoch (\d+): ([\d.]+)% of the validation digits$", text, re.M) for text in (shown[1], result.stdout)
+            re.findall(r"^epoch (\d+): ([\d.]+)% of the validation digits$", text, re.M)
+            for text in (shown[1], result.stdout)
         )
         assert [epoch for epoch, _ in expected] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
         # Processors round differently, so that the last digits may differ.

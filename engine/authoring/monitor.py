@@ -190,6 +190,7 @@ class Monitor:
         self.relative = check_bool(handler, "relative", relative)
         self.serial = 0  # of all metrics at the last call: one comparison shows that nothing is new
         self.seen = 0  # the serial of the metric's value that was last returned
+        self._other_read = False  # whether that was a value of a metric of another name than was given
 
     def start(self, engine: Engine, name: str = "") -> None:
         """Find the mode, and check the metric's name, at STARTED in Phase.CONTROL: after all announcements.
@@ -239,10 +240,13 @@ class Monitor:
         if metrics.serial == self.serial:
             return None
         self.serial = metrics.serial
+        if self.asked != self.metric and self.asked in metrics.serials:
+            self._take_asked()
         serial = metrics.serials.get(self.metric, 0)
         if serial == self.seen:
             return None
         self.seen = serial
+        self._other_read = self.metric != self.asked
         self._report_late(engine)
         value = metrics[self.metric]
         number = as_number(value)
@@ -255,6 +259,20 @@ class Monitor:
         if self.mode is None and self.needs_mode:
             raise no_direction(self.metric, self.handler, self.mode_of)
         return number
+
+    def _take_asked(self) -> None:
+        """Read the metric of the very name that was given, which was not announced and has its first value now.
+
+        Raises:
+            KeyError: if values of a validation were read in its place before.
+        """
+        if self._other_read:
+            raise KeyError(
+                f"{self.handler} asks for {self.asked!r}, which is ambiguous: it has read {self.metric!r} so far, and "
+                f"{self.asked!r} has a value now; write {self.metric!r}, or announce the other before the run: "
+                f"engine.state.metrics.announce('user', [{self.asked!r}])"
+            )
+        self.metric = self.asked
 
     def _report_late(self, engine: Engine) -> None:
         """Report a new value that was written in an earlier iteration, after this monitor had looked there."""
@@ -321,10 +339,11 @@ class Monitor:
         return value < best - margin if self.mode == "min" else value > best + margin
 
     def state_dict(self) -> dict[str, Any]:
-        return {"seen": self.seen}
+        return {"seen": self.seen} | ({"other_read": True} if self._other_read else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.seen = state["seen"]
+        self._other_read = state.get("other_read", False)
         self.serial = -1  # check all metrics at the next call
 
 

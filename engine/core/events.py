@@ -168,8 +168,7 @@ def _several(event: EventEnum, once: Any) -> frozenset[int] | None:
     """The counts of ``once=``."""
     if once is None:
         return None
-    if isinstance(once, Integral):
-        once = [once]
+    once = [once] if isinstance(once, Integral) else once
     if not isinstance(once, Iterable):
         raise TypeError(f"{event}: once={once!r}: expected an int or several ints")
     counts = frozenset(n for i, one in enumerate(once) if (n := _whole(event, f"once[{i}]", one)) is not None)

@@ -145,12 +145,11 @@ class Loop:
     def to_skip(self) -> list[UpdateState]:
         """The updates whose steps a stop skips: the current one, and with several ranks all that they have to make after it."""
         engine, state = self.engine, self.engine.state
-        if state.completed == state.iteration:
+        begun, alone = self._updates_begun, engine.group.alone
+        if state.completed == state.iteration or (alone and not begun):
             return []
-        if engine.group.alone:
-            return [state.update] if self._updates_begun else []
-        left = [one for one in engine.updates if one.omitted_in == state.iteration or not self._updates_begun]
-        return [state.update, *left] if self._updates_begun else left
+        left = [one for one in engine.updates if not alone and (one.omitted_in == state.iteration or not begun)]
+        return [state.update, *left] if begun else left
 
     def give_back_position(self) -> None:
         """Let the next run continue at a position at which an error kept this one from continuing."""

@@ -56,9 +56,7 @@ class MetricStore(dict[str, Any]):
         count = self.serials.get(name, 0)
         if not count:
             if (other := self.under(name)) != name:
-                raise ValueError(
-                    f"{name!r} and {other!r} are one metric for monitors and loggers; write it as {other!r}"
-                )
+                raise ValueError(f"{name!r} and {other!r} are one metric for monitors and logs: write {other!r}")
             self._plain[name.replace("/", "_")] = name
         self.serial += 1
         self.serials[name] = count + 1
@@ -73,8 +71,10 @@ class MetricStore(dict[str, Any]):
 
     def under(self, name: str) -> str:
         """The name under which a metric is written that is asked for as "val/loss" or "val_loss"; else the name itself."""
-        other = name if name in self or name in self.owners else self._plain.get(name.replace("/", "_"), name)
-        return other if other in self or other in self.owners else name
+        if super().__contains__(name) or name in self.owners:
+            return name
+        other = self._plain.get(name.replace("/", "_"), name)
+        return other if super().__contains__(other) or other in self.owners else name
 
     def __missing__(self, name: str) -> Any:
         if (other := self.under(name)) in self:
@@ -90,6 +90,12 @@ class MetricStore(dict[str, Any]):
             f"there is no metric {name!r}; there are: {there or 'none; attach Metrics or Validation'}"
             f"{did_you_mean(name, known)}"
         )
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or (isinstance(name, str) and super().__contains__(self.under(name)))
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return super().get(name if super().__contains__(name) else self.under(name), default)
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         if name not in self:
@@ -136,18 +142,15 @@ class MetricStore(dict[str, Any]):
         if isinstance(names, str):
             raise TypeError(f"announce({owner!r}, {names!r}): expected a list of names: [{names!r}]")
         for name in names:
-            if (written := self.under(name)) != name and written in self.owners:
+            written = self.under(name)
+            other = self.owners.get(written, owner)
+            if other != owner or (written != name and written in self.owners):
+                same = "" if written == name else f", which is also {written!r}"
                 raise ValueError(
-                    f"{self.owners[written]!r} writes the metric {written!r} and {owner!r} writes {name!r}, which are one name; "
-                    "rename one of them"
-                )
-            self._plain[name.replace("/", "_")] = name
-            other = self.owners.setdefault(name, owner)
-            if other != owner:
-                raise ValueError(
-                    f"both {other!r} and {owner!r} write the metric {name!r}; rename one of them, "
+                    f"both {other!r} and {owner!r} write the metric {name!r}{same}; rename one of them, "
                     "for example with Validation(prefix='test_')"
                 )
+            self._plain[name.replace("/", "_")], self.owners[name] = name, owner
             if not saved:
                 self.unsaved.add(name)
             if evaluated:
@@ -196,7 +199,8 @@ class MetricStore(dict[str, Any]):
     def _now(self, name: str, state: Mapping[str, Any]) -> str:
         """What a metric of a saved state is called now: a validation's "loss" may have become "val_loss"."""
         prefixed = f"val_{name}"
-        renamed = name not in self.owners and prefixed in self.owners and prefixed not in state["serials"]
+        validated = name in state.get("evaluated", ()) and name not in self.owners
+        renamed = validated and prefixed in self.owners and prefixed not in state["serials"]
         return prefixed if renamed else name
 
 
@@ -347,8 +351,9 @@ class State:
 
 def _limit(name: str, number: Any) -> int | None:
     """A bound of a run, as an int."""
-    number = as_int(number)
-    if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+    if (number := as_int(number)) is not None and (
+        isinstance(number, bool) or not isinstance(number, int) or number < 1
+    ):
         raise ValueError(f"run({name}={number!r}): expected an int of 1 or more, or None")
     return number
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,13 +70,16 @@ def measure(
 
     Args:
         engine, evaluator, data, inherit: as for `evaluate`.
-        averages: whether handlers put their averages in place of the weights.
+        averages: whether handlers put their averages in place of the weights, and optimizers the weights of their eval mode.
     """
     metrics = evaluator.state.metrics
     before, seen = metrics.state_dict(), dict(metrics.serials)
     data = _data_for(engine, evaluator, data)
     try:
-        with _as_part_of(engine, evaluator, inherit=inherit), unchanged_random_state(*generators_of(data)):
+        with (
+            _as_part_of(engine, evaluator, inherit=inherit, convert=averages),
+            unchanged_random_state(*generators_of(data)),
+        ):
             _prepare(engine, averages=averages)
             begin_stream(engine, "evaluation", engine.state.iteration)
             evaluator.run(data)
@@ -90,7 +93,13 @@ def evaluating(engine: Engine) -> Iterator[None]:
     """The model as an evaluation would see it, for the ``with`` block; see `Engine.evaluating`."""
     modes = Modes(engine.modules.values())
     try:
-        with torch.no_grad(), weights_to_evaluate(engine), engine.regions.region(), unchanged_random_state():
+        with (
+            torch.no_grad(),
+            _separate_casts(),
+            weights_to_evaluate(engine),
+            engine.regions.region(),
+            unchanged_random_state(),
+        ):
             _prepare(engine, averages=True)
             for event, connection in inherited(engine):
                 if event is Events.FORWARD_STARTED:
@@ -177,8 +186,13 @@ def _data_for(engine: Engine, evaluator: Engine, data: Any) -> Any:
 
 
 @contextmanager
-def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool) -> Iterator[None]:
-    """Let an evaluator run as a part of an engine: with its ranks, seed, findings, and what it inherits."""
+def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool, convert: bool = True) -> Iterator[None]:
+    """Let an evaluator run as a part of an engine: with its ranks, seed, findings, and what it inherits.
+
+    Args:
+        engine, evaluator, inherit: as for `evaluate`.
+        convert: whether optimizers with an eval mode put its weights in place.
+    """
     was_dry, evaluator.dry_run = evaluator.dry_run, engine.dry_run or evaluator.dry_run
     was_with = evaluator.group.processes, evaluator.group.shard_policy, evaluator.group.data
     evaluator.group.use(engine.group.processes, engine.group.shard_policy, engine.group.data)
@@ -186,7 +200,8 @@ def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool) -> Iterator
         evaluator.seed = engine.seed  # its data is drawn as in this run, also after a resume in another process
     try:
         with (
-            weights_to_evaluate(engine),
+            _separate_casts(),
+            weights_to_evaluate(engine) if convert else nullcontext(),
             engine.regions.region(),
             evaluator.findings.within(engine),
             ExitStack() as stack,
@@ -199,6 +214,16 @@ def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool) -> Iterator
     finally:
         evaluator.dry_run = was_dry
         evaluator.group.use(*was_with)
+
+
+@contextmanager
+def _separate_casts() -> Iterator[None]:
+    """Within an autocast of the training, let neither it nor the evaluation use copies that the other has cast of the weights."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 # ---- what an evaluator inherits -----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class AveragedWeights(Handler):
     @on("swap_event", phase=Phase.PREPARE, reads=["device", "modes", "modules"], writes=["weights", "buffers"])
     def swap(self, engine: Engine) -> None:
         """Swap the averages in until the evaluation, or the export, is complete."""
-        if not engine.running:
+        if not engine.running or not self._averages.bound:
             if (loaded := engine.snapshots.loaded_state_of(self.name)) is not None:
                 self.load_state_dict(loaded)  # before the run that puts it in place, too
             self._averages.bind(engine, self.name)
@@ -172,6 +172,11 @@ class Averages:
         self._moving: list[_Place] = []
         self._copied: list[_Place] = []
         self._direct = False  # no tensor is sharded or of half precision: no conversion, which halves the time
+
+    @property
+    def bound(self) -> bool:
+        """Whether the tensors of the modules are known: from STARTED until ENDED."""
+        return bool(self._roots)
 
     def bind(self, engine: Engine, owner: str) -> None:
         """Collect the tensors to average and those to copy, and move loaded averages to their devices.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from functools import partial
 from typing import Any
@@ -108,7 +109,7 @@ def test_updates_are_found_by_name_and_the_first_without_one() -> None:
 def test_the_optimizer_and_the_loss_of_the_only_update_are_the_engines() -> None:
     engine = build(linear(5, 1))
     assert engine.loss is None
-    with pytest.raises(RuntimeError, match=r"engine\.optimizer: there is none yet: it is built as a run begins"):
+    with pytest.raises(AttributeError, match=r"engine\.optimizer: there is none yet: it is built as a run begins"):
         _ = engine.optimizer
     engine.run(kit.batches(2), max_epochs=1)
     assert engine.optimizer is engine.updates[0].optimizer
@@ -117,12 +118,12 @@ def test_the_optimizer_and_the_loss_of_the_only_update_are_the_engines() -> None
     assert isinstance(expected, Tensor)
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
-    with pytest.raises(RuntimeError, match="there is none yet: this engine evaluates"):
+    with pytest.raises(AttributeError, match="there is none yet: this engine evaluates"):
         _ = Engine(Update.prediction(), model=linear(5, 1)).optimizer
     several = Engine([Update.from_function(lambda engine, batch: None, name=name) for name in ("d", "g")])
     for attribute in ("optimizer", "loss"):
         with pytest.raises(
-            RuntimeError, match=rf"several updates, 'd', 'g'; write engine\.find_update\('d'\)\.{attribute}"
+            AttributeError, match=rf"several updates, 'd', 'g'; write engine\.find_update\('d'\)\.{attribute}"
         ):
             getattr(several, attribute)
 
@@ -229,3 +230,21 @@ def test_in_a_dry_run_those_who_write_files_take_no_part() -> None:
     engine.dry_run = False
     engine.run(make_data(), max_epochs=2)
     assert written == [4, 5, 6]
+
+
+def test_an_error_in_a_property_of_a_subclass_is_the_error() -> None:
+    class Own(Engine):
+        @property
+        def width(self) -> int:
+            return self.model.wdth  # type: ignore[no-any-return]
+
+    engine = Own(Update.prediction(), model=linear(3, 2))
+    with pytest.raises(AttributeError, match="'Linear' object has no attribute 'wdth'"):
+        _ = engine.width
+
+
+def test_what_looks_at_every_attribute_finds_an_engine_without_an_optimizer() -> None:
+    engine = Engine([Update.prediction(name="a"), Update.prediction(name="b")])
+    assert not hasattr(engine, "optimizer")
+    assert getattr(engine, "loss", None) is None
+    assert "handlers" in dict(inspect.getmembers(engine))

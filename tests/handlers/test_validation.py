@@ -636,7 +636,9 @@ def test_a_name_that_could_be_that_of_the_training_too_is_refused() -> None:
 
 
 def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: Any) -> None:
-    with pytest.raises(ValueError, match=r"'val_loss' and 'again' writes 'val/loss', which are one name"):
+    with pytest.raises(
+        ValueError, match=r"'validation' and 'again' write the metric 'val/loss', which is also 'val_loss'"
+    ):
         classifying(Validation(labelled(2)), Validation(labelled(2), prefix="val/", name="again")).run(
             labelled(2, 3), max_epochs=1
         )

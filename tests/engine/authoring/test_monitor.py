@@ -116,3 +116,47 @@ def test_a_metric_that_is_called_that_of_the_training_is_monitored_on_purpose(na
     with pytest.warns(FindingWarning, match="W06") if severity == "warning" else nullcontext():
         engine.run(batches(2), max_epochs=1)
     assert [one.severity for one in engine.findings.of_run().of("W06")] == [severity]
+
+
+def test_a_metric_of_ones_own_is_monitored_under_its_name_and_not_that_of_a_validation() -> None:
+    engine = make_engine()
+    metrics, monitor = engine.state.metrics, Monitor("Mine", "loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    monitor.start(engine)
+    metrics["loss"], metrics["val_loss"] = 1.0, 2.0
+    assert monitor.new_value(engine) == 1.0
+
+
+def test_a_metric_of_ones_own_that_comes_after_values_of_a_validation_is_ambiguous() -> None:
+    engine = make_engine()
+    metrics, monitor = engine.state.metrics, Monitor("Mine", "loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    monitor.start(engine)
+    metrics["val_loss"] = 2.0
+    assert monitor.new_value(engine) == 2.0
+    metrics["loss"] = 1.0
+    with pytest.raises(KeyError, match=r"'loss', which is ambiguous: it has read 'val_loss' so far"):
+        monitor.new_value(engine)
+
+
+def test_a_metric_is_monitored_under_either_spelling() -> None:
+    engine = make_engine()
+    metrics, monitor = engine.state.metrics, Monitor("Mine", "val/loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    monitor.start(engine)
+    metrics["val_loss"] = 2.0
+    assert monitor.new_value(engine) == 2.0
+
+
+def test_a_metric_of_ones_own_is_monitored_under_its_name_after_a_resume() -> None:
+    engine = make_engine()
+    metrics, monitor, resumed = engine.state.metrics, Monitor("Mine", "loss", "min"), Monitor("Mine", "loss", "min")
+    metrics.announce("validation", ["val_loss"])
+    for one in (monitor, resumed):
+        one.start(engine)  # before the saved metrics are in place
+    metrics["loss"], metrics["val_loss"] = 1.0, 2.0
+    assert monitor.new_value(engine) == 1.0
+    resumed.load_state_dict(monitor.state_dict())
+    assert resumed.new_value(engine) is None
+    metrics["loss"] = 0.5
+    assert resumed.new_value(engine) == 0.5

@@ -224,3 +224,23 @@ def test_finding_the_other_spelling_does_not_search_through_all_names() -> None:
     metrics.withdraw("norms")
     metrics.clear()
     assert metrics.under("norm_layer/7") == "norm_layer/7"
+
+
+def test_both_spellings_of_a_metric_are_found_in_every_way() -> None:
+    metrics = MetricStore()
+    metrics["val_loss"] = 1.0
+    assert (metrics["val/loss"], metrics.get("val/loss"), metrics.setdefault("val/loss", 2.0)) == (1.0, 1.0, 1.0)
+    assert "val/loss" in metrics
+    assert "val/los" not in metrics
+    assert metrics.get("val/los", 3.0) == 3.0
+    assert 3 not in metrics
+
+
+def test_only_what_an_evaluation_measured_is_loaded_under_the_name_of_a_validation() -> None:
+    saved, loaded = MetricStore(), MetricStore()
+    saved["accuracy"], saved["loss"] = 0.5, 2.0
+    saved.evaluated.add("loss")
+    loaded.announce("validation", ["val_accuracy", "val_loss"])
+    loaded.load_state_dict(saved.state_dict())
+    assert loaded == {"accuracy": 0.5, "val_loss": 2.0}
+    assert loaded.serials == {"accuracy": 1, "val_loss": 1}

@@ -382,3 +382,47 @@ def test_an_error_inside_leaves_the_model_as_it_was() -> None:
         [tensor.tolist() for tensor in engine.model.state_dict().values()],
         torch.get_rng_state().tolist(),
     ) == before
+
+
+@pytest.mark.parametrize("evaluates", ["a sample", "an evaluation"])
+def test_within_the_autocast_of_a_forward_neither_uses_the_others_casts(evaluates: str) -> None:
+    def trained(*, looks: bool) -> list[Tensor]:
+        model = network()
+        evaluator, engine = evaluator_of(model), Engine(UPDATE, model=model, seed=0)
+        engine.attach(EMA(0.5), MixedPrecision("bf16"))
+        in_autocast = []
+
+        def look(engine: Engine) -> None:
+            if evaluates == "an evaluation":
+                engine.evaluate(evaluator, batches(2, 1))
+                return
+            with engine.evaluating():
+                engine.model(batches(2)[0][0])
+
+        if looks:
+            engine.connect(Events.FORWARD_STARTED, look)
+        engine.connect(Events.BACKWARD_COMPLETED, lambda engine: in_autocast.append(torch.is_autocast_enabled("cpu")))
+        engine.run(batches(1), max_epochs=1)
+        assert not any(in_autocast)
+        return [*model.state_dict().values()]
+
+    torch.manual_seed(0)
+    expected = trained(looks=False)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, trained(looks=True), expected))
+
+
+def test_the_model_is_seen_as_evaluated_before_a_run_and_as_one_ends() -> None:
+    engine = Engine(UPDATE, model=network())
+    engine.attach(ema := EMA(0.5), MixedPrecision("bf16"))
+    with engine.evaluating():
+        assert engine.model(batches(2)[0][0]).dtype == torch.bfloat16
+    seen: list[Tensor] = []
+
+    def look(engine: Engine) -> None:
+        with engine.evaluating():
+            seen.append(engine.model[0].weight.detach().clone())
+
+    engine.connect(Events.ENDED, look)
+    engine.run(batches(1), max_epochs=1)
+    assert torch.equal(seen[0], ema.parameter_copies()["model.0.weight"])

@@ -151,3 +151,16 @@ def test_rates_of_groups_with_names_are_logged_by_them(tmp_path: Any) -> None:
     rows = (tmp_path / "log.csv").read_text().splitlines()
     assert "1,1,1,lr/backbone,0.25" in rows
     assert "1,1,1,lr/head,0.5" in rows
+
+
+def test_updates_over_several_modules_are_not_refused_where_functions_choose_the_parameters_or_nothing_trains() -> None:
+    modules = {"encoder": nn.Linear(2, 2), "head": nn.Linear(2, 1)}
+
+    def update(name: str, optimizer: Any) -> Update:
+        return Update.from_function(lambda engine, batch: None, optimizer, name=name)
+
+    def own(name: str) -> Any:
+        return lambda parameters: torch.optim.SGD(modules[name].parameters(), lr=0.1)
+
+    Engine([update(name, own(name)) for name in modules], model=modules)
+    Engine([update(name, partial(torch.optim.SGD, lr=0.1)) for name in modules], model=modules, training=False)

@@ -171,6 +171,33 @@ def test_load_weights_takes_the_path_of_a_checkpoint(tmp_path: Path) -> None:
     assert other.test(VALIDATION)["loss"] == min(engine[History]["val_loss"])
 
 
+class HalvedInEval(torch.optim.SGD):
+    """Its evaluations see half of the weights that it trains, and the conversion is not made twice in a row."""
+
+    trains = True
+
+    def train(self) -> None:
+        self._scale(2.0, trains=True)
+
+    def eval(self) -> None:
+        self._scale(0.5, trains=False)
+
+    def _scale(self, factor: float, *, trains: bool) -> None:
+        if self.trains is not trains:
+            torch._foreach_mul_([one.data for one in self.param_groups[0]["params"]], factor)
+            self.trains = trains
+
+
+def test_saved_weights_of_an_optimizers_eval_mode_are_not_converted_again(tmp_path: Path) -> None:
+    engine = Engine(Update.supervised(cross_entropy, HalvedInEval, lr=0.5), model=nn.Linear(5, 3), seed=0)
+    engine.attach(Validation(VALIDATION), Checkpoint(tmp_path, monitor="val_loss", weights_only=True), History())
+    engine.run(labelled(4), max_epochs=3)
+    losses, before = engine[History]["val_loss"], engine.model.weight.clone()
+    assert engine.test(VALIDATION, weights="best")["loss"] == min(losses)
+    assert engine.test(VALIDATION)["loss"] == losses[-1]
+    assert torch.equal(engine.model.weight, before)
+
+
 def _tested(folder: str) -> list[float]:
     from signalfire.handlers import DistributedDataParallel
 
