@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from signalfire.authoring import check_int
+from signalfire.authoring import check_int, widened
 
 __all__ = ["Perplexity"]
 
@@ -56,7 +56,8 @@ class Perplexity:
         scores = _classes_first(output, target).float()
         target = target.long()
         loss = cross_entropy(scores, target, ignore_index=self.ignore_index, reduction="sum")
-        self._losses.append(torch.stack([loss.double(), (target != self.ignore_index).sum().double()]).detach())
+        counted = (target != self.ignore_index).sum()
+        self._losses.append(torch.stack([widened(loss), widened(counted)]).detach())
         if len(self._losses) >= 64:
             self._fold()
 
@@ -70,7 +71,7 @@ class Perplexity:
 
     def _fold(self) -> None:
         if self._losses:
-            total, count = torch.stack([one.cpu() for one in self._losses]).sum(0).tolist()
+            total, count = torch.stack([widened(one.cpu()) for one in self._losses]).sum(0).tolist()
             self._total, self._count, self._losses = self._total + total, self._count + int(count), []
 
     def state_dict(self) -> dict[str, Any]:
