@@ -164,29 +164,25 @@ class MetricStore(dict[str, Any]):
 
     def withdraw(self, owner: str) -> None:
         """Undo what ``owner`` announced."""
-        for name, other in self.owners.items():
-            if other == owner:
-                self.directions.pop(name, None)
-                self.unsaved.discard(name)
-                self.evaluated.discard(name)
+        withdrawn = {name for name, other in self.owners.items() if other == owner}
         self.owners = {name: other for name, other in self.owners.items() if other != owner}
+        self.directions = {name: one for name, one in self.directions.items() if name not in withdrawn}
+        self.unsaved -= withdrawn
+        self.evaluated -= withdrawn
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)  # owners mean nothing outside this engine
 
     def clear(self) -> None:
         super().clear()
-        self.serial = 0
-        self.serials = {}
-        self.evaluated = set()
+        self.serial, self.serials, self.evaluated = 0, {}, set()
 
     def state_dict(self) -> dict[str, Any]:
-        left_out = self.unsaved
         return {
-            "values": {name: value for name, value in sorted(self.items()) if name not in left_out},
-            "serials": {name: count for name, count in sorted(self.serials.items()) if name not in left_out},
-            "serial": self.serial - sum(self.serials.get(name, 0) for name in left_out),
-        } | ({"evaluated": sorted(self.evaluated - left_out)} if self.evaluated else {})
+            "values": {name: value for name, value in sorted(self.items()) if name not in self.unsaved},
+            "serials": {name: count for name, count in sorted(self.serials.items()) if name not in self.unsaved},
+            "serial": self.serial - sum(self.serials.get(name, 0) for name in self.unsaved),
+        } | ({"evaluated": sorted(self.evaluated - self.unsaved)} if self.evaluated else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()
@@ -200,8 +196,7 @@ class MetricStore(dict[str, Any]):
         """What a metric of a saved state is called now: a validation's "loss" may have become "val_loss"."""
         prefixed = f"val_{name}"
         validated = name in state.get("evaluated", ()) and name not in self.owners
-        renamed = validated and prefixed in self.owners and prefixed not in state["serials"]
-        return prefixed if renamed else name
+        return prefixed if validated and prefixed in self.owners and prefixed not in state["serials"] else name
 
 
 def as_number(value: Any) -> float | None:

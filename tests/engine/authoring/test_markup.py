@@ -88,7 +88,18 @@ SHOWN: dict[str, Any] = {
     "weights": lambda: WeightPlan("<file>", {"0.weight": "0.weight"}, missing=["0.bias & more"]),
 }
 
-ON_ONE_LINE = {"Cost", "Divergence", "Engine", "EventEnum", "Filter", "Finding", "Interval", "Place", "Pruned"}
+ON_ONE_LINE = {
+    "Cost",
+    "Divergence",
+    "Engine",
+    "EventEnum",
+    "Filter",
+    "Finding",
+    "Interval",
+    "OldName",
+    "Place",
+    "Pruned",
+}
 
 
 def test_all_that_prints_several_lines_is_here() -> None:
