@@ -162,7 +162,7 @@ def report(histories: dict[str, History], samples: int, folder: Path, seconds: f
         history = histories[way]
         accuracy = [100 * value for value in history["val_accuracy"]]
         print(f"{label:<38}{accuracy[-1]:>8.1f}{max(accuracy):>8.1f}")
-        steps = [iteration for _, iteration, _ in history.records["accuracy"]]
+        steps = [iteration for _, iteration, _ in history.records["val_accuracy"]]
         top.plot(steps, accuracy, label=label, marker=".")
         bottom.plot(steps, history["val_loss"], label=label, marker=".")
     top.set(ylabel="test accuracy in %", title=f"MNIST-1D, digits 5 to 9 from {samples} samples each")

@@ -106,7 +106,9 @@ def check_ablation(folder: Path) -> None:
     assert "12 of 12 runs to make" in output
     for handler in ("gradient_clipping", "lr_scheduling", "ema", "mixup", "label_smoothing"):
         assert re.search(
-            rf"^Without {handler}, 2 seeds are too few to say in which direction accuracy changes", output, re.MULTILINE
+            rf"^Without {handler}, 2 seeds are too few to say in which direction val_accuracy changes",
+            output,
+            re.MULTILINE,
         ), output
     assert is_picture(folder / "runs" / "ablation" / "ablation.png")
 
@@ -118,7 +120,9 @@ def check_distillation(folder: Path) -> None:
     assert float(found[1]) > 20, "it has learned something"
     assert "4 of 4 runs to make" in output
     assert re.search(
-        r"^Without distillation, 2 seeds are too few to say in which direction accuracy changes", output, re.MULTILINE
+        r"^Without distillation, 2 seeds are too few to say in which direction val_accuracy changes",
+        output,
+        re.MULTILINE,
     ), output
     assert is_picture(folder / "runs" / "distillation" / "distillation.png")
 
@@ -144,7 +148,7 @@ def check_factorial(folder: Path) -> None:
     assert "4 variants x 2 seeds: 8 of 8 runs to make" in output
     for effect in ("label_smoothing", "mixup", "label_smoothing x mixup"):
         assert re.search(rf"^{effect} +2/2 ", output, re.MULTILINE), output
-    assert "2 seeds are too few to say in which direction accuracy changes" in output
+    assert "2 seeds are too few to say in which direction val_accuracy changes" in output
     assert is_picture(folder / "runs" / "factorial" / "factorial.png")
 
 
