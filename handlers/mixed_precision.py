@@ -104,6 +104,7 @@ class MixedPrecision(Handler):
         self.gradients_event = Events.GRADIENTS_READY if scaled else None
         self.step_event = Events.OPTIMIZER_STEP_COMPLETED if scaled else None
         self._autocast: torch.autocast | None = None
+        self._device = "cpu"
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(PRECISION, by=self)
@@ -117,7 +118,7 @@ class MixedPrecision(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["device", "optimizer", "scale"], writes=[])
     def prepare(self, engine: Engine) -> None:
         """Create the autocast for the device, and a scaler for each update."""
-        device = engine.device.type
+        self._device = device = engine.device.type
         self._autocast = torch.autocast(device, dtype=self.dtype)
         if self.loss_event is not None and engine.training:
             for update in engine.updates:
@@ -137,10 +138,9 @@ class MixedPrecision(Handler):
     @on(Events.FORWARD_STARTED, reads=[], writes=["precision"])
     def autocast(self, engine: Engine) -> None:
         """Autocast until the loss is computed; the backward runs in the dtypes of the forward."""
-        device = engine.device.type
-        if engine is not self.engine or self._autocast is None or torch.is_autocast_enabled(device):
+        if engine is not self.engine or self._autocast is None or torch.is_autocast_enabled(self._device):
             # In an evaluation: the training may be in its own autocast now, which cannot be entered twice, or not have begun.
-            engine.regions.enter(torch.autocast(device, dtype=self.dtype))
+            engine.regions.enter(torch.autocast(engine.device.type, dtype=self.dtype))
             return
         engine.regions.enter(self._autocast)
 

@@ -12,7 +12,7 @@ from signalfire.runs.evaluation import check_evaluable, sanity_check
 
 from ._common.batches import check_data
 from ._common.measures import Average
-from ._common.metrics import Metrics
+from ._common.metrics import Metrics, is_of_loss
 from ._common.updates import only_update
 
 __all__ = ["Validation"]
@@ -174,6 +174,11 @@ class Validation(Handler):
         if not measured:
             raise ValueError(
                 f"{self.name!r}: update {spec.name!r} has no loss, and no metric is given: nothing is measured"
+            )
+        if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
+            raise ValueError(
+                f"{self.name!r}: update {spec.name!r} is a single function, without an output that {', '.join(unknown)} could "
+                "measure; build an engine that evaluates, with an update that has one: Validation(evaluator, data)"
             )
         evaluator = Engine(spec.evaluation(), model=next(iter(models.values())) if len(models) == 1 else models or None)
         evaluator.attach(Metrics(measured))

@@ -68,8 +68,10 @@ def last_iteration(engine: Engine) -> int | None:
     state, first = engine.state, engine.updates[0]
     epochs, length = state.max_epochs, state.epoch_length
     by_epochs = None if epochs is None or length is None else epochs * length
-    left = _left(state.max_steps, first.steps) if first.window.length_of is None and first.one_step_per_batch else None
-    return _least(by_epochs, state.max_iters, None if left is None else state.iteration + left)
+    by_steps = None
+    if state.max_steps is not None and first.window.length_of is None and first.one_step_per_batch:
+        by_steps = state.iteration + max(0, state.max_steps - first.steps)
+    return _least(by_epochs, state.max_iters, by_steps)
 
 
 def last_epoch(engine: Engine) -> int | None:

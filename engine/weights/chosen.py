@@ -90,7 +90,9 @@ def _path_of(engine: Engine, weights: Any) -> Path:
         raise TypeError(f"test(weights={weights!r}): expected 'best', a Checkpoint, or the path of one")
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
     if path is None:
-        raise ValueError(f"test(weights={weights!r}): it has written no checkpoint yet")
+        raise ValueError(
+            f"test(weights={weights!r}): it has written no checkpoint in this process; give the path of one"
+        )
     return Path(path)
 
 
@@ -131,6 +133,14 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
     modules = {name: dict(tensors) for name, tensors in whole["modules"].items()}
     for name, part in whole["handlers"].items():
         handler: Any = engine.handlers.get(name)
+        if handler is None and isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
+            engine.findings.report(
+                "W56",
+                f"the checkpoint {str(path)!r} holds averages of the weights, of its handler {name!r}, which is not attached: "
+                "the weights of the last step are measured",
+                "attach the handler that keeps the averages before test()",
+                key=name,
+            )
         if handler is None or not handler.enabled or not hasattr(handler, "evaluated_in"):
             continue
         for key, value in handler.evaluated_in(part).items():

@@ -27,7 +27,7 @@ from .ranks import PUBLISH
 from .torchmetrics import keeps_inputs, load_state_of, merging_nothing, state_of, synced, torchmetrics_in
 from .updates import is_balanced, loss_of, only_update, selected_updates, takes_logits, targets_in
 
-__all__ = ["Metric", "Metrics"]
+__all__ = ["Metric", "Metrics", "is_of_loss"]
 
 Inputs = Callable[[Engine], tuple[Any, ...] | Mapping[str, Any]]
 
@@ -123,8 +123,8 @@ class Metrics(Handler):
         self._averaging: dict[str, Problem] = {}  # by metric, what its function should not be averaged for
         self._batches = 0  # of this epoch
         # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
-        self._of_loss = [m for m in self.metrics.values() if _is_of_loss(m)]
-        self._of_output = [m for m in self.metrics.values() if not _is_of_loss(m)]
+        self._of_loss = [m for m in self.metrics.values() if is_of_loss(m)]
+        self._of_output = [m for m in self.metrics.values() if not is_of_loss(m)]
         self._widens = any(not isinstance(m, Accuracy) for m in self._of_output)
         self._keeping = {id(m) for m in self._of_output if keeps_inputs(m)}
 
@@ -481,7 +481,8 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
 
 
-def _is_of_loss(metric: Any) -> TypeGuard[Average]:
+def is_of_loss(metric: Any) -> TypeGuard[Average]:
+    """Whether a metric is the mean of the update's loss, and needs no output."""
     return isinstance(metric, Average) and metric.function is None
 
 

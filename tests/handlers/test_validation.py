@@ -649,3 +649,16 @@ def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: 
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
     with pytest.raises(ValueError, match=r"'val/loss' and 'val_loss' are one metric"):
         engine.run(labelled(2, 3), max_epochs=1)
+
+
+def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
+    def whole(engine: Engine, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(engine.model(batch[0]), batch[1])
+
+    engine = Engine(Update.from_function(whole, torch.optim.SGD, lr=0.05), model=mlp(5, 8, 3))
+    with pytest.raises(
+        ValueError, match=r"'validation': update 'main' is a single function, without an output that accuracy"
+    ):
+        engine.attach(Validation(labelled(2), accuracy=Accuracy()))
+    engine.attach(Validation(labelled(2)))
+    assert [*engine.run(labelled(2, 3), max_epochs=1).metrics] == ["val_loss"]

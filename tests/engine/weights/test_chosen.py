@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from signalfire import Engine, Events, Handler, Update
+from signalfire import Engine, Events, FindingWarning, Handler, Update
 from signalfire.handlers import (
     EMA,
     Accuracy,
@@ -148,7 +148,7 @@ def test_weights_that_nothing_chose_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"but there are 'a', 'b'"):
         engine.test(TEST, weights="best")
-    with pytest.raises(ValueError, match=r"it has written no checkpoint yet"):
+    with pytest.raises(ValueError, match=r"it has written no checkpoint in this process"):
         engine.test(TEST, weights=engine["a"])
     with pytest.raises(TypeError, match=r"expected 'best', a Checkpoint, or the path of one"):
         engine.test(TEST, weights=3)
@@ -216,3 +216,13 @@ def test_all_ranks_measure_the_same(tmp_path: Path) -> None:
     first, second = run_together(_tested, 2, str(tmp_path))
     assert first[1:] == second[1:]
     assert first[0] == first[1]
+
+
+def test_averages_whose_handler_is_gone_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"), EMA(0.5))
+    engine.run(labelled(4), max_epochs=2)
+    engine.detach("ema")
+    with pytest.warns(
+        FindingWarning, match=r"W56: the checkpoint .* holds averages of the weights, of its handler 'ema'"
+    ):
+        engine.test(VALIDATION, weights="best")
