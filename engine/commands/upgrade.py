@@ -74,27 +74,37 @@ def upgrade(paths: Iterable[Path]) -> list[OldName]:
     return [one for file in files for one in old_names(file)]
 
 
-def _found(tree: ast.Module) -> Iterator[tuple[ast.expr | ast.stmt | ast.keyword, str, str]]:
+Found = Iterator[tuple[ast.expr | ast.stmt | ast.keyword, str, str]]
+
+
+def _found(tree: ast.Module) -> Found:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
-            if node.module in MODULES:
-                yield node, f"from {node.module} import", f"from {MODULES[node.module]} import"
-            for alias in node.names:
-                if node.module == "signalfire" and (new := MODULES.get(f"signalfire.{alias.name}")) is not None:
-                    package, _, name = new.rpartition(".")
-                    yield node, f"from {node.module} import {alias.name}", f"from {package} import {name}"
+            yield from _imported_from(node, node.module)
         elif isinstance(node, ast.Import):
-            yield from (
-                (node, f"import {one.name}", f"import {MODULES[one.name]}") for one in node.names if one.name in MODULES
-            )
+            old = [one.name for one in node.names if one.name in MODULES]
+            yield from ((node, f"import {name}", f"import {MODULES[name]}") for name in old)
         elif isinstance(node, ast.Call):
-            name = _name_of(node.func)
-            for keyword in node.keywords:
-                if (new := ARGUMENTS.get((name, keyword.arg or ""))) is not None:
-                    yield keyword, f"{name}({keyword.arg}=)", f"{name}({new}=)"
+            yield from _arguments(node)
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and _name_of(node.value) in _ENGINES:
             name = _name_of(node.value)
             yield node, f"{name}.{node.attr}", f"{name}.{ATTRIBUTES[node.attr]}"
+
+
+def _imported_from(node: ast.ImportFrom, module: str) -> Found:
+    if module in MODULES:
+        yield node, f"from {module} import", f"from {MODULES[module]} import"
+    for alias in node.names:
+        if module == "signalfire" and (new := MODULES.get(f"signalfire.{alias.name}")) is not None:
+            package, _, name = new.rpartition(".")
+            yield node, f"from {module} import {alias.name}", f"from {package} import {name}"
+
+
+def _arguments(node: ast.Call) -> Found:
+    name = _name_of(node.func)
+    for keyword in node.keywords:
+        if (new := ARGUMENTS.get((name, keyword.arg or ""))) is not None:
+            yield keyword, f"{name}({keyword.arg}=)", f"{name}({new}=)"
 
 
 def _name_of(node: ast.expr) -> str:
