@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from signalfire import Engine, Events, Finding, Handler, on
-from signalfire.authoring import Capture, Claim, check_bool, check_number, last_epoch
+from signalfire.authoring import Capture, Claim, check_bool, check_int, check_number, last_epoch
 from signalfire.findings import finding
 from signalfire.models.modules import Modules
 
@@ -80,6 +80,7 @@ class Freezing(Handler):
     ) -> None:
         super().__init__(name=name)
         if until is not None:
+            until = check_int(self, "until", until, least=2)
             warnings.warn(
                 f"Freezing(until={until}) unfreezes as epoch {until} starts; write unfreeze_at={until}, until= goes with 0.4.0",
                 DeprecationWarning,

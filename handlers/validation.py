@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, overload
 
+from torch import nn
+
 from signalfire import AnyEvent, Engine, EventEnum, Events, Handler, Interval, Phase, on
 from signalfire.authoring import check_bool, check_every, check_int, check_name, did_you_mean
 from signalfire.findings.evaluation_findings import watch_weights
@@ -41,7 +43,8 @@ class Validation(Handler):
         metrics: Without an evaluator, what is measured besides the loss, by name; as for `Metrics`.
         update: Without an evaluator, the name of the trainer's update that is measured; required if there are several.
         every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
-        prefix: Prefix of the metrics' names, to distinguish several validations; "val_" by default, and none with an evaluator.
+        prefix: Prefix of the metrics' names, to distinguish several validations; by default ``"val_"``, and none with an
+            evaluator.
         at_start: Whether to evaluate before the first batch, too.
         sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
             discarded and no handler writes files.
@@ -287,4 +290,8 @@ def _checked_metrics(metrics: Any, named: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"Validation({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
     if metrics is None and not named:
         return {}
+    if metrics is not None and not isinstance(metrics, Mapping | nn.ModuleDict):
+        raise TypeError(
+            f"Validation(metrics={metrics!r}): expected a mapping from names to metrics: {{'accuracy': Accuracy()}}"
+        )
     return Metrics(metrics, **named).metrics
