@@ -32,14 +32,15 @@ def unregistered_parts(it: Composition) -> Iterator[Finding]:
     for path, part in it.engine.modules.parts():
         for name, value in vars(part).items():
             if not name.startswith("_") and (problem := _unregistered(value, name, it)) is not None:
-                what, way_out = problem
-                yield finding("C27", f"{path}.{name} is {what}", way_out)
+                code, what, way_out = problem
+                yield finding(code, f"{path}.{name} is {what}", way_out)
 
 
-def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str] | None:
-    """What an attribute is that should be registered, and the way out; None for others."""
+def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str] | None:
+    """The code, what an attribute is that should be registered, and the way out; None for others."""
     if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
         return (
+            "C27",
             f"computed from a parameter of shape {made_of}, which is no part of the model: it is neither trained, moved nor "
             "saved, and its graph is freed by the first backward",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
@@ -47,9 +48,10 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str] | N
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):
         what = "a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved"
-        return what, "make it a parameter: nn.Parameter(...)"
+        return "C27", what, "make it a parameter: nn.Parameter(...)"
     if hidden:
         return (
+            "C27",
             f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no part of the model: they "
             "are neither trained, moved nor saved",
             "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
