@@ -56,6 +56,7 @@ WRITTEN = (
     "contributing",
     "processes",
     "costs",
+    "stable",
     "changelog",
 )
 RECIPES = (
