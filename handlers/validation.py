@@ -290,7 +290,8 @@ def _checked_metrics(metrics: Any, named: Mapping[str, Any]) -> dict[str, Any]:
             raise TypeError(f"Validation({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
     if metrics is None and not named:
         return {}
-    if metrics is not None and not isinstance(metrics, Mapping | nn.ModuleDict):
+    by_name = metrics is None or isinstance(metrics, Mapping | nn.ModuleDict)
+    if not by_name:
         raise TypeError(
             f"Validation(metrics={metrics!r}): expected a mapping from names to metrics: {{'accuracy': Accuracy()}}"
         )
