@@ -161,7 +161,8 @@ class Engine(Kernel):
         """The model as an evaluation would see it, for a ``with`` block: to sample text or images inside a run, or after it.
 
         It is in eval mode and without gradients, with averages in place of the weights, in the precision of the training.
-        Afterwards the modes, the weights and the random generators are as before. Move a batch as `runs.prepare_batch` does.
+        Afterwards the modes, the weights and the random generators are as before. With several ranks each has to enter the block,
+        since they may have to gather the weights.
 
         Example:
             >>> engine = Engine(Update.prediction(), model=torch.nn.Dropout(0.5))

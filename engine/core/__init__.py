@@ -3,7 +3,7 @@ by itself.
 
 Read its files in this order:
 
-1. `events`: the events of a run and their filters, and `Lifecycle`, what the engine tells its own services; `connection`,
+1. `events`: the events of a run and their filters, and `Lifecycle`, those of the engine's own services; `connection`,
    `signals`, `bus`: who receives them, and in which order.
 2. `handler`, `declarations`, `registry`: a feature that subscribes to events, what it declares, and how it joins and leaves.
 3. `update`, `window`, `state`: what is trained, the accumulation window, and where the run stands.

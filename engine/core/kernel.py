@@ -123,7 +123,8 @@ class Kernel:
             Exception: any error of a handler, of the model or of the data, once EXCEPTION_RAISED (or INTERRUPTED) and ENDED were
                 emitted. Its notes name the handler, the event, the epoch and the iteration.
         """
-        for name in unknown:
+        if unknown:
+            name = next(iter(unknown))
             raise TypeError(f"run() got an unexpected keyword argument {name!r}{self._instead(name)}")
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")

@@ -119,8 +119,10 @@ def _prepare(engine: Engine, *, averages: bool) -> None:
         averages: whether they put averages in place of the weights.
     """
     for one in engine.signal(Events.EVALUATION_STARTED).connections:
+        if one.phase is not Phase.PREPARE or one.filter is not None:
+            continue
         handler = _handler_of(one)
-        if handler is not None and one.phase is Phase.PREPARE and (averages or not hasattr(handler, "in_place")):
+        if handler is not None and (averages or not hasattr(handler, "in_place")):
             one.receiver(engine)
 
 

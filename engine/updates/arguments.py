@@ -113,14 +113,16 @@ def _part(engine: Engine, name: str) -> nn.Module:
     )
 
 
-def parameters_named(where: str, parameters: Any) -> Callable[[Any], Any] | None:
+def parameters_named(
+    where: str, parameters: str | Sequence[str] | Callable[[Any], Any] | None
+) -> Callable[[Any], Any] | None:
     """The ``parameters=`` of an update as a function of the engine; None for all parameters.
 
     Raises:
         TypeError, ValueError: for what is neither a function nor names of modules.
     """
     if parameters is None or callable(parameters):
-        return parameters  # type: ignore[no-any-return]
+        return parameters
     names = [parameters] if isinstance(parameters, str) else parameters
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(

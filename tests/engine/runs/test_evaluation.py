@@ -426,3 +426,27 @@ def test_the_model_is_seen_as_evaluated_before_a_run_and_as_one_ends() -> None:
     engine.connect(Events.ENDED, look)
     engine.run(batches(1), max_epochs=1)
     assert torch.equal(seen[0], ema.parameter_copies()["model.0.weight"])
+
+
+class PreparingSometimes(Handler):
+    """Prepares every evaluation, and every second one besides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared: list[str] = []
+
+    @on(Events.EVALUATION_STARTED, phase=Phase.PREPARE)
+    def prepare(self, engine: Engine) -> None:
+        self.prepared.append("each")
+
+    @on(Events.EVALUATION_STARTED(every=2), phase=Phase.PREPARE)
+    def prepare_second(self, engine: Engine) -> None:
+        self.prepared.append("second")
+
+
+def test_what_counts_evaluations_is_not_called_where_none_is_counted() -> None:
+    preparing = PreparingSometimes()
+    engine = build(mlp(5, 8, 1), preparing)
+    with engine.evaluating():
+        assert preparing.prepared == ["each"]
+    assert engine.signal(Events.EVALUATION_STARTED).fired == 0
