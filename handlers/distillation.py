@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Phase, UpdateState, on
-from signalfire.authoring import Capture, Claim, check_number, random_state, unchanged_random_state
+from signalfire.authoring import Capture, Claim, check_function, check_number, random_state, unchanged_random_state
 from signalfire.distributed import whole_tensor
 from signalfire.runs.restore import Modes
 from signalfire.updates.from_model import call_by_keyword, model_by_keyword
@@ -94,8 +94,8 @@ class Distillation(LossTerm):
         if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
             raise ValueError(f"Distillation(dim={dim!r}): expected the dimension of the classes, such as 1 or -1")
         self.dim = dim
-        if forward is not None and not callable(forward):
-            raise TypeError(f"Distillation(forward={forward!r}): expected a function of the teacher and the batch")
+        if forward is not None:
+            check_function(self, "forward", forward, "teacher", "batch")
         self.forward = forward
         if not isinstance(teacher, nn.Module):
             raise TypeError(f"Distillation(teacher={teacher!r}): expected a torch module, the trained model")

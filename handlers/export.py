@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -109,8 +108,7 @@ class Export(Handler):
         self.end_event = Events.COMPLETED if at == "end" else None
         if not isinstance(path, str | os.PathLike) or not path:
             raise TypeError(f"Export(path={path!r}): expected a path, such as 'model.safetensors'")
-        check_local(self, "path", path)
-        self.path = Path(path)
+        self.path = check_local(self, "path", path)
         if self.path.suffix not in (".safetensors", *_PROGRAMS):
             raise ValueError(
                 f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2' or "

@@ -13,7 +13,15 @@ from typing import TextIO
 from tqdm import tqdm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.authoring import check_announced, check_bool, check_choice, check_number, check_stream, did_you_mean
+from signalfire.authoring import (
+    check_announced,
+    check_bool,
+    check_choice,
+    check_function,
+    check_number,
+    check_stream,
+    did_you_mean,
+)
 from signalfire.core.state import as_number
 
 from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, of_notebook
@@ -113,8 +121,7 @@ class ProgressBar(Handler):
         self.smoothing = check_number(self, "smoothing", smoothing, least=0, below=1)
         self.style = check_choice(self, "style", style, ("tqdm", "rich"))
         self.file = check_stream(self, "file", file)
-        if not callable(clock):
-            raise TypeError(f"ProgressBar(clock={clock!r}): expected a function")
+        check_function(self, "clock", clock)
         self.clock = clock
         if style == "rich" and importlib.util.find_spec("rich") is None:
             raise ImportError("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")

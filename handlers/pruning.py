@@ -15,6 +15,7 @@ from signalfire.authoring import (
     Claim,
     Interval,
     check_choice,
+    check_function,
     check_int,
     check_name,
     check_number,
@@ -93,10 +94,8 @@ class Pruning(Handler):
         self.start = check_int(self, "start", start, least=0)
         self.end = self.start if end is None else check_int(self, "end", end, least=self.start)
         self.every = check_int(self, "every", every, least=1)
-        if schedule is not None and not callable(schedule):
-            raise TypeError(
-                f"Pruning(schedule={schedule!r}): expected a function from progress to a share, such as sqrt"
-            )
+        if schedule is not None:
+            check_function(self, "schedule", schedule, "progress")
         self.schedule = schedule or _cubic
         self.scope = check_choice(self, "scope", scope, ("global", "layer"))
         self.parameters = check_patterns(self, "parameters", parameters)

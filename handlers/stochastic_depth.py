@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.authoring import Capture, Claim, check_choice, check_name, check_number
+from signalfire.authoring import Capture, Claim, check_choice, check_function, check_name, check_number
 
 from ._common.draws import Draws
 from ._common.hooks import check_not_compiled, named_modules
@@ -85,8 +85,8 @@ class StochasticDepth(Handler):
         super().__init__(name=name)
         self.rate = check_number(self, "rate", rate, above=0, below=1)
         self.depth = check_choice(self, "depth", depth, ("linear", "uniform"))
-        if schedule is not None and not callable(schedule):
-            raise TypeError(f"StochasticDepth(schedule={schedule!r}): expected a function of the number of steps")
+        if schedule is not None:
+            check_function(self, "schedule", schedule, "steps")
         self.schedule = schedule
         self.update = check_name(self, "update", update)
         self.blocks = check_patterns(self, "blocks", blocks) or []

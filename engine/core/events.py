@@ -239,8 +239,7 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
             "@engine.on(Events.ITERATION_COMPLETED), or @on(Events.ITERATION_COMPLETED) in a handler"
         )
     raise TypeError(
-        f"{event!r} is not an event: give a member of Events, or of your own EventEnum, "
-        "such as Events.ITERATION_COMPLETED"
+        f"{event!r} is not an event: give a member of Events, or of your own EventEnum, such as Events.ITERATION_COMPLETED"
     )
 
 
@@ -268,8 +267,12 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
             )
     try:
         signature = inspect.signature(receiver)
-    except ValueError:  # a built-in without a signature
-        return
+    except ValueError:
+        if inspect.ismethod(receiver):
+            raise TypeError(
+                f"{where}: {receiver!r} has no self; declare it as {receiver.__name__}(self, engine)"
+            ) from None
+        return  # a built-in without a signature
     try:
         signature.bind(None)
     except TypeError as error:

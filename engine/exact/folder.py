@@ -61,8 +61,7 @@ class CheckpointFolder:
     def __init__(
         self, path: str | os.PathLike[str], *, keep: int | None = 3, sync: bool = True, files: Files | None = None
     ) -> None:
-        check_local(self, "path", path)
-        self.path = Path(path)
+        self.path = check_local(self, "path", path)
         self.keep = None if keep is None else check_int("CheckpointFolder", "keep", keep, least=1)
         self.sync = check_bool("CheckpointFolder", "sync", sync)
         self.files = Files() if files is None else files

@@ -69,8 +69,7 @@ def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: s
     """
     if isinstance(source, Mapping):
         return _unwrapped("a mapping", source, where)
-    check_local(where.partition("(")[0], "source", source)
-    path = Path(source)
+    path = check_local(where.partition("(")[0], "source", source)
     if path.is_dir():
         if not (path / STATE).exists() and not (path / MANIFEST).exists():
             for name in _FOLDER:

@@ -44,8 +44,7 @@ class TextLogger(ScalarLogger):
         super().__init__(every=every, name=name)
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"{type(self).__name__}(path={path!r}): expected the path of a file")
-        check_local(self, "path", path)
-        self.path = Path(path)
+        self.path = check_local(self, "path", path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
             raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): this is a folder; give a file in it")
