@@ -136,13 +136,15 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
 
 
 def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: frozenset[str]) -> list[str]:
-    found = []
+    found, renamed = [], engine.state.metrics.renamed
     for name, now in composition(engine)["settings"].items():
         then = before.get(name, {}) if name not in allowed else {}
         found += [
             f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
             for key in now
-            if key in then and now[key] != then[key]
+            if key in then
+            and now[key] != then[key]
+            and now[key] != renamed.get(then[key] if key == "monitor" else None)
         ]
     return found
 
