@@ -65,4 +65,4 @@ def log_inputs(engine: Engine) -> None:
 
 
 state = trainer.run(train, max_epochs=8)
-print(state.iteration, dict(state.metrics), fingerprint(trainer)["modules.model"][:12])
+print(state.iteration, state.metrics, fingerprint(trainer)["modules.model"][:12])

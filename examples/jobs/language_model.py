@@ -86,4 +86,4 @@ def show_sample(engine: Engine) -> None:
 
 print(trainer.check(train, max_iters=800))
 trainer.run(train, max_iters=800)
-print(dict(trainer.state.metrics))
+print(trainer.state.metrics)

@@ -29,4 +29,4 @@ trainer.attach(
     ProgressBar(),
 )
 state = trainer.run(train, max_epochs=3)
-trainer.processes.print(trainer.processes.world_size, dict(state.metrics))
+trainer.processes.print(trainer.processes.world_size, state.metrics)
