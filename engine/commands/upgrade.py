@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .moved import MOVED
 
-__all__ = ["MODULES", "OldName", "old_names", "upgrade"]
+__all__ = ["CLAIMS", "MODULES", "OldName", "old_names", "upgrade"]
 
 _ROOMS = {
     "core": "blame boundary bus connection declarations events handler loop part regions registry settings setup signals state "

@@ -139,12 +139,12 @@ def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: froz
     found, renamed = [], engine.state.metrics.renamed
     for name, now in composition(engine)["settings"].items():
         then = before.get(name, {}) if name not in allowed else {}
+        if "monitor" in then:
+            then = then | {"monitor": renamed.get(then["monitor"], then["monitor"])}
         found += [
             f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
             for key in now
-            if key in then
-            and now[key] != then[key]
-            and now[key] != renamed.get(then[key] if key == "monitor" else None)
+            if key in then and now[key] != then[key]
         ]
     return found
 

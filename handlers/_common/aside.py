@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -59,7 +60,7 @@ class StepAside:
 
     def come_back(self) -> None:
         """Draw the bars again, below what was written."""
-        with tqdm.get_lock():
+        with _lock():
             if not self._away:
                 return
             if self._unfinished is not None:
@@ -87,7 +88,7 @@ class Watched:
         stream.write = self._write  # type: ignore[method-assign]
 
     def _write(self, text: str) -> int:
-        with tqdm.get_lock():
+        with _lock():
             if text:
                 self._notice(self, text)
             return self.write(text)
@@ -112,6 +113,12 @@ class Direct:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _lock() -> AbstractContextManager[Any]:
+    """The lock under which bars are drawn."""
+    lock: AbstractContextManager[Any] = tqdm.get_lock()  # type: ignore[no-untyped-call]
+    return lock
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -108,6 +108,7 @@ def test_a_path_is_absolute_and_knows_the_home_folder(monkeypatch: pytest.Monkey
 
 
 def test_functions_are_refused_that_cannot_be_called_as_they_will_be() -> None:
+    function: Any
     for function in (max, print, lambda *values: None, lambda value, step=0: None, partial(print, 1)):
         check_function("Reporting", "report", function, "value", "step")
     call = re.escape("report(value, step)")
