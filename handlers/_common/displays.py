@@ -190,6 +190,7 @@ class TqdmDisplay:
         if self._bar is not None:
             _aside.come_back()
             self._bar.leave = keep
+            self._bar.clear()  # it stays on the first line of all bars, which may be another one than its own
             self._bar.close()
             _aside.remove(self._bar)
             self._bar = None

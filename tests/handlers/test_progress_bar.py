@@ -790,6 +790,18 @@ def test_what_is_printed_appears_above_the_bar(style: str, leave: list[str], end
 
 
 @pytest.mark.slow
+def test_two_bars_leave_a_line_each(tmp_path: Path) -> None:
+    text = """
+from signalfire.handlers import *
+from tests.kit import *
+build(mlp(5, 8, 1), ProgressBar(interval=0.0), ProgressBar(interval=0.0, name="second")).run(batches(6), max_epochs=2)
+print("the end")
+"""
+    lines = [line for line in screen(on_terminal(tmp_path, 100, text=text), 100) if line]
+    assert [line[:10] for line in lines] == ["epoch 2/2:", "epoch 2/2:", "the end"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["tqdm", "rich"])
 def test_what_goes_to_a_file_has_the_same_bytes_with_a_bar(style: str, tmp_path: Path) -> None:
     if style == "rich":
