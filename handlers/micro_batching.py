@@ -20,6 +20,8 @@ from signalfire.authoring import Capture, Override, check_bool, check_int, check
 from signalfire.models.explain import is_out_of_memory
 from signalfire.runs.restore import attempt
 
+from ._common.options import check_function
+
 __all__ = ["MicroBatching"]
 
 Split = Callable[[Any, int], Sequence[Any]]
@@ -98,8 +100,7 @@ class MicroBatching(Handler):
         if size is not None and pieces is not None:
             raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
         for argument, function in (("split", split), ("samples", samples)):
-            if function is not None and not callable(function):
-                raise TypeError(f"MicroBatching({argument}={function!r}): expected a function of the batch")
+            check_function(self, argument, function, "a function of the batch")
         if samples is not None and split is None:
             raise ValueError(f"MicroBatching(samples={samples!r}): samples= requires split=; give both")
         if size is None and pieces is None and not halve_on_oom:

@@ -19,6 +19,8 @@ from ._common.updates import only_update
 
 __all__ = ["Validation"]
 
+_READ = ["weights", "buffers", "step", "processes"]
+
 
 class Validation(Handler):
     """Evaluates at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
@@ -221,20 +223,8 @@ class Validation(Handler):
             error.add_note(f"in the sanity check of {self.name!r}")
             raise
 
-    @on(
-        "start_event",
-        phase=Phase.PREPARE,
-        reads=["weights", "buffers", "step", "processes"],
-        writes=["metrics"],
-        repeatable=True,
-    )
-    @on(
-        "every",
-        phase=Phase.PREPARE,
-        reads=["weights", "buffers", "step", "processes"],
-        writes=["metrics"],
-        repeatable=True,
-    )
+    @on("start_event", phase=Phase.PREPARE, reads=_READ, writes=["metrics"], repeatable=True)
+    @on("every", phase=Phase.PREPARE, reads=_READ, writes=["metrics"], repeatable=True)
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over all data sets; over those that are left, if an error cut that short."""
         self._evaluated = True

@@ -23,6 +23,7 @@ from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
 
 from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
+from .options import check_function
 from .ranks import PUBLISH
 from .torchmetrics import keeps_inputs, load_state_of, merging_nothing, state_of, synced, torchmetrics_in
 from .updates import is_balanced, loss_of, only_update, selected_updates, takes_logits, targets_in
@@ -109,10 +110,7 @@ class Metrics(Handler):
     ) -> None:
         super().__init__(name=name)
         self.metrics = _checked(metrics, named)
-        if inputs is not None and not callable(inputs):
-            raise TypeError(
-                f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
-            )
+        check_function(self, "inputs", inputs, "a function of the engine, or None for output and target")
         self.inputs = inputs or _output_and_target
         self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device

@@ -38,9 +38,14 @@ class TextLogger(ScalarLogger):
         time: Whether to log the time of each record, in seconds since 1970.
     """
 
-    header = ""
-
-    def __init__(self, path: str | os.PathLike[str], *, every: str | Interval, time: bool, name: str | None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        time: bool = False,
+        name: str | None = None,
+    ) -> None:
         super().__init__(every=every, name=name)
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"{type(self).__name__}(path={path!r}): expected the path of a file")
@@ -54,6 +59,11 @@ class TextLogger(ScalarLogger):
         self._digest = ""
         self._last_iteration = 0
         self._last_lines = ""  # of the last iteration in which something was written
+
+    @property
+    def header(self) -> str:
+        """The first line, with its line end, or none."""
+        return ""
 
     @abstractmethod
     def lines(self, record: Record) -> str:
