@@ -30,7 +30,7 @@ from .provenance import composition
 from .pruning import Halving, Pruned, Pruning, check_prune
 from .repeated import Built
 from .results import BASELINE, Result, Variant
-from .rows import sequence, spread
+from .rows import Runs, sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread
 from .shared import SharedError
 from .store import Store, StoreError
@@ -435,14 +435,7 @@ class Study:
         assert self.mode is not None
         left = list(plan.to_make)
         while left:
-            made = sequence(
-                self.results(plan),
-                plan.variants,
-                mode=self.mode,
-                baseline=BASELINE,
-                seeds=self.seeds,
-                looks=self.looks,
-            )
+            made = sequence(Runs(self.results(plan), plan.variants, BASELINE, self.seeds, self.mode), self.looks)
             if made.next is None:
                 return
             names = {BASELINE, *made.undecided}
