@@ -255,13 +255,8 @@ class TensorParallel(Distribution):
         """Raise an error for what cannot be trained on a split model."""
         if not self.processes.distributed:
             return
+        self._check_sharded(engine, "be on its own on each rank")
         for update in engine.updates:
-            for index, parameter in enumerate(update.parameters):
-                if not is_sharded(parameter):
-                    raise ValueError(
-                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, and "
-                        "would be on its own on each rank; make it a parameter of the model"
-                    )
             if update.optimizer is not None and needs_closure(update.optimizer):
                 raise ValueError(
                     f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all parameters into "

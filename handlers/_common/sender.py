@@ -7,14 +7,11 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from .kept_file import Item, KeptFile
 
-if TYPE_CHECKING:
-    from .remote_logging import RemoteLogger
-
-__all__ = ["Sender", "Status", "Stored"]
+__all__ = ["Sender", "Service", "Status", "Stored"]
 
 Status = Literal["FINISHED", "FAILED", "KILLED", "RUNNING"]
 
@@ -23,6 +20,23 @@ Stored = tuple[str, int, float | None]
 
 _BATCH = 200
 _LOOK = 0.5  # seconds between two looks at what a client has written
+
+
+class Service(Protocol):
+    """What a sender needs of a logger; see `RemoteLogger`, which says what each of them does."""
+
+    name: str
+    backoff: ClassVar[tuple[float, float]]
+    keep_different: bool
+    capacity: int
+
+    def open(self, run_id: str, hyperparameters: Mapping[str, Any]) -> None: ...
+    def stored(self, run_id: str, after: int) -> Iterable[Stored]: ...
+    def send(self, items: Sequence[Item]) -> None: ...
+    def confirmed(self) -> int | None: ...
+    def close_run(self, status: Status, error: str | None) -> None: ...
+    def as_sent(self, item: Item) -> Item: ...
+    def is_measured(self, name: str) -> bool: ...
 
 
 class _Differs(Exception):
@@ -47,7 +61,7 @@ class Sender(threading.Thread):
         done: set once everything was delivered and the run is closed.
     """
 
-    def __init__(self, service: RemoteLogger, kept: KeptFile, position: int) -> None:
+    def __init__(self, service: Service, kept: KeptFile, position: int) -> None:
         super().__init__(name=service.name, daemon=True)
         self.service, self.kept = service, kept
         self.run_id, self.forks = kept.header["run"], kept.header["forks"]

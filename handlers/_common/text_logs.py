@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from abc import abstractmethod
@@ -13,6 +14,7 @@ from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.authoring import check_bool, check_local
+from signalfire.checkpoints import Files
 
 from .claims import FILE
 from .folders import open_folder
@@ -258,7 +260,8 @@ class _LineFile:
         """Create a file with these lines, after a backup of an existing one."""
         if path.exists() and path.stat().st_size:
             # Copied, not renamed, so that the path exists at any moment.
-            shutil.copy2(path, _free_name(path))
+            backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+            shutil.copy2(path, next(backup for backup in backups if not backup.exists()))
         temporary = _temporary(path)
         data = lines.encode()
         try:
@@ -270,7 +273,7 @@ class _LineFile:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        Files().sync(path.parent)
         return cls(open(path, "ab", buffering=0), len(data), hashlib.sha256(data))
 
     @property
@@ -312,21 +315,6 @@ class _LineFile:
             self._file.close()
 
 
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return free
-
-
 def _temporary(path: Path) -> Path:
     """Where a file is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.new")
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)
