@@ -129,9 +129,7 @@ class Report:
             percent = "accuracy" in metric.lower() and all(0 <= value <= 1 for value in values)
         self.percent = percent
         self.needed = seeds_needed(self.comparisons if self.pruned else 1, self.alpha)
-        compared = [row.comparison for row in self.rows if row.comparison is not None]
-        half_widths = [(one.high - one.low) / 2 for one in compared]  # Student's, which are finite
-        self.digits = decimals([row.sd for row in self.rows] + half_widths, values)
+        self.digits = _decimals_of(self.rows, values)
 
     @property
     def alpha(self) -> float:
@@ -483,3 +481,9 @@ class Report:
             path: File to write; its extension sets the format, such as .png, .pdf or .svg.
         """
         draw(self, path)
+
+
+def _decimals_of(rows: Sequence[Row], values: Sequence[float]) -> int | None:
+    compared = [row.comparison for row in rows if row.comparison is not None]
+    half_widths = [(one.high - one.low) / 2 for one in compared]  # Student's, which are finite
+    return decimals([row.sd for row in rows] + half_widths, values)
