@@ -128,10 +128,10 @@ class Validation(Handler):
         self._given = None if evaluator is None else _checked_evaluator(evaluator)
         self.metrics = _checked_metrics(metrics, named)
         self.update = check_name(self, "update", update)
-        if self._given is not None and (self.metrics or update is not None):
-            what = f"{next(iter(self.metrics))}=" if self.metrics else "update="
+        beside = [*self.metrics, *(["update"] if update is not None else [])]
+        if self._given is not None and beside:
             raise TypeError(
-                f"Validation({what}) beside an evaluator, which has its own; attach Metrics({what}...) to it"
+                f"Validation({beside[0]}=) beside an evaluator, which has its own; attach Metrics({beside[0]}=...) to it"
             )
         self.data_sets = _data_sets(data)
         self.data = data
