@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import time
@@ -25,7 +24,7 @@ from .manifest import (
     read_state,
     seal_manifest,
 )
-from .names import hidden_name, match_hidden, visible_name
+from .names import hidden_name, match_hidden, numbered, visible_name
 
 __all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version", "preempted", "prune", "set_aside"]
 
@@ -205,8 +204,8 @@ def _is_intact(path: Path, files: Files) -> bool:
 
 def set_aside(path: Path, files: Files) -> None:
     """Rename a damaged version to ``<name>.damaged``, to free its name; it is never removed."""
-    for number in itertools.count(1):
-        aside = path.with_name(f"{path.name}{'' if number == 1 else f'-{number}'}.damaged")
+    for name in numbered(path.name):
+        aside = path.with_name(f"{name}.damaged")
         if not files.exists(aside):
             with contextlib.suppress(OSError):
                 files.rename(path, aside)
