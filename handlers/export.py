@@ -27,6 +27,7 @@ from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, EXPORT
 __all__ = ["Export"]
 
 _PROGRAMS = (".pt2", ".onnx")
+_READ = ["weights", "buffers", "modes", "modules", "batch"]
 
 
 class Export(Handler):
@@ -187,34 +188,15 @@ class Export(Handler):
         assert self.monitor is not None
         self.monitor.require(engine)
 
-    @on(
-        "select_event",
-        phase=Phase.PERSIST,
-        rank=EXPORT,
-        reads=["weights", "buffers", "modes", "modules", "batch"],
-        writes=["files"],
-        repeatable=True,
-    )
+    @on("select_event", phase=Phase.PERSIST, rank=EXPORT, reads=_READ, writes=["files"], repeatable=True)
     def write_best(self, engine: Engine) -> None:
         """Write the selected weights."""
         if self._selected:
             self.write(engine)
             self._selected = False
 
-    @on(
-        "every",
-        phase=Phase.PERSIST,
-        rank=EXPORT,
-        reads=["weights", "buffers", "modes", "modules", "batch"],
-        writes=["files"],
-    )
-    @on(
-        "end_event",
-        phase=Phase.PERSIST,
-        rank=EXPORT,
-        reads=["weights", "buffers", "modes", "modules", "batch"],
-        writes=["files"],
-    )
+    @on("every", phase=Phase.PERSIST, rank=EXPORT, reads=_READ, writes=["files"])
+    @on("end_event", phase=Phase.PERSIST, rank=EXPORT, reads=_READ, writes=["files"])
     def write(self, engine: Engine) -> None:
         """Write the file."""
         if not self.is_program:

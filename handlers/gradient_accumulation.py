@@ -71,10 +71,8 @@ class GradientAccumulation(Handler):
             }
         else:
             schedule = {1: check_int(self, "steps", steps)}
-        if weight is not None:
-            check_function(self, "weight", weight, "engine")
         self.schedule = dict(sorted(schedule.items()))
-        self.weight = weight
+        self.weight = check_function(self, "weight", weight, "engine", optional=True)
         self.update = check_name(self, "update", update)
         self.weight_event = None if weight is None else Events.LOSS_COMPUTED
 

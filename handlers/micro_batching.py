@@ -97,10 +97,8 @@ class MicroBatching(Handler):
         self.halve_on_oom = check_bool(self, "halve_on_oom", halve_on_oom)
         if size is not None and pieces is not None:
             raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
-        if split is not None:
-            check_function(self, "split", split, "batch", "n")
-        if samples is not None:
-            check_function(self, "samples", samples, "batch")
+        check_function(self, "split", split, "batch", "n", optional=True)
+        check_function(self, "samples", samples, "batch", optional=True)
         if samples is not None and split is None:
             raise ValueError(f"MicroBatching(samples={samples!r}): samples= requires split=; give both")
         if size is None and pieces is None and not halve_on_oom:

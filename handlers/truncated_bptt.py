@@ -96,11 +96,9 @@ class TruncatedBPTT(Handler):
                 f"TruncatedBPTT(steps={steps!r}, split={split!r}): give one of them: the length of a chunk, or a "
                 "function that splits a batch"
             )
-        if split is not None:
-            check_function(self, "split", split, "batch")
         self.steps = None if steps is None else check_int(self, "steps", steps)
         self.dim = check_int(self, "dim", dim, least=0)
-        self.split = split
+        self.split = check_function(self, "split", split, "batch", optional=True)
         self.update = check_name(self, "update", update)
         self._clear()
 

@@ -17,7 +17,7 @@ from signalfire.weights import WeightFile, read_weights
 
 from ._common.parameters import check_patterns
 from ._common.ranks import WARM_START
-from ._common.weight_plan import WeightPlan, compare_weights
+from ._common.weight_plan import Rules, WeightPlan, compare_weights
 
 __all__ = ["WarmStart"]
 
@@ -143,19 +143,11 @@ class WarmStart(Handler):
         return read_weights(self.source, where=self._where)
 
     def _compare(self, modules: Modules, file: WeightFile) -> WeightPlan:
-        return compare_weights(
-            modules,
-            file,
-            rename=self.rename,
-            include=self.include,
-            exclude=self.exclude,
-            allow=self.allow,
-            where=self._where,
-        )
+        rules = Rules(self.rename, self.include, self.exclude, self.allow, self._where)
+        return compare_weights(modules, file, rules)
 
     def _say(self, engine: Engine, text: str) -> None:
-        if engine.processes.is_rank_zero:
-            print(f"{self.name}: {text}", file=sys.stderr)
+        engine.processes.print(f"{self.name}: {text}", file=sys.stderr)
 
 
 def _check_rename(handler: Handler, rename: Any) -> dict[str, str]:

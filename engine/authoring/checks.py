@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -29,6 +29,8 @@ __all__ = [
     "did_you_mean",
 ]
 
+
+F = TypeVar("F")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -67,7 +69,7 @@ def check_choice(owner: object, argument: str, value: Any, choices: Sequence[str
     return value
 
 
-def check_function(owner: object, argument: str, function: Any, *takes: str) -> None:
+def check_function(owner: object, argument: str, function: F, *takes: str, optional: bool = False) -> F:
     """Check that an argument can be called with what it will be given.
 
     Args:
@@ -75,6 +77,7 @@ def check_function(owner: object, argument: str, function: Any, *takes: str) -> 
         argument: Name of the argument.
         function: Value of the argument.
         takes: What it is called with, one name for each positional argument.
+        optional: Whether None is allowed.
 
     Raises:
         TypeError: if it is no function, a class apart, or takes other arguments.
@@ -84,17 +87,20 @@ def check_function(owner: object, argument: str, function: Any, *takes: str) -> 
         Traceback (most recent call last):
         TypeError: Reporting(report=...): it is called as report(value, step): too many positional arguments
     """
+    if optional and function is None:
+        return function
     call = f"{argument}({', '.join(takes)})"
     if not callable(function):
         raise TypeError(f"{_call(owner, argument, function)}: expected a function, called as {call}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # a built-in without a signature
-        return
+        return function
     try:
         signature.bind(*takes)
     except TypeError as error:
         raise TypeError(f"{_call(owner, argument, function)}: it is called as {call}: {error}") from None
+    return function
 
 
 def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> int:
