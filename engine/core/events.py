@@ -235,7 +235,7 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event, None)]
     if inspect.isroutine(event):
         raise TypeError(
-            f"{event!r} is a function: name the event in parentheses, such as @engine.on(Events.ITERATION_COMPLETED)"
+            f"{event!r} is a function, not an event: name one in parentheses, such as @engine.on(Events.EPOCH_STARTED)"
         )
     raise TypeError(
         f"{event!r} is not an event: give a member of Events, or of your own EventEnum, such as Events.ITERATION_COMPLETED"
