@@ -80,9 +80,8 @@ class Checkpoint(Handler):
     Example:
         >>> import os, tempfile
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         ...     _ = engine.attach(Checkpoint(folder, keep=2))

@@ -75,7 +75,7 @@ class LRScheduling(Handler):
         >>> import torch
         >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.8))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.8)
         >>> from torch.optim.lr_scheduler import StepLR
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(LRScheduling(partial(StepLR, step_size=2, gamma=0.5), every="1ep"))

@@ -38,9 +38,8 @@ class ParameterScheduling(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, weight_decay=0.3))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1, weight_decay=0.3)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(ParameterScheduling("weight_decay", ParameterScheduling.cosine(0.04, 0.4, over=2)))
         >>> decays = []

@@ -74,9 +74,8 @@ class ProgressBar(Handler):
     Example:
         >>> import io
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine, file = Engine(update, model=torch.nn.Linear(1, 1, bias=False)), io.StringIO()
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> bar = ProgressBar(["loss"], line_interval=0, file=file, clock=lambda: engine.state.iteration)  # one second for each

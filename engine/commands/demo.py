@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import nn
@@ -31,7 +30,7 @@ def build(make_model: Callable[[], nn.Module]) -> Engine:
     """An engine that trains a model with mixup, an average of the weights, and an evaluation at the end of each epoch."""
     torch.manual_seed(0)
     model = make_model()
-    update = Update.supervised(nn.functional.cross_entropy, optimizer=partial(torch.optim.Adam, lr=RATE))
+    update = Update.supervised(nn.functional.cross_entropy, optimizer=torch.optim.Adam, lr=RATE)
     evaluator = Engine(update.evaluation(), model=model)
     evaluator.attach(Metrics(accuracy=Accuracy()))
     trainer = Engine(update, model=model, seed=0)

@@ -301,10 +301,9 @@ class MovingAverage(Average):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import Metrics
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(mean=Average(), smooth=MovingAverage(decay=0.5)))
         >>> batches = [(torch.full((1, 1), error), torch.zeros(1, 1)) for error in (2.0, 1.0)]  # losses of 4 and 1

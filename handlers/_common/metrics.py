@@ -66,9 +66,8 @@ class Metrics(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, lr=0.1)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
         >>> batches = [(torch.zeros(3, 2), torch.tensor([0, 0, 0])), (torch.zeros(1, 2), torch.tensor([1]))]  # scores and classes
