@@ -35,7 +35,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from signalfire import Engine, Update, seed_everything
 from signalfire.handlers import (
     Accuracy,
-    Average,
     Checkpoint,
     CSVLogger,
     DeviceTransfer,
@@ -43,7 +42,6 @@ from signalfire.handlers import (
     FullyShardedDataParallel,
     GradientClipping,
     LRScheduling,
-    Metrics,
     Preemption,
     ProgressBar,
     Seeding,
@@ -83,9 +81,6 @@ def main() -> None:
 
     model = build_model()
     update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=1e-3)
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()), DeviceTransfer())
-
     trainer = Engine(update, model=model, seed=options.seed)
     parallel = FullyShardedDataParallel(timeout=60) if options.sharded else DistributedDataParallel(timeout=60)
     trainer.attach(parallel)
@@ -97,7 +92,7 @@ def main() -> None:
         DeviceTransfer(),
         GradientClipping(max_norm=1.0),
         LRScheduling(partial(OneCycleLR, max_lr=1e-2)),
-        Validation(evaluator, test_data, every="1ep"),
+        Validation(test_data, accuracy=Accuracy()),
         Checkpoint(folder, every="10it", keep=2, resume=True),
         Preemption(),
         CSVLogger(folder / "log.csv"),
@@ -111,7 +106,7 @@ def main() -> None:
     metrics = trainer.state.metrics
     parallel.processes.print(
         f"{parallel.processes.world_size} process(es), {trainer.state.iteration} steps: "
-        f"accuracy {100 * metrics['accuracy']:.2f} %, loss {metrics['loss']:.4f}, "
+        f"accuracy {100 * metrics['val_accuracy']:.2f} %, loss {metrics['val_loss']:.4f}, "
         f"weights {hashlib.sha256(weights).hexdigest()[:12]}"
     )
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update, seed_everything
-from signalfire.handlers import Accuracy, Metrics
+from signalfire.handlers import Accuracy, Validation
 from signalfire.tuning import find_batch_size, find_learning_rate
 
 STEPS, BATCH = 1000, 100
@@ -56,11 +55,9 @@ def build(seed: int, rate: float) -> Engine:
 def accuracy_of(seed: int, rate: float, train: TensorDataset, test: TensorDataset) -> float:
     """The accuracy on the test samples after a training with this rate, in percent."""
     engine = build(seed, rate)
-    engine.run(DataLoader(train, batch_size=BATCH, shuffle=True), max_steps=STEPS)
-    evaluator = Engine(engine.updates[0].spec.evaluation(), model=engine.modules["model"])
-    evaluator.attach(Metrics(accuracy=Accuracy()))
-    measured: dict[str, Any] = engine.evaluate(evaluator, DataLoader(test, batch_size=500))
-    return 100 * float(measured["accuracy"])
+    engine.attach(Validation(DataLoader(test, batch_size=500), accuracy=Accuracy(), every=f"{STEPS}st"))
+    state = engine.run(DataLoader(train, batch_size=BATCH, shuffle=True), max_steps=STEPS)
+    return 100 * float(state.metrics["val_accuracy"])
 
 
 def main() -> None:

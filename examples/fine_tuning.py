@@ -145,8 +145,7 @@ def main() -> None:
         if way != "scratch":  # all pretrained weights except the head's, which predicts other digits
             trainer.attach(WarmStart(arguments.folder / "pretrained.pt", exclude="head"))
         trainer.run(data["new"], max_steps=steps)
-        history = trainer.find(History)
-        histories[way] = history
+        histories[way] = trainer[History]
     report(histories, arguments.samples, arguments.folder, time.perf_counter() - began)
 
 

@@ -161,14 +161,10 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
     adam = partial(torch.optim.Adam, betas=(0.5, 0.999))
     updates = [
         Update(
-            discriminate, discriminator_loss, partial(adam, lr=5e-4), name="discriminator",
-            parameters="discriminator",
+            discriminate, discriminator_loss, partial(adam, lr=5e-4), name="discriminator", parameters="discriminator"
         ),
-        Update(
-            generate, generator_loss, partial(adam, lr=1e-3), name="generator",
-            parameters="generator",
-        ),
-    ]  # fmt: skip
+        Update(generate, generator_loss, partial(adam, lr=1e-3), name="generator", parameters="generator"),
+    ]
 
     def recognised(drawn: Tensor, numbers: Tensor) -> Tensor:
         right: Tensor = classifier(drawn).argmax(1) == numbers
@@ -225,25 +221,25 @@ def main() -> None:
 
 def report(trainer: Engine, test: Digits, accuracy: float, folder: Path, seconds: float) -> None:
     """Print the fraction of recognised digits and the spread, and save plots."""
-    history = trainer.find(History)
+    history = trainer[History]
     made = ", ".join(f"{update.steps} steps of the {update.name}" for update in trainer.updates)
     print(f"\n{made} in {seconds:.0f} s")
     print(f"recognised by a classifier trained on real digits: real {100 * accuracy:.1f} %, "
           f"drawn {100 * history['recognised'][-1]:.1f} %")  # fmt: skip
     print(f"spread within a digit: real {spread(*test):.2f}, drawn {history['spread'][-1]:.2f}")
     history.plot(folder / "recognised.png", "recognised", "spread")
-    draw_samples(trainer.modules["generator"], test, folder / "samples.png")
+    draw_samples(trainer, test, folder / "samples.png")
     for path in sorted(folder.iterdir()):
         print(f"  {path}")
 
 
-def draw_samples(generator: nn.Module, test: Digits, path: Path, *, rows: int = 5) -> None:
+def draw_samples(trainer: Engine, test: Digits, path: Path, *, rows: int = 5) -> None:
     """Plot real digits in the upper rows and drawn ones in the lower: one column per digit, without selection."""
     pictures, numbers = test
     real = torch.stack([pictures[numbers == number][:rows] for number in range(DIGITS)], 1)
-    generator.cpu().eval()
-    with torch.no_grad():
-        drawn = generator(torch.arange(DIGITS).repeat(rows)).view(rows, DIGITS, 1, 8, 8)
+    with trainer.evaluating():
+        drawn = trainer.modules["generator"](torch.arange(DIGITS, device=trainer.device).repeat(rows))
+    drawn = drawn.cpu().view(rows, DIGITS, 1, 8, 8)
     figure = Figure(figsize=(8, 8.4), layout="constrained")
     for place, (label, grid) in enumerate({"real": real, "drawn": drawn}.items(), start=1):
         axes = figure.add_subplot(2, 1, place)

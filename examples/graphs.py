@@ -27,7 +27,7 @@ from torch_geometric.loader import DataLoader
 from torch_geometric.nn import GINConv, global_add_pool
 
 from signalfire import Engine, Update, seed_everything
-from signalfire.handlers import EMA, Accuracy, LRScheduling, Metrics, ProgressBar, Validation
+from signalfire.handlers import EMA, Accuracy, LRScheduling, ProgressBar, Validation
 
 
 class Network(nn.Module):
@@ -76,18 +76,17 @@ def main() -> None:
     seed_everything(arguments.seed)
     training, held_out = graphs(600), graphs(200)
     model = Network()
-    update = Update(forward, loss, partial(torch.optim.Adam, lr=3e-3), target="y", samples="num_graphs")
+    adam = torch.optim.Adam(model.parameters(), lr=3e-3)
+    update = Update(forward, loss, adam, target="y", samples="num_graphs")
     trainer = Engine(update, model=model, seed=arguments.seed)
-    evaluator = Engine(Update(forward, target="y", samples="num_graphs"), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
     trainer.attach(
         LRScheduling(partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=1e-2)),
         EMA(0.98),
-        Validation(evaluator, DataLoader(held_out, 50)),
+        Validation(DataLoader(held_out, 50), accuracy=Accuracy()),
         ProgressBar(),
     )
     trainer.run(DataLoader(training, 50, shuffle=True), max_epochs=arguments.epochs)
-    print(f"{len(training)} graphs: accuracy {trainer.state.metrics['accuracy']:.1%} on {len(held_out)} others")
+    print(f"{len(training)} graphs: accuracy {trainer.state.metrics['val_accuracy']:.1%} on {len(held_out)} others")
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def main() -> None:
         began = time.perf_counter()
         trainer.run(loader, max_epochs=arguments.epochs)
         seconds = time.perf_counter() - began
-        curves[kind] = trainer.find(Convergence).curve
+        curves[kind] = trainer[Convergence].curve
         passes, loss, norm = curves[kind][-1]
         with torch.no_grad():
             accuracy = 100 * (trainer.model(x_test).argmax(1) == y_test).double().mean().item()

@@ -114,25 +114,21 @@ def build(
     seed_everything(seed)
     model = build_model(kind)
     update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=1e-2)
-
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()), DeviceTransfer())
-
     factory: Any = partial(ConstantLR, factor=1.0) if schedule == "constant" else partial(OneCycleLR, max_lr=1e-2)
     trainer = Engine(update, model=model, seed=seed, allow=["C13"])  # a fixed order, as in the paper
     trainer.attach(
         Seeding(),
         DeviceTransfer(),
         Metrics(train_loss=Average(), train_accuracy=Accuracy()),
-        Validation(evaluator, test_data, every=f"{evaluate_every}st"),
+        Validation(test_data, accuracy=Accuracy(), every=f"{evaluate_every}st"),
         GradientAccumulation(ACCUMULATED),
         GradientClipping(max_norm=5.0),
         LRScheduling(factory),
-        EarlyStopping("accuracy", mode="max", patience=12),
-        Checkpoint(folder, monitor="accuracy", mode="max", name="best"),
+        EarlyStopping("val_accuracy", mode="max", patience=12),
+        Checkpoint(folder, monitor="val_accuracy", mode="max", name="best"),
         History(),
         TensorBoardLogger(folder, every="100it"),
-        ProgressBar(["train_loss", "train_accuracy", "accuracy"]),
+        ProgressBar(["train_loss", "train_accuracy", "val_accuracy"]),
     )
     return trainer
 
@@ -184,15 +180,15 @@ def main() -> None:
 
 def report(trainer: Engine, kind: str, folder: Path, seconds: float) -> None:
     """Print the accuracy next to the paper's, and plot the learning curve."""
-    history = trainer.find(History)
+    history = trainer[History]
     steps = trainer.updates[0].steps
     print(f"\n{steps} optimizer steps in {seconds:.0f} s ({trainer.state.stop_reason or 'ran to the end'})")
-    if "accuracy" in history.names:
-        last, best = 100 * history["accuracy"][-1], 100 * max(history["accuracy"])
+    if "val_accuracy" in history.names:
+        last, best = 100 * history["val_accuracy"][-1], 100 * max(history["val_accuracy"])
         print(f"{'model':<10}{'paper':>8}{'last':>8}{'best':>8}   test accuracy in %")
         print(f"{kind:<10}{PAPER[kind]:>8}{last:>8.1f}{best:>8.1f}")
     if history.names:
-        pairs = [("train_loss", "loss"), ("train_accuracy", "accuracy")]
+        pairs = [("train_loss", "val_loss"), ("train_accuracy", "val_accuracy")]
         panels = [",".join(name for name in pair if name in history.names) for pair in pairs]
         history.plot(folder / "learning_curve.png", *(panel for panel in panels if panel))
     for path in sorted(folder.iterdir()):

@@ -63,7 +63,7 @@ def main() -> None:
 
     study = Study(
         partial(build, steps=arguments.steps),
-        metric="accuracy",
+        metric="val_accuracy",
         mode="max",
         looks=arguments.looks,
         store=arguments.folder / "runs.jsonl",

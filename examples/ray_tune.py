@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update, seed_everything
 from signalfire.exact import CheckpointFolder
-from signalfire.handlers import Accuracy, Metrics, Seeding, Validation
+from signalfire.handlers import Accuracy, Seeding, Validation
 
 
 def digits(first: int, last: int, **options: Any) -> DataLoader[Any]:
@@ -35,11 +34,9 @@ def digits(first: int, last: int, **options: Any) -> DataLoader[Any]:
 def build(rate: float, width: int) -> Engine:
     seed_everything(0)
     model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
-    update = Update.supervised(nn.functional.cross_entropy, partial(torch.optim.SGD, lr=rate, momentum=0.9))
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
+    update = Update.supervised(nn.functional.cross_entropy, torch.optim.SGD, lr=rate, momentum=0.9)
     trainer = Engine(update, model=model, seed=0)
-    trainer.attach(Seeding(), Validation(evaluator, digits(1000, 1400, batch_size=400)))
+    trainer.attach(Seeding(), Validation(digits(1000, 1400, batch_size=400), accuracy=Accuracy()))
     return trainer
 
 
@@ -78,7 +75,7 @@ def main() -> None:
             Trial,
             param_space={"rate": tune.grid_search([1e-3, 1e-2, 1e-1]), "width": tune.grid_search([16, 128])},
             tune_config=tune.TuneConfig(
-                metric="accuracy",
+                metric="val_accuracy",
                 mode="max",
                 scheduler=tune.schedulers.AsyncHyperBandScheduler(max_t=options.epochs, reduction_factor=3),
             ),
@@ -92,11 +89,10 @@ def main() -> None:
     results = tuner.fit()
     for error in results.errors:
         raise error
-    best = results.get_best_result("accuracy", "max")
+    best = results.get_best_result("val_accuracy", "max")
     epochs = [result.metrics["training_iteration"] for result in results]
-    print(
-        f"{len(epochs)} trials of {min(epochs)} to {max(epochs)} epochs: {best.metrics['accuracy']:.1%} with {best.config}"
-    )
+    accuracy = best.metrics["val_accuracy"]
+    print(f"{len(epochs)} trials of {min(epochs)} to {max(epochs)} epochs: {accuracy:.1%} with {best.config}")
 
 
 if __name__ == "__main__":

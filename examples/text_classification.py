@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast, get_scheduler
 
 from signalfire import Engine, Update, seed_everything
-from signalfire.handlers import Accuracy, GradientClipping, LRScheduling, Metrics, ProgressBar, Validation
+from signalfire.handlers import Accuracy, GradientClipping, LRScheduling, ProgressBar, Validation
 
 NAMES = ["compound", "formatstrings", "specialnames", "string-methods", "typesseq"]
 WORDS = 24  # in a passage
@@ -80,16 +80,14 @@ def main() -> None:
     )  # fmt: skip
     update = Update.from_model(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, samples="labels")
     trainer = Engine(update, model=model, seed=arguments.seed)
-    evaluator = Engine(Update.from_model(samples="labels"), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
     trainer.attach(
         LRScheduling(partial(get_scheduler, "linear", num_warmup_steps=20)),
         GradientClipping(max_norm=1.0),
-        Validation(evaluator, loader(held_out, tokenizer, train=False)),
+        Validation(loader(held_out, tokenizer, train=False), accuracy=Accuracy()),
         ProgressBar(),
     )
     trainer.run(loader(training, tokenizer, train=True), max_epochs=arguments.epochs)
-    accuracy = trainer.state.metrics["accuracy"]
+    accuracy = trainer.state.metrics["val_accuracy"]
     print(f"{len(training)} passages of {len(NAMES)} topics: accuracy {accuracy:.1%} on {len(held_out)} others")
 
 

@@ -40,7 +40,7 @@ def check_main(folder: Path) -> None:
     assert float(row[1]) >= 88
     left = folder / "runs" / "mnist1d-cnn"
     (best,) = left.glob("best-*")
-    assert Checkpoint.load(best)["engine"]["metrics"]["values"]["accuracy"] == pytest.approx(
+    assert Checkpoint.load(best)["engine"]["metrics"]["values"]["val_accuracy"] == pytest.approx(
         float(row[2]) / 100, abs=5e-4
     )
     events = EventAccumulator(str(left))
@@ -159,7 +159,7 @@ def check_planned_looks(folder: Path) -> None:
     assert found is not None, output
     assert 28 <= int(found[1]) <= 32
     for handler in ("gradient_accumulation", "gradient_clipping", "lr_scheduling"):
-        assert re.search(rf"^Without {handler}, accuracy ", output, re.MULTILINE), output
+        assert re.search(rf"^Without {handler}, val_accuracy ", output, re.MULTILINE), output
     assert is_picture(folder / "runs" / "planned_looks" / "planned_looks.png")
 
 

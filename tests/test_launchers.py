@@ -263,7 +263,9 @@ def test_trials_of_ray_tune_have_the_values_of_the_engines_also_after_a_kill(
         history = History()
         engine.attach(history)
         engine.run(example.digits(0, 1000, batch_size=50, shuffle=True), max_epochs=len(rows))
-        assert {row["training_iteration"]: row["accuracy"] for row in rows} == dict(enumerate(history["accuracy"], 1))
+        assert {row["training_iteration"]: row["val_accuracy"] for row in rows} == dict(
+            enumerate(history["val_accuracy"], 1)
+        )
 
     (path, rows) = max(((path, path.read_text().splitlines()) for path in found), key=lambda one: len(one[1]))
     trial = example.Trial(json.loads(rows[0])["config"])
