@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .authoring.checks import did_you_mean
-from .authoring.elsewhere import ENGINE, RUN, instead
 from .authoring.interval import Interval, event_of, seconds_of
 from .authoring.log import Log
 from .authoring.randomness import check_seed
@@ -121,6 +120,8 @@ class Engine(Kernel):
         return None if max_time is None else seconds_of(max_time)
 
     def _instead(self, name: str) -> str:
+        from .authoring.elsewhere import RUN  # only errors have a use for it
+
         return f"; {RUN[name]}" if name in RUN else super()._instead(name)
 
     if not TYPE_CHECKING:  # type checkers would accept any attribute
@@ -128,6 +129,8 @@ class Engine(Kernel):
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # a property: the error inside it says what is missing
+            from .authoring.elsewhere import ENGINE, instead
+
             hint = "" if name.startswith("_") else instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
             raise AttributeError(f"Engine has no attribute {name!r}{hint}", name=name)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Handler, Interval, Phase, on
 from signalfire.authoring import Capture, check_every, check_int, event_of, widened
 
-from ._common.hooks import check_not_compiled, named_modules
+from ._common.hooks import check_matches, check_not_compiled, named_modules
 from ._common.parameters import check_patterns, matches
 
 __all__ = ["ActivationStatistics"]
@@ -151,10 +151,7 @@ class ActivationStatistics(Handler):
         patterns = self.modules
         if patterns is None:
             return {path: part for path, part in named.items() if type(part) in ACTIVATIONS}
-        for pattern in patterns:
-            if not any(matches(path, pattern) for path in named):
-                some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
-                raise ValueError(f"{self.name!r}: modules={pattern!r} matches no module; the modules are: {some}")
+        check_matches(self, "modules", patterns, named)
         return {path: part for path, part in named.items() if any(matches(path, pattern) for pattern in patterns)}
 
     @contextmanager

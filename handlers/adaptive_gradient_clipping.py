@@ -13,7 +13,7 @@ from signalfire.authoring import Capture, Claim, check_name, check_number
 from signalfire.distributed import local_part
 from signalfire.distributed.norms import unit_norms
 
-from ._common.parameters import all_names, longest_match, matches, norms, unmatched
+from ._common.parameters import all_names, check_matches, longest_match, norms
 from ._common.ranks import CLIP_ADAPTIVELY
 from ._common.updates import selected_updates
 
@@ -106,9 +106,7 @@ class AdaptiveGradientClipping(Handler):
         exclude = self.exclude
         if not callable(exclude):
             known_names = [name for names in named.values() for name in names]
-            for pattern in exclude:
-                if not any(matches(name, pattern) for name in known_names):
-                    raise ValueError(f"{self.name!r}: exclude={unmatched(pattern, known_names)}")
+            check_matches(f"{self.name!r}: exclude=", exclude, known_names)
         self._excluded = [
             parameter
             for parameter, names in named.items()

@@ -293,7 +293,7 @@ class Checkpoint(Handler):
         self._saver.forget()
         if engine.processes.is_rank_zero:
             self._saver.ownership(self._run(engine))
-            checkpoint_findings.report_hyperparameters(engine, self.name, self._saver.constants["hyperparameters"])
+            checkpoint_findings.report_hyperparameters(engine, self.name, self._saver.hyperparameters)
         self.retention.share(engine.processes)
         checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
 

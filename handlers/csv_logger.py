@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-import os
 import time as clock
 from functools import cache
-
-from signalfire import Interval
 
 from ._common.scalars import Record
 from ._common.text_logs import TextLogger
@@ -64,16 +61,10 @@ class CSVLogger(TextLogger):
         "flush_logs_every_n_steps": 'every="10it"',
     }
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        every: str | Interval = "10it",
-        time: bool = False,
-        name: str | None = None,
-    ) -> None:
-        super().__init__(path, every=every, time=time, name=name)
-        self.header = f"epoch,iteration,step,{'time,' if self.time else ''}name,value\n"
+    @property
+    def header(self) -> str:
+        """The names of the columns."""
+        return f"epoch,iteration,step,{'time,' if self.time else ''}name,value\n"
 
     def lines(self, record: Record) -> str:
         """One row per value."""

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from signalfire import Engine, Events, Phase, UpdateState, on
-from signalfire.authoring import Capture, Claim, check_number, random_state, unchanged_random_state
+from signalfire.authoring import Capture, Claim, check_function, check_number, random_state, unchanged_random_state
 from signalfire.distributed import whole_tensor
 from signalfire.runs.restore import Modes
 from signalfire.updates.from_model import call_by_keyword, model_by_keyword
 
-from ._common.loss_terms import LossTerm
+from ._common.loss_terms import LossTerm, check_losses
 from ._common.ranks import DISTILL
 from ._common.updates import selected_updates
 
@@ -94,9 +94,7 @@ class Distillation(LossTerm):
         if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
             raise ValueError(f"Distillation(dim={dim!r}): expected the dimension of the classes, such as 1 or -1")
         self.dim = dim
-        if forward is not None and not callable(forward):
-            raise TypeError(f"Distillation(forward={forward!r}): expected a function of the teacher and the batch")
-        self.forward = forward
+        self.forward = check_function(self, "forward", forward, "teacher", "batch", optional=True)
         if not isinstance(teacher, nn.Module):
             raise TypeError(f"Distillation(teacher={teacher!r}): expected a torch module, the trained model")
         self.teacher = teacher
@@ -130,13 +128,7 @@ class Distillation(LossTerm):
     def announce_metrics(self, engine: Engine) -> None:
         """Announce the metrics, check the teacher, and prepare it."""
         super().announce_metrics(engine)
-        updates = selected_updates(engine, self.update)
-        for update in updates:
-            if update.loss_function is None:
-                raise ValueError(
-                    f"{self.name!r}: update {update.name!r} is a single function, whose output is not available; build it "
-                    "as Update(forward, loss, ...), or select another update with update="
-                )
+        check_losses(self, selected_updates(engine, self.update))
         own = {id(p) for p in self.teacher.parameters()}
         models = [p for root in engine.modules.values() for p in root.parameters()]
         if any(id(p) in own for p in [*models, *(p for update in engine.updates for p in update.parameters)]):

@@ -153,19 +153,7 @@ class DistributedDataParallel(Distribution):
             broadcast([t for module in engine.modules.values() for t in (*module.parameters(), *module.buffers())])
 
     @on(
-        Events.STARTED,
-        phase=Phase.FINALIZE,
-        reads=["gradients", "trainable", "weights", "modules", "optimizer"],
-        writes=["modules"],
-    )
-    @on(
-        Events.CHECKPOINT_LOADED,
-        phase=Phase.FINALIZE,
-        reads=["gradients", "trainable", "weights", "modules", "optimizer"],
-        writes=["modules"],
-    )
-    @on(
-        Events.EPOCH_STARTED,
+        Events.STARTED | Events.CHECKPOINT_LOADED | Events.EPOCH_STARTED,
         phase=Phase.FINALIZE,
         reads=["gradients", "trainable", "weights", "modules", "optimizer"],
         writes=["modules"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -28,6 +27,7 @@ from ._common.ranks import CHECK_METRIC, DECIDE_CHECKPOINTS, EXPORT
 __all__ = ["Export"]
 
 _PROGRAMS = (".pt2", ".onnx")
+_READ = ["weights", "buffers", "modes", "modules", "batch"]
 
 
 class Export(Handler):
@@ -109,8 +109,7 @@ class Export(Handler):
         self.end_event = Events.COMPLETED if at == "end" else None
         if not isinstance(path, str | os.PathLike) or not path:
             raise TypeError(f"Export(path={path!r}): expected a path, such as 'model.safetensors'")
-        check_local(self, "path", path)
-        self.path = Path(path)
+        self.path = check_local(self, "path", path)
         if self.path.suffix not in (".safetensors", *_PROGRAMS):
             raise ValueError(
                 f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2' or "
@@ -189,34 +188,15 @@ class Export(Handler):
         assert self.monitor is not None
         self.monitor.require(engine)
 
-    @on(
-        "select_event",
-        phase=Phase.PERSIST,
-        rank=EXPORT,
-        reads=["weights", "buffers", "modes", "modules", "batch"],
-        writes=["files"],
-        repeatable=True,
-    )
+    @on("select_event", phase=Phase.PERSIST, rank=EXPORT, reads=_READ, writes=["files"], repeatable=True)
     def write_best(self, engine: Engine) -> None:
         """Write the selected weights."""
         if self._selected:
             self.write(engine)
             self._selected = False
 
-    @on(
-        "every",
-        phase=Phase.PERSIST,
-        rank=EXPORT,
-        reads=["weights", "buffers", "modes", "modules", "batch"],
-        writes=["files"],
-    )
-    @on(
-        "end_event",
-        phase=Phase.PERSIST,
-        rank=EXPORT,
-        reads=["weights", "buffers", "modes", "modules", "batch"],
-        writes=["files"],
-    )
+    @on("every", phase=Phase.PERSIST, rank=EXPORT, reads=_READ, writes=["files"])
+    @on("end_event", phase=Phase.PERSIST, rank=EXPORT, reads=_READ, writes=["files"])
     def write(self, engine: Engine) -> None:
         """Write the file."""
         if not self.is_program:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,7 @@ from signalfire.authoring import Capture, Claim, check_bool, check_int, check_nu
 from signalfire.findings import finding
 from signalfire.models.modules import Modules
 
-from ._common.parameters import all_names, longest_match, matches, unmatched
+from ._common.parameters import all_names, check_matches, longest_match
 
 __all__ = ["Freezing", "discriminative_rates"]
 
@@ -115,7 +115,7 @@ class Freezing(Handler):
         parameters, norms = all_names(engine.modules), _norms_of(engine)
         known_names = [name for names in parameters.values() for name in names]
         names = [*known_names, *(name for inner in norms.values() for names in inner.values() for name in names)]
-        _check_matches(repr(self.name), self.parts, names, known_names)
+        check_matches(f"{self.name!r}: ", self.parts, names, known_names)
         for parameter, own_names in parameters.items():
             if (epoch := self._until(own_names)) > 0:
                 self._parameters.append((parameter, epoch, parameter.requires_grad))
@@ -201,7 +201,7 @@ def discriminative_rates(
         default = check_number("discriminative_rates", "default", default, least=0)
     parameters = all_names(Modules(model, ()))
     known_names = [name for names in parameters.values() for name in names]
-    _check_matches("discriminative_rates()", rates, known_names, known_names)
+    check_matches("discriminative_rates(): ", rates, known_names)
     rate_of: dict[str | None, float | None] = dict([*rates.items(), (None, default)])
     groups: dict[str | None, list[nn.Parameter]] = {pattern: [] for pattern in rate_of}
     for parameter, names in parameters.items():
@@ -233,13 +233,6 @@ def _check_epoch(argument: str, pattern: str, epoch: object) -> None:
         raise TypeError(f"Freezing({argument}): the epoch at which {pattern!r} is unfrozen must be an int")
     if epoch < 2:
         raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; give an epoch of at least 2")
-
-
-def _check_matches(where: str, patterns: Iterable[str], names: Collection[str], known_names: list[str]) -> None:
-    """Raise ValueError for a pattern that matches none of the names; it shows some of the known ones."""
-    for pattern in patterns:
-        if not any(matches(name, pattern) for name in names):
-            raise ValueError(f"{where}: {unmatched(pattern, known_names)}")
 
 
 def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:

@@ -269,13 +269,8 @@ class FullyShardedDataParallel(Distribution):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer"], writes=[])
     def check_parameters(self, engine: Engine) -> None:
         """Raise an error for parameters whose gradients would not be reduced."""
-        for update in engine.updates if self._roots else ():
-            for index, parameter in enumerate(update.parameters):
-                if not is_sharded(parameter):
-                    raise ValueError(
-                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, "
-                        "and would not be sharded; make it a parameter of the model"
-                    )
+        if self._roots:
+            self._check_sharded(engine, "not be sharded")
 
     # ---- the micro-step -------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from signalfire import Engine, Events, Handler, on
-from signalfire.authoring import Capture, Override, check_int, check_name
+from signalfire.authoring import Capture, Override, check_function, check_int, check_name
 
 __all__ = ["GradientAccumulation"]
 
@@ -71,10 +71,8 @@ class GradientAccumulation(Handler):
             }
         else:
             schedule = {1: check_int(self, "steps", steps)}
-        if weight is not None and not callable(weight):
-            raise TypeError(f"GradientAccumulation(weight={weight!r}): expected a function weight(engine)")
         self.schedule = dict(sorted(schedule.items()))
-        self.weight = weight
+        self.weight = check_function(self, "weight", weight, "engine", optional=True)
         self.update = check_name(self, "update", update)
         self.weight_event = None if weight is None else Events.LOSS_COMPUTED
 

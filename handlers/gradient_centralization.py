@@ -11,7 +11,7 @@ from signalfire.authoring import Capture, Claim, check_name
 from signalfire.distributed import local_part
 from signalfire.distributed.norms import unit_means
 
-from ._common.parameters import all_names, check_patterns, longest_match, matches, unmatched
+from ._common.parameters import all_names, check_matches, check_patterns, longest_match
 from ._common.ranks import CENTRALIZE
 from ._common.updates import selected_updates
 
@@ -77,9 +77,7 @@ class GradientCentralization(Handler):
         """Find the parameters that are not centralized."""
         named = all_names(engine.modules)
         known = [name for names in named.values() for name in names]
-        for pattern in self.exclude or ():
-            if not any(matches(name, pattern) for name in known):
-                raise ValueError(f"{self.name!r}: exclude={unmatched(pattern, known)}")
+        check_matches(f"{self.name!r}: exclude=", self.exclude or (), known)
         self._excluded = {id(one) for one, names in named.items() if longest_match(names, self.exclude or ())}
         self._centralized = {}
 

@@ -87,8 +87,7 @@ class GradientNorms(Handler):
         self._announced: dict[str, list[Tensor]] = {}
 
     def attached(self, engine: Engine) -> None:
-        if self.update is not None:
-            engine.find_update(self.update)
+        engine.find_update(self.update)
 
     def metric_names(self, engine: Engine) -> list[str]:
         return [_metric(engine, update) for update in selected_updates(engine, self.update)]

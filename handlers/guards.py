@@ -133,7 +133,6 @@ class Guards(Handler):
             guessed = [abs(loss - math.log(classes)) < 0.01 * math.log(classes) for loss, classes in losses]
             if len(losses) >= 5 and all(guessed):
                 self._report(
-                    engine,
                     "G24",
                     f"in epoch {engine.state.epoch} the loss of update {update.name!r} stayed at ln {losses[0][1]}, that of "
                     "guessing",
@@ -163,15 +162,10 @@ class Guards(Handler):
         look.connect(Events.ITERATION_COMPLETED, self._see_end)
 
     def _report(
-        self,
-        engine: Engine,
-        code: str,
-        sentence: str,
-        way_out: str,
-        *,
-        key: Any = None,
-        severity: Severity | None = None,
+        self, code: str, sentence: str, way_out: str, *, key: Any = None, severity: Severity | None = None
     ) -> None:
+        if (engine := self.engine) is None:  # detached since
+            return
         if code in self.error and not engine.findings.is_allowed(code):
             raise FindingError(Finding(code, sentence, way_out, (self.name,), "error"))
         engine.findings.report(code, sentence, way_out, self.name, key=key, severity=severity)
@@ -179,7 +173,6 @@ class Guards(Handler):
     def _check_ranks(self, engine: Engine) -> None:
         if (odd := differing_rank(engine)) is not None:
             self._report(
-                engine,
                 "G09",
                 f"the weights of rank {odd} differ from those of rank 0 before iteration {engine.state.iteration}",
                 "do not convert, move or replace parameters during a run, step only through the engine, and let the forward "
@@ -198,7 +191,6 @@ class Guards(Handler):
             spread = float(widened(inputs.detach()).abs().mean())
             if spread > 20:
                 self._report(
-                    engine,
                     "G13",
                     f"the inputs are large: {spread:.3g} on average, without the sign",
                     "normalise them, for images for example to a mean of 0 and a standard deviation of 1",
@@ -209,7 +201,6 @@ class Guards(Handler):
         self._batches = [*[one for one in self._batches if one[0] == epoch][-2:], (epoch, what)]
         if len(self._batches) == 3 and all(one == what for _, one in self._batches):
             self._report(
-                engine,
                 "G11",
                 f"the batch of iteration {engine.state.iteration} is the same as at the last two looks in this epoch",
                 "check __getitem__ and the sampler of the data; OverfitBatches() repeats batches on purpose",
@@ -221,7 +212,6 @@ class Guards(Handler):
         if one_class(self._labels, self._facts.values()):
             several = len(set(self._labels)) > 1
             self._report(
-                engine,
                 "G15",
                 "each batch has the labels of one class only"
                 + (": the data is sorted by class" if several else f", {low}, so far"),
@@ -233,14 +223,12 @@ class Guards(Handler):
     def _check_model(self, engine: Engine) -> None:
         if (part := left_in_eval(engine, self._modes)) is not None:
             self._report(
-                engine,
                 "G06",
                 f"{part} is in eval mode in iteration {engine.state.iteration}, so that dropout and batch statistics are off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
         if new := unheld_since(engine, self._known, self._foreign):
             self._report(
-                engine,
                 "G05",
                 f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was "
                 "made, replaced or unfrozen after the optimizer was built",
@@ -248,7 +236,6 @@ class Guards(Handler):
             )
         if (last := frozen_last_layer(engine)) is not None:
             self._report(
-                engine,
                 "G22",
                 f"only normalisation layers are trained, and the last layer {last!r} is frozen",
                 f"unfreeze {last!r}, if it is to learn the labels of this data",
@@ -259,7 +246,6 @@ class Guards(Handler):
             window = update.window
             if window.filled == 0 and window.held == 0 and (left := total(p.grad for p in update.parameters)) > 0:
                 self._report(
-                    engine,
                     "G10",
                     f"gradients of norm {left:.3g} are there before iteration {engine.state.iteration} begins, and are added to "
                     f"those of update {update.name!r}",
@@ -277,7 +263,6 @@ class Guards(Handler):
         facts.see(update.raw_loss, output, labels)
         if (wrong := out_of_range(output, labels, update.raw_loss)) is not None:
             self._report(
-                engine,
                 "G12",
                 f"labels from {wrong[0]} to {wrong[1]} for {wrong[2]} classes, which are 0 to {wrong[2] - 1}",
                 "count the labels from 0, and give the last layer as many outputs as there are classes",
@@ -285,7 +270,6 @@ class Guards(Handler):
             )
         if facts.again("G16", update.steps > 0 and same_for_all(output, inputs)) >= 2:
             self._report(
-                engine,
                 "G16",
                 f"the output of update {update.name!r} is the same for all samples of a batch, whose inputs differ",
                 "look for dead ReLUs, saturated units, too high a learning rate, or inputs that the forward does not use",
@@ -302,7 +286,6 @@ class Guards(Handler):
         streak = facts.again("G01", bool(missing) and several)
         if missing and (streak != 1 or len(missing) == len(wanted)):
             self._report(
-                engine,
                 "G01",
                 f"{len(missing)} of the {len(wanted)} parameters of update {update.name!r} ({shown(missing, names)}) have no "
                 f"gradient in iteration {engine.state.iteration}",
@@ -313,20 +296,18 @@ class Guards(Handler):
             )
         if facts.again("G02", len(missing) < len(wanted) and norm == 0) >= 2:
             self._report(
-                engine,
                 "G02",
                 f"all gradients of update {update.name!r} are zero in iteration {engine.state.iteration}",
                 "look for dead ReLUs, a clamped loss, one that is multiplied by 0, or cross_entropy of one logit",
                 key=update.name,
             )
-        self._check_norm(engine, update, facts, norm)
+        self._check_norm(update, facts, norm)
 
-    def _check_norm(self, engine: Engine, update: UpdateState, facts: Facts, norm: float) -> None:
+    def _check_norm(self, update: UpdateState, facts: Facts, norm: float) -> None:
         if math.isfinite(norm) and len(facts.norms) < _FIRST:
             facts.norms = [*facts.norms, norm]
         elif math.inf > norm > 1e6 * max(facts.norms, default=0.0) > 0:
             self._report(
-                engine,
                 "G19",
                 f"the gradient norm of update {update.name!r} is {norm:.3g}; at first it was {max(facts.norms):.3g}",
                 "lower the learning rate, warm it up, or attach GradientClipping()",
@@ -350,7 +331,6 @@ class Guards(Handler):
         rates = rates_of(update)
         if facts.again("G04", bool(rates) and not any(rates)) >= 2:
             self._report(
-                engine,
                 "G04",
                 f"the learning rate of update {update.name!r} is 0 in iteration {engine.state.iteration}",
                 "check lr= and the schedule: its warm-up, and in what unit its total is given",
@@ -359,7 +339,6 @@ class Guards(Handler):
         converged = facts.has_converged(look.largest.get(update.name, 0.0))
         if facts.again("G03", look.unchanged(update) and any(rates) and not converged) >= 2:
             self._report(
-                engine,
                 "G03",
                 f"the step of iteration {engine.state.iteration} leaves the weight with the largest gradient of update "
                 f"{update.name!r} as it was",
@@ -377,7 +356,6 @@ class Guards(Handler):
         planned = state.max_iters or (state.max_epochs or 0) * (state.epoch_length or 0)
         if facts.again("G18", 2 * state.iteration < planned and 0 < rate < 1e-6 * facts.largest_rate) >= 3:
             self._report(
-                engine,
                 "G18",
                 f"the learning rate of update {update.name!r} has fallen from {facts.largest_rate:.3g} to {rate:.3g} by "
                 f"iteration {state.iteration} of {planned}",
@@ -394,7 +372,6 @@ class Guards(Handler):
             where = f"in iteration {engine.state.iteration}"
             of_loss = f"the loss of update {update.name!r} {where} is {value}"
             self._report(
-                engine,
                 "G14",
                 f"the inputs {where} contain NaN" if bad_inputs else of_loss,
                 "look for NaN in the data, a logarithm or division by zero, or too high a learning rate; NonFiniteGuard() skips "
@@ -406,7 +383,6 @@ class Guards(Handler):
         losses, batches = ({one[place] for one in facts.losses} for place in (0, 1))
         if value != 0 and what is not None and len(losses) == 1 and len(batches) == 3:
             self._report(
-                engine,
                 "G17",
                 f"the loss of update {update.name!r} is exactly {value} for three different batches",
                 "check that the loss depends on outputs and labels, and that the outputs are not saturated",
@@ -424,7 +400,6 @@ class Guards(Handler):
     def _check_end(self, engine: Engine, look: Look) -> None:
         for update, calls in look.counted(engine):
             self._report(
-                engine,
                 "G20",
                 f"the optimizer of update {update.name!r} was stepped {calls} times in iteration {engine.state.iteration}, more "
                 "often than by the engine",
@@ -433,14 +408,12 @@ class Guards(Handler):
             )
         if moving := moving_frozen_norms(engine):  # now, since the forward may have set the modes
             self._report(
-                engine,
                 "G21",
                 f"the weights of {moving[0]!r} are frozen, but its running statistics are updated by the training batches",
                 "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
             )
         if left := look.left_over(self._stepped):
             self._report(
-                engine,
                 "G10",
                 f"the gradients of {shown(left, names_of(engine))} are added to those of the iteration before, although they "
                 "were used for a step",
@@ -467,7 +440,6 @@ class Guards(Handler):
         assert look is not None
         if found := untrained_spectral_norms(engine):
             self._report(
-                engine,
                 "G23",
                 f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so that its weights are "
                 "divided by a random number",
@@ -482,7 +454,6 @@ class Guards(Handler):
         assert look is not None
         if look.dropout.seen:
             self._report(
-                engine,
                 "G07",
                 "the forward of an evaluation computes dropout",
                 "leave the model in eval mode; give dropout functions training=self.training",
@@ -490,7 +461,6 @@ class Guards(Handler):
         now = statistics_of(engine)
         if moved := [path for path, old in look.statistics.items() if path in now and not torch.equal(old, now[path])]:
             self._report(
-                engine,
                 "G08",
                 f"the running statistics of {moved[0]!r} move in an evaluation",
                 "leave the model in eval mode while it is evaluated",

@@ -11,7 +11,7 @@ from signalfire import Attachment, Engine, Events, Handler, Interval, Phase, on
 from signalfire.authoring import Capture, check_bool, check_every
 from signalfire.distributed import is_sharded, local_part
 
-from ._common.parameters import check_patterns, longest_match, named_parameters, unmatched
+from ._common.parameters import check_matches, check_patterns, longest_match, named_parameters
 from ._common.ranks import LOG_HISTOGRAMS
 
 __all__ = ["Histograms"]
@@ -73,9 +73,7 @@ class Histograms(Handler):
     def begin(self, engine: Engine) -> None:
         """Check the patterns; gradients that the run before was going to log are still to come."""
         named = named_parameters(engine)
-        for pattern in self.parameters or ():
-            if longest_match(named, [pattern]) is None:
-                raise ValueError(f"{self.name!r}: parameters={unmatched(pattern, named)}")
+        check_matches(f"{self.name!r}: parameters=", self.parameters or (), named)
         self._wait(engine, self._due)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=[])

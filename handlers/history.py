@@ -74,6 +74,13 @@ class History(Handler):
         self._columns: list[str] = []  # of the printed table
         self._printed: tuple[int, int] | None = None  # the epoch and the iteration of the last row
 
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["metrics"], writes=[])
+    def rename(self, engine: Engine) -> None:
+        """Continue the records of a state in which metrics had other names."""
+        renamed = engine.state.metrics.renamed
+        self._records = {renamed.get(name, name): records for name, records in self._records.items()}
+        self._new.seen = {renamed.get(name, name): count for name, count in self._new.seen.items()}
+
     @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def begin(self, engine: Engine) -> None:
         """Collect the values of this run; those of an earlier one that are not recorded yet are kept as new."""

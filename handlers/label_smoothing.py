@@ -13,6 +13,7 @@ from signalfire.authoring import Capture, Claim, check_name, check_number
 from signalfire.findings import Finding, finding
 from signalfire.findings.loss_graph import functions_of
 
+from ._common.loss_terms import check_losses
 from ._common.ranks import SMOOTH_LOSS
 from ._common.updates import selected_updates
 
@@ -91,12 +92,7 @@ class LabelSmoothing(Handler):
     def check_output(self, engine: Engine) -> None:
         """Raise an error for an update whose output is not available."""
         self._checked = set()
-        for update in selected_updates(engine, self.update):
-            if update.loss_function is None:
-                raise ValueError(
-                    f"{self.name!r}: update {update.name!r} is a single function, whose output is not available; build it "
-                    "as Update(forward, loss, ...), or select another update with update="
-                )
+        check_losses(self, selected_updates(engine, self.update))
 
     @on(Events.LOSS_COMPUTED, rank=SMOOTH_LOSS, reads=["output", "loss"], writes=["loss"])
     def smooth(self, engine: Engine) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import check_int, tensors_in
+from signalfire.checkpoints.names import numbered
 from signalfire.distributed import local_part
 from signalfire.models.explain import is_out_of_memory
 from signalfire.models.modules import bare_name
@@ -131,11 +132,8 @@ class MemorySnapshot(Handler):
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = f"-rank{engine.processes.rank}" if engine.processes.distributed else ""
         stem = f"memory-{engine.state.iteration}{rank}"
-        path, number = self.folder / f"{stem}.txt", 1
-        while path.exists():
-            number += 1
-            path = self.folder / f"{stem}-{number}.txt"
-        return path
+        paths = (self.folder / f"{name}.txt" for name in numbered(stem))
+        return next(path for path in paths if not path.exists())
 
 
 def _lines(engine: Engine, error: BaseException, largest: int) -> Iterator[str]:

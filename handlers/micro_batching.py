@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, Signal, UpdateState, on
-from signalfire.authoring import Capture, Override, check_bool, check_int, check_name, parts, rebuilt
+from signalfire.authoring import Capture, Override, check_bool, check_function, check_int, check_name, parts, rebuilt
 from signalfire.models.explain import is_out_of_memory
 from signalfire.runs.restore import attempt
 
@@ -97,9 +97,8 @@ class MicroBatching(Handler):
         self.halve_on_oom = check_bool(self, "halve_on_oom", halve_on_oom)
         if size is not None and pieces is not None:
             raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
-        for argument, function in (("split", split), ("samples", samples)):
-            if function is not None and not callable(function):
-                raise TypeError(f"MicroBatching({argument}={function!r}): expected a function of the batch")
+        check_function(self, "split", split, "batch", "n", optional=True)
+        check_function(self, "samples", samples, "batch", optional=True)
         if samples is not None and split is None:
             raise ValueError(f"MicroBatching(samples={samples!r}): samples= requires split=; give both")
         if size is None and pieces is None and not halve_on_oom:

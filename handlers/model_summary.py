@@ -152,6 +152,8 @@ def summary(model: nn.Module | Mapping[str, nn.Module]) -> ModelSummary:
         parameters: 58, of which 58 are trainable
         memory: weights 232 B, gradients 232 B
     """
+    if not isinstance(model, nn.Module | Mapping):
+        raise TypeError(f"summary({model!r}): expected a torch.nn.Module, or a mapping from names to them")
     roots = {"model": model} if isinstance(model, nn.Module) else dict(model)
     for name, root in roots.items():
         if not isinstance(root, nn.Module):

@@ -55,8 +55,7 @@ class OptimizerStatistics(Handler):
         self.update = check_name(self, "update", update)
 
     def attached(self, engine: Engine) -> None:
-        if self.update is not None:
-            engine.find_update(self.update)
+        engine.find_update(self.update)
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["rates", "groups", "optimizer"], writes=["metrics"])
     def announce_metrics(self, engine: Engine) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
-from signalfire.authoring import Capture, Claim, check_every, check_int, check_name, check_number
+from signalfire.authoring import Capture, Claim, check_every, check_function, check_int, check_name, check_number
 
 from ._common.updates import made_step, only_update
 
@@ -227,6 +227,7 @@ def _check_schedule(schedule: Schedule | Mapping[int, Any]) -> None:
                 f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
                 "that number to values"
             )
+        check_function("ParameterScheduling", "schedule", schedule, "steps")
         return
     where = f"ParameterScheduling(schedule={dict(schedule)!r})"
     for count in schedule:

@@ -11,7 +11,7 @@ from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.authoring import Capture, check_bool, check_every, check_name, widened
 from signalfire.distributed import is_sharded
 
-from ._common.parameters import check_patterns, longest_match, named_parameters, unmatched
+from ._common.parameters import check_matches, check_patterns, longest_match, named_parameters
 from ._common.updates import selected_updates
 
 __all__ = ["ParameterStatistics"]
@@ -76,8 +76,7 @@ class ParameterStatistics(Handler):
         self._before: dict[str, Tensor] = {}  # by name: the weights before the step under way
 
     def attached(self, engine: Engine) -> None:
-        if self.update is not None:
-            engine.find_update(self.update)
+        engine.find_update(self.update)
 
     def metric_names(self, engine: Engine) -> list[str]:
         return [f"{kind}{_suffix(engine, one)}" for one in selected_updates(engine, self.update) for kind in KINDS]
@@ -86,9 +85,7 @@ class ParameterStatistics(Handler):
     def announce_metrics(self, engine: Engine) -> None:
         """Find the parameters, and announce the names of the metrics."""
         named = named_parameters(engine)
-        for pattern in self.parameters or ():
-            if longest_match(named, [pattern]) is None:
-                raise ValueError(f"{self.name!r}: parameters={unmatched(pattern, named)}")
+        check_matches(f"{self.name!r}: parameters=", self.parameters or (), named)
         for name, parameter in named.items():
             if is_sharded(parameter):
                 raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, whose parts it does not add up")

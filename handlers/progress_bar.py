@@ -13,7 +13,15 @@ from typing import TextIO
 from tqdm import tqdm
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.authoring import check_announced, check_bool, check_choice, check_number, check_stream, did_you_mean
+from signalfire.authoring import (
+    check_announced,
+    check_bool,
+    check_choice,
+    check_function,
+    check_number,
+    check_stream,
+    did_you_mean,
+)
 from signalfire.core.state import as_number
 
 from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, of_notebook
@@ -33,9 +41,11 @@ class ProgressBar(Handler):
     """Shows how far the run is, the iterations and samples per second, the time left, and the metrics.
 
     In a terminal each epoch has a bar; there is one over the run where epochs are short, or where its bounds are iterations,
-    steps or a time. It fits into the terminal: what matters least is left out. In a notebook one output is updated, and its last
-    line stays. Elsewhere (a file, a pipe) there are plain lines: after an epoch, at most one in ``line_interval`` seconds and in
-    2 % of the time since the run began; within an epoch, or without a value to show, one a minute; and always one at the end.
+    steps or a time. It fits into the terminal: the rates and what nobody asked for are left out first, the metrics last. What is
+    printed while a bar is drawn appears above it. In a notebook one output is updated, and its last line stays. Elsewhere (a
+    file, a pipe) there are plain lines: after an epoch, at most one in ``line_interval`` seconds and in 2 % of the time since the
+    run began; within an epoch, or without a value to show, one a minute. At the end of a run there is always a bar or a line that
+    stays, with the time of the whole run.
 
     The time left is that of the run up to its nearest bound, by the mean time of an iteration. Where that depends on the
     iterations of a step, or of an epoch of data without a length, they are those of this run so far. During an evaluation the
@@ -50,7 +60,7 @@ class ProgressBar(Handler):
         metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while there
             are no running ones. Without such a metric, "loss" is the last batch's loss; "smooth_loss" is the smoothed one.
         interval: Shortest time in seconds between two drawings.
-        leave: Whether finished bars stay in a terminal; then each epoch has one.
+        leave: Whether each epoch has a bar in a terminal that stays, and not the last one alone.
         line_interval: Shortest time in seconds between two lines; 0 for a line after each epoch.
         learning_rate: Whether to show the learning rate, or the smallest and the largest if parameter groups differ.
         smoothing: Weight of the smoothed loss so far when one is added, from 0 to below 1.
@@ -74,7 +84,7 @@ class ProgressBar(Handler):
         >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))] * 2, max_epochs=2)
         >>> print(file.getvalue().strip())
         epoch 1/2  iteration 2  2.0s  1 it/s  4 samples/s  00:02 left  loss 0.25
-        epoch 2/2  iteration 4  2.0s  1 it/s  4 samples/s  loss 0.01562
+        epoch 2/2  iteration 4  4.0s in all  1 it/s  4 samples/s  loss 0.01562
     """
 
     rank_zero_only = True
@@ -111,8 +121,7 @@ class ProgressBar(Handler):
         self.smoothing = check_number(self, "smoothing", smoothing, least=0, below=1)
         self.style = check_choice(self, "style", style, ("tqdm", "rich"))
         self.file = check_stream(self, "file", file)
-        if not callable(clock):
-            raise TypeError(f"ProgressBar(clock={clock!r}): expected a function")
+        check_function(self, "clock", clock)
         self.clock = clock
         if style == "rich" and importlib.util.find_spec("rich") is None:
             raise ImportError("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")
@@ -128,6 +137,7 @@ class ProgressBar(Handler):
         self._began = self._epoch_began = self._lined_at = 0.0
         self._lined = 0  # the iteration of the last line
         self._has_lined = self._continued = False  # whether there was a line; and then another evaluation
+        self._held: str | None = None  # the line of an epoch, until it is known whether it is the run's last
 
     # ---- the run --------------------------------------------------------------------------------------------------
 
@@ -167,6 +177,9 @@ class ProgressBar(Handler):
     def begin_epoch(self, engine: Engine) -> None:
         """Draw the bar of a new epoch."""
         self._epoch_began = self.clock()
+        self._write_held()
+        if self._stays:
+            self._close()
         if not self._short:
             self._draw(engine)
 
@@ -204,11 +217,9 @@ class ProgressBar(Handler):
         """Show the epoch's values."""
         self._report_missing(engine)
         if not self._plain and not self._covers_run(engine):
-            self._draw(engine, values=True)
-            if self._stays:
-                self._close()
+            self._draw(engine, values=True, finished=self._stays)
         elif self._plain and self.clock() - self._lined_at >= self._spacing():
-            self._line(engine)
+            self._held = self._line(engine)
         self._forecast.learn_length(engine)
 
     @on(
@@ -218,17 +229,21 @@ class ProgressBar(Handler):
         writes=["files"],
     )
     def end(self, engine: Engine) -> None:
-        """Show where the run ended, if that is not shown yet."""
-        if self._plain:
-            early = self._continued and self.clock() - self._lined_at < self._spacing()
-            if engine.state.iteration > self._lined and not early:
-                self._line(engine, last=True)
+        """Show where the run ended, and how long it took."""
+        early = self._continued and self.clock() - self._lined_at < self._spacing()
+        if self._bar is not None and engine.training:
+            self._draw(engine, values=True, finished=True, note=self._elapsed(engine, last=True))
+            self._close(keep=True)
         elif self._bar is not None and (engine.state.epoch_open or self._covers_run(engine)):
             self._draw(engine, values=True)
+        elif self._held is not None or (self._plain and engine.state.iteration > self._lined and not early):
+            self._held = self._line(engine, last=True)
+            self._write_held()
 
     @on(Events.ENDED, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Close the bar, also after an error."""
+        self._write_held()
         self._close()
 
     def attached(self, engine: Engine) -> None:
@@ -259,11 +274,12 @@ class ProgressBar(Handler):
         size = 0 if batch is None else first.samples_in(batch) * engine.group.data.world_size if counts else None
         self._pace.look(now, engine.state.iteration, size)
         if line:
-            self._line(engine)
+            self._held = self._line(engine)
+            self._write_held()
         elif not self._plain:
             self._draw(engine, values=True)
 
-    def _draw(self, engine: Engine, *, values: bool = False) -> None:
+    def _draw(self, engine: Engine, *, values: bool = False, finished: bool = False, note: str = "") -> None:
         """Draw the bar; the values only if they are asked for, else those of the drawing before."""
         if self._plain:
             return
@@ -273,8 +289,9 @@ class ProgressBar(Handler):
         bounds = self._forecast.bounds(engine, now)
         fraction, count = self._covered(engine, bounds)
         rate, samples, left = self._rates(bounds)
-        shown = self._values(engine) if values else self._view.values
-        self._view = View(_title(engine), fraction, count, rate, samples, left, shown)
+        left = "" if finished else left  # that of the run: it would stay beside an epoch that is over
+        shown, lesser = self._shown(engine) if values else (self._view.values, self._view.lesser)
+        self._view = View(_title(engine), fraction, count, rate, samples, left, shown, lesser, note)
         if self._bar is None:
             self._bar = self._display()
         self._bar.show(self._view)
@@ -282,14 +299,14 @@ class ProgressBar(Handler):
     def _display(self) -> Display:
         if self._in_notebook():
             return of_notebook()
-        return (RichDisplay if self.style == "rich" else TqdmDisplay)(self.file or sys.stderr, leave=self.leave)
+        return (RichDisplay if self.style == "rich" else TqdmDisplay)(self.file or sys.stderr)
 
     def _in_notebook(self) -> bool:
         return self.file is None and in_notebook()
 
-    def _close(self) -> None:
+    def _close(self, *, keep: bool = False) -> None:
         if self._bar is not None:
-            self._bar.close()
+            self._bar.close(keep=keep or self._stays)
             self._bar = None
 
     def _covers_run(self, engine: Engine) -> bool:
@@ -317,17 +334,29 @@ class ProgressBar(Handler):
         """Seconds between two lines."""
         return max(self.line_interval, (self.clock() - self._began) / LINES) if self.line_interval else 0.0
 
-    def _line(self, engine: Engine, *, last: bool = False) -> None:
+    def _line(self, engine: Engine, *, last: bool = False) -> str | None:
+        """A line with what is known, or None without news."""
         values = self._values(engine)
         now = self.clock()
         if not values and self.line_interval and not last and now - self._lined_at < SILENCE:
-            return
+            return None
         self._lined_at, self._lined, self._has_lined = now, engine.state.iteration, True
         self._pace.look(now, engine.state.iteration, None)
-        facts = [_title(engine), f"iteration {engine.state.iteration}", f"{now - self._epoch_began:.1f}s"]
-        facts += [one for one in self._rates(self._forecast.bounds(engine, now)) if one]
-        facts += [f"{name} {value}" for name, value in values.items()]
-        print("  ".join(facts), file=self.file or sys.stderr, flush=True)
+        rate, samples, left = self._rates(self._forecast.bounds(engine, now))
+        facts = [_title(engine), f"iteration {engine.state.iteration}", self._elapsed(engine, last=last)]
+        facts += [one for one in (rate, samples, "" if last else left) if one]
+        return "  ".join([*facts, *(f"{name} {value}" for name, value in values.items())])
+
+    def _write_held(self) -> None:
+        line, self._held = self._held, None
+        if line is not None:
+            print(line, file=self.file or sys.stderr, flush=True)
+
+    def _elapsed(self, engine: Engine, *, last: bool) -> str:
+        """The time of the epoch, or of the run at its end."""
+        if last and engine.training:
+            return f"{self.clock() - self._began:.1f}s in all"
+        return f"{self.clock() - self._epoch_began:.1f}s"
 
     def _rates(self, bounds: list[Bound]) -> tuple[str, str, str]:
         """Iterations and samples per second, and the time left."""
@@ -354,6 +383,18 @@ class ProgressBar(Handler):
         # None: not measured yet, or not a single number.
         shown = {name: f"{value:.4g}" for name, value in found.items() if value is not None}
         return shown | (_learning_rates(engine) if self.learning_rate else {})
+
+    def _shown(self, engine: Engine) -> tuple[dict[str, str], list[str]]:
+        """The values, and the names of those that nobody asked for.
+
+        These are the smoothed loss beside the batch's, and what only diagnoses the run.
+        """
+        shown, metrics = self._values(engine), engine.state.metrics
+        if self.metrics is not None:
+            return shown, [name for name in shown if name not in self.metrics]
+        asked = {*metrics.running, *metrics.evaluated, *metrics.directions}
+        diagnoses = {name for name, owner in metrics.owners.items() if owner != "user" and name not in asked}
+        return shown, [name for name in shown if name in diagnoses or name.startswith("smooth_loss")]
 
     def _value(self, engine: Engine, name: str) -> float | None:
         metrics = engine.state.metrics

@@ -15,6 +15,7 @@ from signalfire.authoring import (
     Claim,
     Interval,
     check_choice,
+    check_function,
     check_int,
     check_name,
     check_number,
@@ -24,13 +25,14 @@ from signalfire.distributed import is_sharded
 from signalfire.findings import Finding, finding
 from signalfire.models.modules import bare_name
 
-from ._common.parameters import all_names, check_patterns, longest_match, moments_of, unmatched
+from ._common.parameters import all_names, check_matches, check_patterns, longest_match, moments_of
 from ._common.ranks import MASK_GRADIENTS, PRUNE
 from ._common.updates import made_step
 
 __all__ = ["Pruning"]
 
 EVERY_STEP = Interval(1, "st")
+_READ, _WRITTEN = ["modules", "step", "trainable", "weights", "optimizer"], ["metrics", "weights", "optimizer"]
 
 
 class Pruning(Handler):
@@ -93,10 +95,7 @@ class Pruning(Handler):
         self.start = check_int(self, "start", start, least=0)
         self.end = self.start if end is None else check_int(self, "end", end, least=self.start)
         self.every = check_int(self, "every", every, least=1)
-        if schedule is not None and not callable(schedule):
-            raise TypeError(
-                f"Pruning(schedule={schedule!r}): expected a function from progress to a share, such as sqrt"
-            )
+        check_function(self, "schedule", schedule, "progress", optional=True)
         self.schedule = schedule or _cubic
         self.scope = check_choice(self, "scope", scope, ("global", "layer"))
         self.parameters = check_patterns(self, "parameters", parameters)
@@ -137,13 +136,7 @@ class Pruning(Handler):
         counted = sum(parameter.numel() for parameter in self._found.values())
         return sum(int(mask.sum()) for mask in self.masks.values()) / counted if counted else 0.0
 
-    @on(
-        Events.STARTED | Events.CHECKPOINT_LOADED,
-        phase=Phase.FINALIZE,
-        rank=PRUNE,
-        reads=["modules", "step", "trainable", "weights", "optimizer"],
-        writes=["metrics", "weights", "optimizer"],
-    )
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, rank=PRUNE, reads=_READ, writes=_WRITTEN)
     def find_parameters(self, engine: Engine) -> None:
         """Find the parameters, and prune those that were due before the handler joined."""
         engine.state.metrics.announce(self.name, ["sparsity"])
@@ -171,13 +164,7 @@ class Pruning(Handler):
                     )
                 parameter.grad.masked_fill_(mask, 0)
 
-    @on(
-        Events.OPTIMIZER_STEP_COMPLETED,
-        phase=Phase.PREPARE,
-        rank=PRUNE,
-        reads=["modules", "step", "trainable", "weights", "optimizer"],
-        writes=["metrics", "weights", "optimizer"],
-    )
+    @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, rank=PRUNE, reads=_READ, writes=_WRITTEN)
     def prune(self, engine: Engine) -> None:
         """Prune more weights if it is time, and set all pruned weights to zero again."""
         if made_step(engine, self.update, EVERY_STEP):
@@ -206,9 +193,7 @@ class Pruning(Handler):
     def _select(self, engine: Engine) -> dict[str, nn.Parameter]:
         named = all_names(engine.modules)
         names = [name for several in named.values() for name in several]
-        for pattern in self.parameters or ():
-            if longest_match(names, [pattern]) is None:
-                raise ValueError(f"{self.name!r}: parameters={unmatched(pattern, names)}")
+        check_matches(f"{self.name!r}: parameters=", self.parameters or (), names)
         found = {
             several[0]: parameter
             for parameter, several in named.items()

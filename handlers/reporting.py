@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+from signalfire.authoring import check_function
+
 from ._common.metric_reports import MetricReports
 
 __all__ = ["Reporting"]
@@ -54,8 +56,7 @@ class Reporting(MetricReports):
         name: str | None = None,
     ) -> None:
         super().__init__(monitor, mode=mode, name=name)
-        if not callable(report):
-            raise TypeError(f"Reporting(report={report!r}): expected a function of a value and a step")
+        check_function(self, "report", report, "value", "step")
         self.function = report
 
     def report(self, value: float, step: int) -> bool:

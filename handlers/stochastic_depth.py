@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.authoring import Capture, Claim, check_choice, check_name, check_number
+from signalfire.authoring import Capture, Claim, check_choice, check_function, check_name, check_number
 
 from ._common.draws import Draws
-from ._common.hooks import check_not_compiled, named_modules
+from ._common.hooks import check_matches, check_not_compiled, named_modules
 from ._common.parameters import check_patterns, matches
 from ._common.ranks import DROP_PATHS
 from ._common.updates import only_update
@@ -85,9 +85,7 @@ class StochasticDepth(Handler):
         super().__init__(name=name)
         self.rate = check_number(self, "rate", rate, above=0, below=1)
         self.depth = check_choice(self, "depth", depth, ("linear", "uniform"))
-        if schedule is not None and not callable(schedule):
-            raise TypeError(f"StochasticDepth(schedule={schedule!r}): expected a function of the number of steps")
-        self.schedule = schedule
+        self.schedule = check_function(self, "schedule", schedule, "steps", optional=True)
         self.update = check_name(self, "update", update)
         self.blocks = check_patterns(self, "blocks", blocks) or []
         if not self.blocks:
@@ -120,10 +118,7 @@ class StochasticDepth(Handler):
         """Find the blocks."""
         check_not_compiled(self, engine)
         named = named_modules(engine)
-        for pattern in self.blocks:
-            if not any(matches(path, pattern) for path in named):
-                some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
-                raise ValueError(f"{self.name!r}: blocks={pattern!r} matches no module; the modules are: {some}")
+        check_matches(self, "blocks", self.blocks, named)
         self._found = {}
         for path, part in named.items():  # a module comes before those inside of it
             inside = any(path.startswith(f"{outer}.") for outer in self._found)
@@ -174,10 +169,6 @@ class StochasticDepth(Handler):
                     handles.callback(block.register_forward_hook(hook, with_kwargs=True).remove)
             yield
 
-    def note_call(self, path: str) -> None:
-        """Note that a block was called."""
-        self._uncalled.discard(path)
-
     def mask(self, inputs: Tensor, place: int, keep: float) -> Tensor:
         """Which samples keep a block, in a shape that broadcasts with its input."""
         drawn = torch.rand(len(inputs), device=inputs.device, generator=self._draws.generator(inputs.device, place))
@@ -197,7 +188,7 @@ class _Drop:
         self.keep = keep
 
     def __call__(self, block: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        self.handler.note_call(self.path)
+        self.handler._uncalled.discard(self.path)
         if not block.training or self.keep == 1:
             return None
         tensors = [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]

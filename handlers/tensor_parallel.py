@@ -15,6 +15,7 @@ from signalfire.core.update import needs_closure
 from signalfire.distributed import expected_processes, is_sharded, is_unit, like_parameter, local_part
 
 from ._common.distribution import Distribution, broadcast
+from ._common.hooks import modules_by_path
 from ._common.ranks import SAME_RANDOM_STATE, SPLIT_LAYERS
 from ._common.replicated import ReplicatedParameters
 
@@ -171,11 +172,7 @@ class TensorParallel(Distribution):
 
     def _chosen(self, engine: Engine) -> dict[nn.Module, tuple[str, str]]:
         """The modules of the plan, with their path and their key in the plan."""
-        paths = {
-            path: module
-            for name, root in engine.modules.items()
-            for path, module in root.named_modules(prefix=engine.modules.prefix(name))
-        }
+        paths = modules_by_path(engine)
         chosen: dict[nn.Module, tuple[str, str]] = {}
         for key in self.plan:
             pattern = re.escape(key).replace(r"\*", "[^.]+")
@@ -211,16 +208,15 @@ class TensorParallel(Distribution):
         """Raise ValueError for parameters of a split module that another module holds, too: they would be two then."""
         inside = {part: path for module, (path, _) in chosen.items() for part in module.modules()}
         owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-        for name, root in engine.modules.items():
-            for path, module in root.named_modules(prefix=engine.modules.prefix(name)):
-                for key, parameter in _own(module):
-                    full = f"{path}.{key}".lstrip(".")
-                    other, holder = owners.setdefault(parameter, (full, module))
-                    if holder is not module and (module in inside or holder in inside):
-                        raise ValueError(
-                            f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of them; "
-                            "shared weights cannot be split: omit them from the plan, or give each module its own"
-                        )
+        for path, module in modules_by_path(engine).items():
+            for key, parameter in _own(module):
+                full = f"{path}.{key}".lstrip(".")
+                other, holder = owners.setdefault(parameter, (full, module))
+                if holder is not module and (module in inside or holder in inside):
+                    raise ValueError(
+                        f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of them; "
+                        "shared weights cannot be split: omit them from the plan, or give each module its own"
+                    )
 
     def _split(self, module: nn.Module, path: str, key: str, mesh: Any) -> None:
         from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
@@ -255,13 +251,8 @@ class TensorParallel(Distribution):
         """Raise an error for what cannot be trained on a split model."""
         if not self.processes.distributed:
             return
+        self._check_sharded(engine, "be on its own on each rank")
         for update in engine.updates:
-            for index, parameter in enumerate(update.parameters):
-                if not is_sharded(parameter):
-                    raise ValueError(
-                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, and "
-                        "would be on its own on each rank; make it a parameter of the model"
-                    )
             if update.optimizer is not None and needs_closure(update.optimizer):
                 raise ValueError(
                     f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all parameters into "

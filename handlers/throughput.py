@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import RNNBase
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
-from signalfire.authoring import Capture, check_bool, check_every, check_int, check_number, event_of
+from signalfire.authoring import Capture, check_bool, check_every, check_function, check_int, check_number, event_of
 from signalfire.findings.dropout import is_compiled
 from signalfire.updates.places import Place, PlaceError, check_place, value_at
 
@@ -87,8 +87,7 @@ class Throughput(Handler):
         super().__init__(name=name)
         self.every = check_every(self, every)
         self.warmup = check_int(self, "warmup", warmup, least=1)
-        if not callable(clock):
-            raise TypeError(f"Throughput(clock={clock!r}): expected a function")
+        check_function(self, "clock", clock)
         check_place("Throughput(tokens", tokens)
         self._check_operations(flops, peak)
         self.tokens = tokens

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from signalfire import Engine, Events, Handler, Phase, UpdateState, on
-from signalfire.authoring import Capture, check_int, check_name, parts, rebuilt
+from signalfire.authoring import Capture, check_function, check_int, check_name, parts, rebuilt
 
 from ._common.claims import TIME_CHUNKS
 from ._common.updates import selected_updates
@@ -96,13 +96,9 @@ class TruncatedBPTT(Handler):
                 f"TruncatedBPTT(steps={steps!r}, split={split!r}): give one of them: the length of a chunk, or a "
                 "function that splits a batch"
             )
-        if split is not None and not callable(split):
-            raise TypeError(
-                f"TruncatedBPTT(split={split!r}): expected a function of the batch that returns a list of chunks"
-            )
         self.steps = None if steps is None else check_int(self, "steps", steps)
         self.dim = check_int(self, "dim", dim, least=0)
-        self.split = split
+        self.split = check_function(self, "split", split, "batch", optional=True)
         self.update = check_name(self, "update", update)
         self._clear()
 

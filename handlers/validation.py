@@ -19,6 +19,8 @@ from ._common.updates import only_update
 
 __all__ = ["Validation"]
 
+_READ = ["weights", "buffers", "step", "processes"]
+
 
 class Validation(Handler):
     """Evaluates at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
@@ -126,10 +128,10 @@ class Validation(Handler):
         self._given = None if evaluator is None else _checked_evaluator(evaluator)
         self.metrics = _checked_metrics(metrics, named)
         self.update = check_name(self, "update", update)
-        if self._given is not None and (self.metrics or update is not None):
-            what = f"{next(iter(self.metrics))}=" if self.metrics else "update="
+        beside = [*self.metrics, *(["update"] if update is not None else [])]
+        if self._given is not None and beside:
             raise TypeError(
-                f"Validation({what}) beside an evaluator, which has its own; attach Metrics({what}...) to it"
+                f"Validation({beside[0]}=) beside an evaluator, which has its own; attach Metrics({beside[0]}=...) to it"
             )
         self.data_sets = _data_sets(data)
         self.data = data
@@ -221,20 +223,8 @@ class Validation(Handler):
             error.add_note(f"in the sanity check of {self.name!r}")
             raise
 
-    @on(
-        "start_event",
-        phase=Phase.PREPARE,
-        reads=["weights", "buffers", "step", "processes"],
-        writes=["metrics"],
-        repeatable=True,
-    )
-    @on(
-        "every",
-        phase=Phase.PREPARE,
-        reads=["weights", "buffers", "step", "processes"],
-        writes=["metrics"],
-        repeatable=True,
-    )
+    @on("start_event", phase=Phase.PREPARE, reads=_READ, writes=["metrics"], repeatable=True)
+    @on("every", phase=Phase.PREPARE, reads=_READ, writes=["metrics"], repeatable=True)
     def validate(self, engine: Engine) -> None:
         """Run the evaluator over all data sets; over those that are left, if an error cut that short."""
         self._evaluated = True

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ from signalfire.weights import WeightFile, read_weights
 
 from ._common.parameters import check_patterns
 from ._common.ranks import WARM_START
-from ._common.weight_plan import WeightPlan, compare_weights
+from ._common.weight_plan import Rules, WeightPlan, compare_weights
 
 __all__ = ["WarmStart"]
 
@@ -93,9 +92,7 @@ class WarmStart(Handler):
             raise TypeError(
                 f"WarmStart(source={source!r}): expected the path of a file or folder, or a mapping from names to tensors"
             )
-        if not isinstance(source, Mapping):
-            check_local(self, "source", source)
-        self.source = source
+        self.source = source if isinstance(source, Mapping) else check_local(self, "source", source)
 
     def compare(self, model: nn.Module | Mapping[str, nn.Module] | Engine) -> WeightPlan:
         """What a run would load into a model, or into the modules of an engine; nothing is changed.
@@ -143,23 +140,14 @@ class WarmStart(Handler):
         return f"WarmStart({given})"
 
     def _read(self) -> WeightFile:
-        source = self.source if isinstance(self.source, Mapping) else Path(self.source)
-        return read_weights(source, where=self._where)
+        return read_weights(self.source, where=self._where)
 
     def _compare(self, modules: Modules, file: WeightFile) -> WeightPlan:
-        return compare_weights(
-            modules,
-            file,
-            rename=self.rename,
-            include=self.include,
-            exclude=self.exclude,
-            allow=self.allow,
-            where=self._where,
-        )
+        rules = Rules(self.rename, self.include, self.exclude, self.allow, self._where)
+        return compare_weights(modules, file, rules)
 
     def _say(self, engine: Engine, text: str) -> None:
-        if engine.processes.is_rank_zero:
-            print(f"{self.name}: {text}", file=sys.stderr)
+        engine.processes.print(f"{self.name}: {text}", file=sys.stderr)
 
 
 def _check_rename(handler: Handler, rename: Any) -> dict[str, str]:

@@ -155,6 +155,16 @@ def compare_printed(shown: str, printed: str) -> None:
         assert values[0] == near, f"{one[0]} is shown, {other[0]} is printed"
 
 
+def test_the_first_steps_begin_with_the_script_that_a_new_project_has() -> None:
+    script = (GUIDE.parent.parent / "engine" / "commands" / "project" / "train.py").read_text()
+    page = (GUIDE / "start.md").read_text()
+    assert page.partition("```py\n")[2].startswith(f"{script}```\n")
+    printed = re.findall(r'print\(f"([^{"]+)', script)
+    assert [line.partition(": ")[0] for line in page.partition("ends with\n\n```\n")[2].splitlines()[:3]] == [
+        one.partition(": ")[0] for one in printed
+    ]
+
+
 @pytest.mark.slow
 def test_the_pictures_are_those_that_the_page_draws(tmp_path: Path) -> None:
     """What times do not change is alike; where they do, the picture has the same size."""

@@ -105,7 +105,6 @@ from signalfire.handlers import (
     WandbLogger,
     WarmStart,
 )
-from signalfire.handlers._common.ranks import COMMUTING
 from signalfire.testing import check_handler, fingerprint
 from tests import kit
 from tests.kit import cleaned_up, quick, shipped
@@ -564,6 +563,68 @@ def test_the_check_notices_a_broken_promise(broken: str, message: str) -> None:
     kind = type("Leaky", (Leaky,), {"broken": broken})
     with pytest.raises(AssertionError, match=message):
         check_handler(build, kind, make_data(), max_epochs=3, changes_training=broken != "observer")
+
+
+COMMUTING = {
+    ("MODEL_SETUP", "PREPARE"): "handlers that distribute the model exclude each other",
+    ("FORWARD_STARTED", "PREPARE"): "NEFTune and StochasticDepth each begin with random numbers of their own",
+    ("UPDATE_COMPLETED", "CHANGE"): "NEFTune and StochasticDepth each check that their modules were called",
+    ("UPDATE_RETRIED", "CHANGE"): "each forgets what it noted itself",
+    ("GRADIENTS_READY", "CHANGE"): "AutoClip and GradientClipping exclude each other",
+    ("OPTIMIZER_STEP_COMPLETED", "PREPARE"): "MixedPrecision changes its scale, AutoClip notes a norm",
+    (
+        "STARTED",
+        "PREPARE",
+    ): "each prepares something of its own: a folder, scalers, announced names; Seeding has a rank",
+    (
+        "STARTED",
+        "CHANGE",
+    ): "each finds its own parameters, or builds its own schedule; none changes what another one finds",
+    ("STARTED", "PERSIST"): "Rewindable and SpikeGuard exclude each other",
+    ("CHECKPOINT_LOADED", "PERSIST"): "as in STARTED",
+    ("ITERATION_COMPLETED", "PERSIST"): "as in STARTED",
+    ("GRADIENTS_READY", "PREPARE"): "GradientNorms and SpikeGuard measure gradients, and change none",
+    ("STARTED", "CONTROL"): "each checks the metrics that it reads",
+    ("STARTED", "FINALIZE"): "DistributedDataParallel wraps modules; ParameterScheduling sets a field of the groups",
+    ("CHECKPOINT_LOADED", "FINALIZE"): "as in STARTED",
+    ("CHECKPOINT_LOADED", "CHANGE"): "LRScheduling compares numbers of steps; Freezing sets requires_grad",
+    (
+        "EPOCH_STARTED",
+        "PREPARE",
+    ): "Metrics resets its own sums; Validation runs another engine; UpdateFrequency checks",
+    ("GET_BATCH_COMPLETED", "PREPARE"): "moving a batch and changing its dtype give the same result in either order",
+    ("EXCEPTION_RAISED", "PREPARE"): "handlers that distribute the model exclude each other",
+    ("INTERRUPTED", "PREPARE"): "handlers that distribute the model exclude each other",
+    ("GRADIENTS_READY", "FINALIZE"): "the first to read the flags reads all of them; nothing is left for the second",
+    ("LOSS_COMPUTED", "CHANGE"): "of MixUp and CutMix one mixes a batch",
+    ("GET_BATCH_COMPLETED", "CHANGE"): "of MixUp and CutMix one mixes a batch",
+    (
+        "UPDATE_COMPLETED",
+        "PREPARE",
+    ): "TruncatedBPTT counts chunks; UpdateFrequency resets windows of its updates; penalties write "
+    "metrics of their own",
+    ("OPTIMIZER_STEP_COMPLETED", "CONTROL"): "LRScheduling sets the rate, ParameterScheduling any other field",
+    ("ITERATION_COMPLETED", "PREPARE"): "TruncatedBPTT drops its chunks; Validation runs another engine",
+    ("ITERATION_COMPLETED", "CONTROL"): "each moves a schedule or requests a stop, and reads nothing of the others",
+    (
+        "EPOCH_COMPLETED",
+        "PREPARE",
+    ): "Metrics and Validation write metrics of different names; the same name is an error",
+    ("EPOCH_COMPLETED", "CONTROL"): "as in ITERATION_COMPLETED; LRScheduling and SWA(lr=) exclude each other",
+    ("COMPLETED", "PREPARE"): "Checkpoint waits for its thread; Predictions, of an evaluation, joins its outputs",
+    ("EVALUATION_STARTED", "PREPARE"): "of several averages one takes the place of the weights",
+    ("CHECKPOINT_SAVING", "PREPARE"): "of several averages one takes the place of the weights",
+    (
+        "ENDED",
+        "PERSIST",
+    ): "each closes a file of its own; Preemption restores signal handlers, and every receiver still runs",
+    ("WEIGHTS_LOADED", "CHANGE"): "each average begins anew with the loaded weights",
+    ("ENDED", "FINALIZE"): "handlers that distribute the model exclude each other",
+    ("CHECKPOINT_LOADED", "PREPARE"): "Checkpoint reads its folder; FastDevRun sets its bounds",
+    ("ENDED", "CHANGE"): "each closes something of its own, or restores what it changed",
+}
+"""Pairs of (event, phase) in which handlers of different classes share a rank, and why their order does not matter. Two handlers
+of one class commute (Checkpoints write different files of one snapshot), or exclude each other (`Overrides.claim`)."""
 
 
 @pytest.mark.moderate

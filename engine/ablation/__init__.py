@@ -99,39 +99,31 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Comparison": "statistics",
-    "Cost": "cost_ratios",
-    "Effect": "statistics",
-    "MetricsReport": "metrics_report",
-    "Report": "report",
-    "Row": "rows",
-    "TasksReport": "task_report",
-    "bootstrap_interval": "aggregate",
-    "compare": "statistics",
-    "detectable": "detectability",
-    "cost_table": "cost_ratios",
-    "costs": "cost_ratios",
-    "effects": "statistics",
-    "exact": "statistics",
-    "fewest_seeds": "statistics",
-    "holm": "statistics",
-    "interquartile_mean": "aggregate",
-    "intervals": "joint",
-    "optimality_gap": "aggregate",
-    "performance_profile": "aggregate",
-    "power": "detectability",
-    "probability_of_improvement": "aggregate",
-    "resamples": "aggregate",
-    "step_down": "joint",
-    "plot_curves": "pictures",
-    "plot_pareto": "pictures",
-    "read_reports": "stored",
+    "aggregate": [
+        "bootstrap_interval",
+        "interquartile_mean",
+        "optimality_gap",
+        "performance_profile",
+        "probability_of_improvement",
+        "resamples",
+    ],
+    "cost_ratios": ["Cost", "cost_table", "costs"],
+    "detectability": ["detectable", "power"],
+    "joint": ["intervals", "step_down"],
+    "metrics_report": ["MetricsReport"],
+    "pictures": ["plot_curves", "plot_pareto"],
+    "report": ["Report"],
+    "rows": ["Row"],
+    "statistics": ["Comparison", "Effect", "compare", "effects", "exact", "fewest_seeds", "holm"],
+    "stored": ["read_reports"],
+    "task_report": ["TasksReport"],
 }
 
 if not TYPE_CHECKING:  # type checkers would accept any name of a module that has a __getattr__
 
     def __getattr__(name: str) -> object:
         """Import what needs SciPy on first use, so that worker processes never import it."""
-        if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f".{_LAZY[name]}", __name__), name)
+        for module, names in _LAZY.items():
+            if name in names:
+                return getattr(importlib.import_module(f".{module}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

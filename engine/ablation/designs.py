@@ -25,6 +25,8 @@ __all__ = [
 ]
 
 Factory = Callable[[], Handler]
+Factories = Mapping[tuple[str, str], Factory]
+"""What makes each alternative, by the names of the handler and of the alternative."""
 Groups = Mapping[str, Iterable[str]]
 
 

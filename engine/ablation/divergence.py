@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -203,6 +203,7 @@ class _Stop(BaseException):
     """Ends a run early; not an `Exception`, so that ``except Exception`` does not catch it."""
 
 
+@dataclass(eq=False)
 class _Side:
     """One of the two runs: a thread that pauses at each event until `advance` is called.
 
@@ -212,33 +213,26 @@ class _Side:
         event: The event at which the run is paused.
     """
 
-    def __init__(
-        self,
-        name: str,
-        build: Build,
-        run: Run | None,
-        state: dict[str, Any],
-        other: _Side | None = None,
-        dry: bool = True,
-    ) -> None:
-        self.name = name
-        self.dry = dry
-        self.build = build
-        self.run = run
-        self.other = other
-        self.state = state  # the global random states of this run
-        self.own: list[tuple[torch.Generator, Tensor]] = []  # states of its data's generators, which the runs may share
-        self.engine: Engine | None = None
-        self.position: Position = ()
-        self.event = Events.MODEL_SETUP
-        self.runs = 0
-        self.ended = False
-        self.stopping = False
-        self.error: BaseException | None = None
+    name: str
+    build: Build
+    run: Run | None
+    state: dict[str, Any]  # the global random states of this run
+    other: _Side | None = None
+    dry: bool = True
+    own: list[tuple[torch.Generator, Tensor]] = field(default_factory=list)  # states of its data's, which may be shared
+    engine: Engine | None = None
+    position: Position = ()
+    event: Events = Events.MODEL_SETUP
+    runs: int = 0
+    ended: bool = False
+    stopping: bool = False
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
         self.resumes, self.pauses = threading.Semaphore(0), threading.Semaphore(0)
         # torch's number of threads is a setting of each thread, and it determines the order of floating-point sums.
         self.threads = torch.get_num_threads()
-        self.thread = threading.Thread(target=self._work, name=f"divergence-{name}", daemon=True)
+        self.thread = threading.Thread(target=self._work, name=f"divergence-{self.name}", daemon=True)
         self.thread.start()
 
     def advance(self) -> None:

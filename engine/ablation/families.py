@@ -5,32 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, Protocol
 
-from .failures import failures_of, signed_ranks
+from .failures import signed_ranks
 from .formats import p_text
-from .joint import intervals, step_down
-from .pruning import Pruned, adjusted_with_pruned
-from .rows import Row
+from .pruning import adjusted_with_pruned
+from .rows import Findings, Row
 from .statistics import exact
 from .verdicts import Conclusion, conclude, conclude_failures
 
-__all__ = ["Joined", "Member", "join", "joined_table"]
-
-
-class Member(Protocol):
-    """What of a report is read here; see `Report` for the attributes."""
-
-    metric: str
-    mode: Literal["min", "max"]
-    baseline: str
-    level: float
-    margin: float | None
-    rows: list[Row]
-    pruned: tuple[Pruned, ...]
-
-    @property
-    def comparisons(self) -> int: ...
+__all__ = ["Joined", "join", "joined_table"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +38,7 @@ class Joined:
         return self.row.variant.name
 
 
-def join(reports: Mapping[str, Member]) -> list[Joined]:
+def join(reports: Mapping[str, Findings]) -> list[Joined]:
     """The comparisons of all reports as one family.
 
     Swapping the labels of the runs of one seed swaps them in all tasks and all metrics, so that the joint distribution of sign
@@ -71,10 +54,8 @@ def join(reports: Mapping[str, Member]) -> list[Joined]:
     tested = [_scores(one, row) for _, one, row in places]
     level = next(iter(reports.values())).level
     differences = [_differences(one, row) for _, one, row in places]
-    if pruned := sum(len(one.pruned) for one in reports.values()):
-        adjusted, between = adjusted_with_pruned(tested, differences, pruned, level)
-    else:
-        adjusted, between = step_down(tested), intervals(differences, level)
+    pruned = sum(len(one.pruned) for one in reports.values())
+    adjusted, between = adjusted_with_pruned(tested, differences, pruned, level)
     alpha = round(1 - level, 12)
     found = []
     for (name, one, row), ranks, p, interval in zip(places, tested, adjusted, between, strict=True):
@@ -115,14 +96,13 @@ def _outcomes(row: Row) -> dict[int, Fraction | None]:
     return {**{seed: exact(value) for seed, value in row.values.items()}, **dict.fromkeys(row.failed)}
 
 
-def _differences(report: Member, row: Row) -> dict[int, Fraction]:
+def _differences(report: Findings, row: Row) -> dict[int, Fraction]:
     own, baseline = row.values, report.rows[0].values
     return {seed: exact(value) - exact(baseline[seed]) for seed, value in own.items() if seed in baseline}
 
 
-def _scores(report: Member, row: Row) -> dict[int, Fraction]:
+def _scores(report: Findings, row: Row) -> dict[int, Fraction]:
     """What is tested: the differences, or the signed ranks of all pairs if a run of one failed."""
-    own, baseline = _outcomes(row), _outcomes(report.rows[0])
-    if failures_of(own, baseline) is None:
+    if row.failures is None:
         return _differences(report, row)
-    return signed_ranks(own, baseline, report.mode)
+    return signed_ranks(_outcomes(row), _outcomes(report.rows[0]), report.mode)

@@ -367,12 +367,6 @@ class Fingerprint:
         self.add(type(value), "its class")
         self._say(value.name)
 
-    def _path(self, value: pathlib.PurePath) -> None:
-        self._say("path", value)
-
-    def _nothing(self, value: object) -> None:
-        self._say(type(value).__qualname__)
-
     def _stream(self, value: object) -> None:
         if isinstance(value, _IN_MEMORY):
             self.add(value.getvalue(), "its content")
@@ -458,7 +452,7 @@ _METHODS: tuple[tuple[Any, Callable[[Fingerprint, Any], None]], ...] = (
     ),
     ((classmethod, staticmethod, property, functools._lru_cache_wrapper), Fingerprint._wrapped),
     (enum.Enum, Fingerprint._enum),
-    (pathlib.PurePath, Fingerprint._path),
-    (_NOTHING, Fingerprint._nothing),
+    (pathlib.PurePath, lambda self, value: self._say("path", value)),
+    (_NOTHING, lambda self, value: self._say(type(value).__qualname__)),
     (_STREAMS, Fingerprint._stream),
 )

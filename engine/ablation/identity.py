@@ -5,17 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from signalfire import Handler
-
+from .designs import Factories
 from .provenance import Provenance, combined, digest_code
 from .results import Variant
 
 __all__ = ["Identity"]
-
-Factories = Mapping[tuple[str, str], Callable[[], Handler]]
 
 
 class Identity:

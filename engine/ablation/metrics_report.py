@@ -10,14 +10,15 @@ from typing import Any, Generic, Literal, TypeVar
 from signalfire.authoring.checks import check_choice
 
 from ..authoring.markup import preformatted
-from .families import Joined, Member, join, joined_table
+from .families import Joined, join, joined_table
 from .formats import WIDTH, aligned, count
 from .frames import framed
+from .rows import Findings
 
 __all__ = ["Correction", "MetricsReport"]
 
 Correction = Literal["all", "variants"]
-R = TypeVar("R", bound=Member)
+R = TypeVar("R", bound=Findings)
 
 
 class MetricsReport(Generic[R]):

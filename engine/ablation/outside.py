@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from types import CodeType
+from types import CodeType, ModuleType
 from typing import Any
 
 from .bytecode import nested
@@ -49,12 +49,12 @@ def reads_of(code: CodeType, module: Mapping[str, Any]) -> Reads:
     found = Reads()
     for one in nested(code):
         steps = [step for step in dis.get_instructions(one) if step.opname not in _SKIPPED]
-        for place, step in enumerate(steps):
-            if _is(step, steps, place, module, os, "environ", os.environ):
+        for place in range(len(steps)):
+            if _is(steps, place, module, os, "environ"):
                 _note_variable(found, steps, place, module)
-            elif _is(step, steps, place, module, os, "getenv", os.getenv):
+            elif _is(steps, place, module, os, "getenv"):
                 _note_name(found, steps[place + 1 :], module)
-            elif _is(step, steps, place, module, sys, "argv", sys.argv):
+            elif _is(steps, place, module, sys, "argv"):
                 found.arguments = True
         names = {*one.co_names}
         found.arguments |= bool(_PARSING & names)
@@ -63,18 +63,11 @@ def reads_of(code: CodeType, module: Mapping[str, Any]) -> Reads:
     return found
 
 
-def _is(
-    step: dis.Instruction,
-    steps: Sequence[dis.Instruction],
-    place: int,
-    module: Mapping[str, Any],
-    owner: Any,
-    name: str,
-    value: Any,
-) -> bool:
+def _is(steps: Sequence[dis.Instruction], place: int, module: Mapping[str, Any], owner: ModuleType, name: str) -> bool:
     """Whether an instruction loads something of a module, also where that was imported by its name."""
+    step = steps[place]
     if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-        return module.get(step.argval) is value
+        return module.get(step.argval) is getattr(owner, name)
     if step.opname not in ("LOAD_ATTR", "LOAD_METHOD") or step.argval != name or not place:
         return False
     before = steps[place - 1]

@@ -7,7 +7,6 @@ import io
 import os
 from collections.abc import Sequence
 from os import PathLike
-from pathlib import Path
 
 from ..authoring import markup
 from ..authoring.checks import check_local
@@ -133,8 +132,7 @@ def write_page(
     Raises:
         ValueError: if the path is a URL, or ends otherwise.
     """
-    check_local("Report.html", "path", path)
-    target = Path(path)
+    target = check_local("Report.html", "path", path)
     if target.suffix not in (".html", ".htm"):
         raise ValueError(f"Report.html(path={os.fspath(path)!r}): expected a name that ends with '.html'")
     picture = io.StringIO()

@@ -191,8 +191,12 @@ def plain_text(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float, *, needs: str = "the pictures of a study need") -> Figure:
     """A figure of this size in inches, which needs no display.
+
+    Args:
+        width, height: Its size.
+        needs: Beginning of the error.
 
     Raises:
         ImportError: if Matplotlib is not installed.
@@ -200,7 +204,7 @@ def new_figure(width: float, height: float) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("the pictures of a study need Matplotlib: pip install 'signalfire[ablation]'") from error
+        raise ImportError(f"{needs} Matplotlib: pip install 'signalfire[ablation]'") from error
     made: Any = Figure(figsize=(width, height), layout="constrained")
     return made
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from signalfire import Handler
-
+from .designs import Factories
 from .factors import with_arguments
+from .identity import Identity
 from .lines import to_result
 from .plan import PlannedRun
 from .results import Result, Variant
@@ -20,38 +20,34 @@ __all__ = ["planned_runs", "stored_looks", "stored_results", "task_of"]
 def planned_runs(
     variants: Sequence[Variant],
     seeds: Sequence[int],
-    key: Callable[[Variant, int], str],
+    identity: Identity,
     lines: Mapping[str, Any],
     *,
     metric: str,
-    configuration: str,
     pruned: Collection[str],
     retry_failed: bool,
-    task: str,
 ) -> tuple[PlannedRun, ...]:
     """The runs of all variants, seed by seed.
 
     Args:
         variants, seeds: Of the study.
-        key: Gives the key of a run in the store.
+        identity: What the study was built from, which gives the keys of runs in the store.
         lines: The lines of the store, by key.
         metric: Name of the study's metric.
-        configuration: The digest of what the study was built from, as the lines have it.
         pruned: Names of the variants that are pruned.
         retry_failed: Whether failed runs are made again.
-        task: Name of the task; empty without tasks.
     """
     stored = {
         (variant.name, seed): to_result(variant.name, line, metric)
         for variant in variants
         for seed in seeds
-        if (line := lines.get(key(variant, seed))) is not None
+        if (line := lines.get(identity.key(variant, seed))) is not None
     }
     took: dict[str, list[float]] = {}
     for result in stored.values():
         if result.error is None:
             took.setdefault(result.variant, []).append(result.seconds)
-    every = _durations(lines, configuration)
+    every = _durations(lines, identity.provenance.key)
     runs = []
     for seed in seeds:
         for variant in variants:
@@ -59,7 +55,8 @@ def planned_runs(
             make = status == "missing" or (retry_failed and status == "failed")
             known = took.get(variant.name, every)
             seconds = sum(known) / len(known) if known else None
-            runs.append(PlannedRun(variant, seed, key(variant, seed), status, make, seconds, task=task))
+            key, task = identity.key(variant, seed), identity.provenance.task
+            runs.append(PlannedRun(variant, seed, key, status, make, seconds, task=task))
     return tuple(runs)
 
 
@@ -91,7 +88,7 @@ def stored_looks(runs: Sequence[PlannedRun], lines: Mapping[str, Any]) -> list[i
     return sorted({look for look in found if look is not None})
 
 
-def task_of(run: PlannedRun, task: Task, factories: Mapping[tuple[str, str], Callable[[], Handler]]) -> Task:
+def task_of(run: PlannedRun, task: Task, factories: Factories) -> Task:
     """The task of a run.
 
     Args:

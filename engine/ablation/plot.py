@@ -9,6 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, TextIO
 
 from .formats import looks_p_text, p_text
+from .pictures import new_figure
 from .rows import Findings, Row
 from .statistics import Comparison
 
@@ -28,12 +29,8 @@ def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | Non
         path: File to write, or an open one.
         format: The format, such as "svg"; by default that of the extension: .png, .pdf or .svg.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("the plot of a study needs Matplotlib: pip install 'signalfire[ablation]'") from error
     compared = [(row, row.comparison) for row in report.rows if row.comparison is not None]
-    figure = Figure(figsize=(8, 1.6 + 0.62 * max(1, len(compared))), layout="constrained")
+    figure = new_figure(8, 1.6 + 0.62 * max(1, len(compared)), needs="the plot of a study needs")
     axes = figure.subplots()
     axes.axvline(0, color="0.45", linewidth=1, linestyle="--", zorder=1)
     for place, (row, comparison) in enumerate(compared):

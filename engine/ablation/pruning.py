@@ -355,6 +355,8 @@ def adjusted_with_pruned(
         pruned: Number of variants that were pruned: they belong to the family.
         level: Simultaneous confidence level.
     """
+    if not pruned:
+        return step_down(scores), intervals(differences, level)
     family = len(scores) + pruned
     p = [step_down([own])[0] for own in scores]
     adjusted = holm([*p, *[1.0] * pruned])[: len(p)]

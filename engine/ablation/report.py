@@ -40,7 +40,7 @@ from .paper import methods, write_page
 from .plot import draw
 from .pruning import Pruned, check_left
 from .results import BASELINE, Result, Variant
-from .rows import Row, make_rows
+from .rows import Row, Runs, make_rows
 from .sentences import Sentences
 from .statistics import Comparison, Effect, compare, contributions, effects, seeds_needed
 from .verdicts import check_margin
@@ -121,18 +121,8 @@ class Report:
         variants = [one for one in variants if one.name not in gone]
         results = [one for one in results if one.variant not in gone]
         self.seeds = tuple(sorted({result.seed for result in results}) if seeds is None else dict.fromkeys(seeds))
-        self.rows = make_rows(
-            results,
-            variants,
-            metric=metric,
-            mode=mode,
-            baseline=baseline,
-            seeds=self.seeds,
-            level=level,
-            margin=self.margin,
-            looks=looks,
-            pruned=len(self.pruned),
-        )
+        runs = Runs(results, variants, baseline, self.seeds, mode)
+        self.rows = make_rows(runs, metric, level, margin=self.margin, looks=looks, pruned=len(self.pruned))
         self._results, self._variants = list(results), list(variants)
         values = [value for row in self.rows for value in row.values.values()]
         if percent is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics as plain
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal, Protocol
 
@@ -17,12 +17,12 @@ from .results import BASELINE, Result, Variant, finished_value
 from .statistics import Comparison, compare, exact, finished_values, mean_of, sd_of
 from .verdicts import Conclusion, Verdict, conclude, conclude_failures
 
-__all__ = ["Findings", "Row", "make_rows", "sequence", "spread"]
+__all__ = ["Findings", "Row", "Runs", "make_rows", "sequence", "spread"]
 
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(:|$)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Row:
     """The runs of one variant, summarized.
 
@@ -54,15 +54,15 @@ class Row:
     planned: int
     failed: Mapping[int, str]
     missing: tuple[int, ...]
-    differences: Mapping[int, float]
+    differences: Mapping[int, float] = field(default_factory=dict)
     mean: float
     sd: float
-    comparison: Comparison | None
-    failures: Failures | None
-    p: float | None
-    adjusted: float | None
-    conclusion: Conclusion | None
-    look: int | None
+    comparison: Comparison | None = None
+    failures: Failures | None = None
+    p: float | None = None
+    adjusted: float | None = None
+    conclusion: Conclusion | None = None
+    look: int | None = None
     seconds: float
     steps: float
     memory: int
@@ -109,7 +109,7 @@ class Findings(Protocol):
     def comparisons(self) -> int: ...
 
 
-class _Runs:
+class Runs:
     """The runs of a study, as values by variant and seed: None for a failed run.
 
     Raises:
@@ -117,10 +117,15 @@ class _Runs:
     """
 
     def __init__(
-        self, results: Sequence[Result], variants: Sequence[Variant], baseline: str, seeds: Sequence[int]
+        self,
+        results: Sequence[Result],
+        variants: Sequence[Variant],
+        baseline: str,
+        seeds: Sequence[int],
+        mode: Literal["min", "max"],
     ) -> None:
         self.found = _by_run(results, variants, baseline, seeds)
-        self.baseline = baseline
+        self.variants, self.baseline, self.seeds, self.mode = variants, baseline, seeds, mode
         self.names = tuple(variant.name for variant in variants if variant.name != baseline)
 
     def outcomes(self, name: str, seeds: Sequence[int]) -> dict[int, Fraction | None]:
@@ -140,11 +145,11 @@ class _Runs:
     def failures(self, name: str, seeds: Sequence[int]) -> Failures | None:
         return failures_of(self.outcomes(name, seeds), self.outcomes(self.baseline, seeds))
 
-    def scores(self, name: str, seeds: Sequence[int], mode: Literal["min", "max"]) -> dict[int, Fraction]:
+    def scores(self, name: str, seeds: Sequence[int]) -> dict[int, Fraction]:
         """What is tested: the differences, or the signed ranks of all pairs if a run of one failed."""
         if self.failures(name, seeds) is None:
             return self.differences(name, seeds)
-        return signed_ranks(self.outcomes(name, seeds), self.outcomes(self.baseline, seeds), mode)
+        return signed_ranks(self.outcomes(name, seeds), self.outcomes(self.baseline, seeds), self.mode)
 
 
 @dataclass(frozen=True)
@@ -167,45 +172,18 @@ class _Tested:
 
 
 def make_rows(
-    results: Sequence[Result],
-    variants: Sequence[Variant],
-    *,
-    metric: str,
-    mode: Literal["min", "max"],
-    baseline: str,
-    seeds: Sequence[int],
-    level: float,
-    margin: float | None = None,
-    looks: Looks | None = None,
-    pruned: int = 0,
+    runs: Runs, metric: str, level: float, *, margin: float | None = None, looks: Looks | None = None, pruned: int = 0
 ) -> list[Row]:
-    """One row per variant, the baseline first; the arguments are those of `Report`; ``pruned`` is a number of variants."""
-    runs = _Runs(results, variants, baseline, seeds)
-    if looks is None:
-        tested = _tested(runs, seeds, mode, level, pruned)
-    else:
-        tested = _tested_at_looks(runs, _sequence(runs, seeds, mode, looks), seeds, mode, looks)
-    most = max((len(one.seeds) for one in tested.values()), default=len(seeds))
-    ordered = sorted(variants, key=lambda variant: variant.name != baseline)  # the others keep their order
+    """One row per variant, the baseline first; ``pruned`` is a number of variants, the others are arguments of `Report`."""
+    tested = _tested(runs, level, pruned) if looks is None else _tested_at_looks(runs, sequence(runs, looks), looks)
+    most = max((len(one.seeds) for one in tested.values()), default=len(runs.seeds))
+    ordered = sorted(runs.variants, key=lambda variant: variant.name != runs.baseline)  # the others keep their order
     rows = []
     for variant in ordered:
         own = tested.get(variant.name)
-        row = _row(variant, runs, seeds[:most] if own is None else own.seeds, metric)
-        rows.append(row if own is None else _compared(row, runs, own, mode, level, margin))
+        row = _row(variant, runs, runs.seeds[:most] if own is None else own.seeds, metric)
+        rows.append(row if own is None else _compared(row, runs, own, level, margin))
     return rows
-
-
-def sequence(
-    results: Sequence[Result],
-    variants: Sequence[Variant],
-    *,
-    mode: Literal["min", "max"],
-    baseline: str,
-    seeds: Sequence[int],
-    looks: Looks,
-) -> Sequential:
-    """The looks of which all runs are there; the arguments are those of `Report`."""
-    return _sequence(_Runs(results, variants, baseline, seeds), seeds, mode, looks)
 
 
 def spread(results: Sequence[Result], baseline: str = BASELINE) -> float | None:
@@ -220,40 +198,34 @@ def spread(results: Sequence[Result], baseline: str = BASELINE) -> float | None:
     return plain.median(found) if found else None
 
 
-def _sequence(runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], looks: Looks) -> Sequential:
+def sequence(runs: Runs, looks: Looks) -> Sequential:
+    """The looks of which all runs are there."""
     found = Sequential(looks, runs.names)
     while (size := found.next) is not None:
-        there = seeds[:size]
+        there = runs.seeds[:size]
         if any((name, seed) not in runs.found for name in (runs.baseline, *found.undecided) for seed in there):
             break
-        found.look({name: runs.scores(name, there, mode) for name in found.undecided}, there)
+        found.look({name: runs.scores(name, there) for name in found.undecided}, there)
     return found
 
 
-def _tested(
-    runs: _Runs, seeds: Sequence[int], mode: Literal["min", "max"], level: float, pruned: int
-) -> dict[str, _Tested]:
-    scores = [runs.scores(name, seeds, mode) for name in runs.names]
-    differences = [runs.differences(name, seeds) for name in runs.names]
-    if pruned:
-        adjusted, between = adjusted_with_pruned(scores, differences, pruned, level)
-    else:
-        adjusted, between = step_down(scores), intervals(differences, level)
+def _tested(runs: Runs, level: float, pruned: int) -> dict[str, _Tested]:
+    scores = [runs.scores(name, runs.seeds) for name in runs.names]
+    differences = [runs.differences(name, runs.seeds) for name in runs.names]
+    adjusted, between = adjusted_with_pruned(scores, differences, pruned, level)
     alpha = round(1 - level, 12)
     return {
-        name: _Tested(seeds, p <= alpha, p, interval, None)
+        name: _Tested(runs.seeds, p <= alpha, p, interval, None)
         for name, p, interval in zip(runs.names, adjusted, between, strict=True)
     }
 
 
-def _tested_at_looks(
-    runs: _Runs, found: Sequential, seeds: Sequence[int], mode: Literal["min", "max"], looks: Looks
-) -> dict[str, _Tested]:
+def _tested_at_looks(runs: Runs, found: Sequential, looks: Looks) -> dict[str, _Tested]:
     """The tests at the look that decided on each variant, or at the last one; with intervals that hold at all looks together."""
     tested = {}
     left = list(runs.names)
     for size in found.made or looks.sizes[:1]:
-        there = seeds[:size]
+        there = runs.seeds[:size]
         between = intervals([runs.differences(name, there) for name in left], 1 - looks.added(size))
         for name, interval in zip(left, between, strict=True):
             rejected = found.decided.get(name) == size
@@ -264,7 +236,7 @@ def _tested_at_looks(
     return tested
 
 
-def _row(variant: Variant, runs: _Runs, seeds: Sequence[int], metric: str) -> Row:
+def _row(variant: Variant, runs: Runs, seeds: Sequence[int], metric: str) -> Row:
     """The runs of a variant, without a comparison."""
     found = {seed: runs.found[variant.name, seed] for seed in seeds if (variant.name, seed) in runs.found}
     outcomes = runs.outcomes(variant.name, seeds)
@@ -276,24 +248,15 @@ def _row(variant: Variant, runs: _Runs, seeds: Sequence[int], metric: str) -> Ro
         planned=len(seeds),
         failed={seed: _reason(run, metric) for seed, run in found.items() if seed not in values},
         missing=tuple(seed for seed in seeds if seed not in found),
-        differences={},
         mean=mean_of(values.values()),
         sd=sd_of(values.values()),
-        comparison=None,
-        failures=None,
-        p=None,
-        adjusted=None,
-        conclusion=None,
-        look=None,
         seconds=mean_of([run.seconds for run in finished]),
         steps=mean_of([run.steps for run in finished]),
         memory=max((run.memory for run in finished), default=0),
     )
 
 
-def _compared(
-    row: Row, runs: _Runs, tested: _Tested, mode: Literal["min", "max"], level: float, margin: float | None
-) -> Row:
+def _compared(row: Row, runs: Runs, tested: _Tested, level: float, margin: float | None) -> Row:
     """The row with the comparison of its variant with the baseline."""
     name, seeds = row.variant.name, tested.seeds
     differences = runs.differences(name, seeds)
@@ -301,11 +264,11 @@ def _compared(
     failures = runs.failures(name, seeds)
     if failures is None:
         p = comparison.p
-        conclusion = conclude(tested.interval, comparison.mean, tested.rejected, mode=mode, margin=margin)
+        conclusion = conclude(tested.interval, comparison.mean, tested.rejected, mode=runs.mode, margin=margin)
     else:
-        ranks = runs.scores(name, seeds, mode)
+        ranks = runs.scores(name, seeds)
         p = step_down([ranks])[0]
-        conclusion = conclude_failures(float(sum(ranks.values())), tested.rejected, failures, mode=mode)
+        conclusion = conclude_failures(float(sum(ranks.values())), tested.rejected, failures, mode=runs.mode)
     return replace(
         row,
         differences={seed: float(one) for seed, one in differences.items()},

@@ -23,6 +23,7 @@ from signalfire.authoring.randomness import unchanged_random_state
 from signalfire.core.state import as_numbers
 
 from .beginnings import last_values_of
+from .contents import digest_of
 from .results import MOST_POINTS
 from .shared import Left, SharedError, check_new, check_not_left
 
@@ -275,20 +276,9 @@ class _History:
                 self.curves[name] = [point for point in curve if point[0] % self._every == 0]
 
 
-_MOST = 2**16  # elements of a tensor that are compared
-
-
 def digest(tensors: Iterable[object]) -> str:
     """A digest of the beginnings of tensors; others are passed over."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
-            continue
-        if type(tensor) in (torch.Tensor, torch.nn.Parameter):  # no sharded tensors, nor subclasses of the user's
-            part = tensor.detach().flatten()[:_MOST].cpu().contiguous()
-            found.update(f"{part.dtype} {tuple(tensor.shape)}".encode())
-            found.update(part.view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+    return digest_of([one for one in tensors if isinstance(one, torch.Tensor)])
 
 
 def _data_of(engine: Engine) -> list[torch.Tensor]:

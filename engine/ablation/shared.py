@@ -147,9 +147,7 @@ class Left:
     def note(self) -> None:
         """Note what has changed."""
         found = contents({"engine": self._engine, "the data": self._data()})
-        things = [*_stateful(self._engine).values()]
-        things += [(one, digest_of([one.get_state()])) for one in _generators(found)]
-        for thing, digest in things:
+        for thing, digest in self._digested(found):
             if self._before.get(id(thing)) not in (None, digest):
                 _left.note(thing, digest)
         for content in _changeable(found).values():
@@ -157,10 +155,13 @@ class Left:
             if before is not None and (changed := _changed(before.values, content.values)):
                 _left_values.note(content.thing, changed)
 
+    def _digested(self, found: Mapping[str, Content]) -> list[tuple[Any, str]]:
+        """What has a state, generators included, each with its digest."""
+        generators = [(one, digest_of([one.get_state()])) for one in _generators(found)]
+        return [*_stateful(self._engine).values(), *generators]
+
     def _note_before(self, found: Mapping[str, Content]) -> None:
-        things = [*_stateful(self._engine).values()]
-        things += [(one, digest_of([one.get_state()])) for one in _generators(found)]
-        for thing, digest in things:
+        for thing, digest in self._digested(found):
             self._before.setdefault(id(thing), digest)
         for content in _changeable(found).values():
             self._values.setdefault(id(content.thing), content)

@@ -79,9 +79,7 @@ class Store:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         if path is not None and not isinstance(path, str | os.PathLike):
             raise TypeError(f"Study(store={path!r}): expected a path, such as 'runs/ablation.jsonl', or None")
-        if path is not None:
-            check_local("Study", "store", path)
-        self.path = None if path is None else Path(path)
+        self.path = None if path is None else check_local("Study", "store", path)
         if self.path is not None and self.path.is_dir():
             raise IsADirectoryError(f"Study(store={str(path)!r}): this is a folder; use a file in it")
         self._memory: list[bytes] = []

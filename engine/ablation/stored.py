@@ -95,13 +95,9 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
             f"no run is of the variant {BASELINE!r}, with which the others are compared; there are: {', '.join(variants)}"
         )
     ordered = sorted(variants.values(), key=lambda one: one.name != BASELINE)
-    return Report(results, ordered, metric=metric, mode=mode, pruned=_without_results(pruned, results))
-
-
-def _without_results(pruned: Mapping[str, Pruned], results: Iterable[Result]) -> list[Pruned]:
-    """The pruned variants that no other study has trained to the end."""
     trained = {one.variant for one in results}
-    return [one for name, one in pruned.items() if name not in trained]
+    left_out = [one for name, one in pruned.items() if name not in trained]
+    return Report(results, ordered, metric=metric, mode=mode, pruned=left_out)
 
 
 def _name(line: Line) -> str:

@@ -6,20 +6,20 @@ import contextlib
 import copy
 import os
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
-from signalfire import Engine, Handler
+from signalfire import Engine
 from signalfire.authoring.checks import check_bool, check_choice, check_int
 from signalfire.authoring.monitor import find_mode, find_name
 from signalfire.authoring.randomness import unchanged_random_state
 
 from .arguments import check_build, check_handlers, check_seeds, check_workers
 from .beginnings import Beginnings, report_equal_runs
-from .designs import Design, baseline_of, factories_of, variants_of
+from .designs import Design, Factories, baseline_of, factories_of, variants_of
 from .factors import with_arguments
 from .identity import Identity
 from .lines import check_stored, differences, no_direction, no_metric, to_line
@@ -30,7 +30,7 @@ from .provenance import composition
 from .pruning import Halving, Pruned, Pruning, check_prune
 from .repeated import Built
 from .results import BASELINE, Result, Variant
-from .rows import sequence, spread
+from .rows import Runs, sequence, spread
 from .runs import Build, Run, Task, beginnings_of, compose, one_thread
 from .shared import SharedError
 from .store import Store, StoreError
@@ -396,13 +396,11 @@ class Study:
         runs = planned_runs(
             variants,
             self.seeds,
-            self._identity.key,
+            self._identity,
             lines,
             metric=self.metric,
-            configuration=self._identity.provenance.key,
             pruned={one.variant.name for one in self._pruned(variants)},
             retry_failed=retry_failed,
-            task=self.task,
         )
         return Plan(
             tuple(variants),
@@ -417,13 +415,7 @@ class Study:
 
     # ---- running --------------------------------------------------------------------------------------------------
 
-    def _make_stages(
-        self,
-        plan: Plan,
-        factories: Mapping[tuple[str, str], Callable[[], Handler]],
-        workers: int | Executor,
-        retry_failed: bool,
-    ) -> None:
+    def _make_stages(self, plan: Plan, factories: Factories, workers: int | Executor, retry_failed: bool) -> None:
         """Make the runs of all looks, or of as many as it takes to decide on all variants; with pruning, stage by stage."""
         if (pruning := self._pruning(plan.variants)) is not None:
             for runs in pruning.stages(self.store, retry_failed=retry_failed):
@@ -435,14 +427,7 @@ class Study:
         assert self.mode is not None
         left = list(plan.to_make)
         while left:
-            made = sequence(
-                self.results(plan),
-                plan.variants,
-                mode=self.mode,
-                baseline=BASELINE,
-                seeds=self.seeds,
-                looks=self.looks,
-            )
+            made = sequence(Runs(self.results(plan), plan.variants, BASELINE, self.seeds, self.mode), self.looks)
             if made.next is None:
                 return
             names = {BASELINE, *made.undecided}
@@ -450,19 +435,12 @@ class Study:
             self._make(plan, runs, made.next, factories, workers)
             left = [run for run in left if run not in runs] if runs else []
 
-    def _tasks(
-        self, runs: Sequence[PlannedRun], factories: Mapping[tuple[str, str], Callable[[], Handler]]
-    ) -> list[Task]:
+    def _tasks(self, runs: Sequence[PlannedRun], factories: Factories) -> list[Task]:
         task = Task(self.build, self.own_run, self.streams, self.files, 0, nonce=secrets.token_hex(8))
         return [task_of(run, task, factories) for run in runs]
 
     def _make(
-        self,
-        plan: Plan,
-        runs: Sequence[PlannedRun],
-        look: int,
-        factories: Mapping[tuple[str, str], Callable[[], Handler]],
-        workers: int | Executor,
+        self, plan: Plan, runs: Sequence[PlannedRun], look: int, factories: Factories, workers: int | Executor
     ) -> None:
         tasks = self._tasks(runs, factories)
         has_metric = any(run.status == "finished" for run in plan.runs)

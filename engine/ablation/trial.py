@@ -13,10 +13,11 @@ from signalfire.core.handler import Subscription
 from signalfire.core.overrides import Override
 
 from .arguments import message_of
+from .designs import Factories
 from .results import Variant
 from .runs import Run, exchange, writes_or_shows
 
-__all__ = ["candidates", "close_match", "start", "try_all", "try_out"]
+__all__ = ["candidates", "start", "try_all", "try_out"]
 
 _CHANGING = (Phase.CHANGE, Phase.FINALIZE, Phase.CONTROL)
 _BESIDE_TRAINING = {"metrics", "files", "processes", "signals", "state", "device", "random", "error"}
@@ -51,12 +52,7 @@ def start(engine: Engine, run: Run, what: str) -> dict[str, str]:
 
 
 def try_out(
-    engine: Engine,
-    run: Run,
-    variant: Variant,
-    factories: Mapping[tuple[str, str], Callable[[], Handler]],
-    reference: Mapping[str, str],
-    metric: str,
+    engine: Engine, run: Run, variant: Variant, factories: Factories, reference: Mapping[str, str], metric: str
 ) -> list[str]:
     """Run a variant up to STARTED; returns the names of its enabled handlers.
 
@@ -108,7 +104,7 @@ def _check_announced(
 def try_all(
     variants: Sequence[Variant],
     composed: Callable[[Variant], AbstractContextManager[tuple[Engine, Run]]],
-    factories: Mapping[tuple[str, str], Callable[[], Handler]],
+    factories: Factories,
     reference: Mapping[str, str],
     metric: str,
 ) -> dict[str, list[str]]:
@@ -165,7 +161,7 @@ def _check_attached(engine: Engine, name: str) -> None:
     if name not in engine.handlers:
         raise ValueError(
             f"build attaches no handler {name!r}; there are: {', '.join(engine.handlers) or 'none'}"
-            f"{close_match(name, list(engine.handlers))}"
+            f"{did_you_mean(name, list(engine.handlers))}"
         )
 
 
@@ -174,7 +170,3 @@ def _check_enabled(engine: Engine, name: str) -> None:
     if not engine.handlers[name].enabled:
         who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
         raise ValueError(f"the handler {name!r} is already switched off, by {who}")
-
-
-def close_match(name: str, there: list[str]) -> str:
-    return did_you_mean(name, there)

@@ -27,8 +27,8 @@ From here, it imports:
 
 - `Handler`, `on`, `Phase`: a feature, its subscriptions and their order
 - `Claim`, `Override`: what one handler at a time may do, and the functions of the loop that it may replace
-- `check_int`, `check_number`, `check_bool`, `check_choice`, `check_name`, `check_local`, `check_seed`: errors that name the
-  handler, the argument and its value
+- `check_int`, `check_number`, `check_bool`, `check_choice`, `check_function`, `check_name`, `check_local`, `check_seed`: errors
+  that name the handler, the argument and its value
 - `check_every`, `Interval`: an interval that a user wrote
 - `Monitor`: a metric that a handler decides by
 - `map_leaves`, `tensors_in`, `samples_in`: nested batches: a function of every leaf, their tensors, the number of their samples
@@ -59,7 +59,16 @@ from ..core.update import UpdateState
 from ..core.words import as_int, did_you_mean, listed
 from .batches import field_names, map_leaves, parts, rebuilt, samples_in, tensors_in
 from .capture import Capture
-from .checks import check_bool, check_choice, check_int, check_local, check_name, check_number, check_stream
+from .checks import (
+    check_bool,
+    check_choice,
+    check_function,
+    check_int,
+    check_local,
+    check_name,
+    check_number,
+    check_stream,
+)
 from .devices import DeviceFeature, as_signed, first_wide, is_readable, refusal, support, unavailable, widened
 from .interval import Interval, check_every, event_of, saving_events, unfiltered
 from .log import Entry, Histogram, as_pixels
@@ -100,6 +109,7 @@ __all__ = [
     "check_bool",
     "check_choice",
     "check_every",
+    "check_function",
     "check_int",
     "check_local",
     "check_name",

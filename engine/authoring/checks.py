@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import re
 from collections.abc import Sequence
 from numbers import Integral, Real
 from operator import ge, gt, le, lt
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -18,6 +20,7 @@ __all__ = [
     "as_int",
     "check_bool",
     "check_choice",
+    "check_function",
     "check_int",
     "check_local",
     "check_name",
@@ -26,6 +29,8 @@ __all__ = [
     "did_you_mean",
 ]
 
+
+F = TypeVar("F")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -64,6 +69,40 @@ def check_choice(owner: object, argument: str, value: Any, choices: Sequence[str
     return value
 
 
+def check_function(owner: object, argument: str, function: F, *takes: str, optional: bool = False) -> F:
+    """Check that an argument can be called with what it will be given.
+
+    Args:
+        owner: The object that takes the argument, or the name of a function.
+        argument: Name of the argument.
+        function: Value of the argument.
+        takes: What it is called with, one name for each positional argument.
+        optional: Whether None is allowed.
+
+    Raises:
+        TypeError: if it is no function, a class apart, or takes other arguments.
+
+    Example:
+        >>> check_function("Reporting", "report", lambda value: None, "value", "step")
+        Traceback (most recent call last):
+        TypeError: Reporting(report=...): it is called as report(value, step): too many positional arguments
+    """
+    if optional and function is None:
+        return function
+    call = f"{argument}({', '.join(takes)})"
+    if not callable(function):
+        raise TypeError(f"{_call(owner, argument, function)}: expected a function, called as {call}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a built-in without a signature
+        return function
+    try:
+        signature.bind(*takes)
+    except TypeError as error:
+        raise TypeError(f"{_call(owner, argument, function)}: it is called as {call}: {error}") from None
+    return function
+
+
 def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> int:
     """Check an integer, possibly of NumPy's types, and return it as an int.
 
@@ -90,11 +129,15 @@ def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> in
     return int(value)
 
 
-def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> None:
+def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> Path:
     """Check that a path is not a URL, which would become a folder with the name of the scheme.
 
     ``Path("s3://bucket")`` is "s3:/bucket", so one slash is enough. A folder that is really named so is written as "./s3:/bucket"
     in a string, or with an absolute path. A scheme has at least two letters: "C:/runs" is a path.
+
+    Returns:
+        The path as it is meant now: absolute, since a program may change its working folder before it writes there, and with the
+        home folder for "~".
 
     Raises:
         ValueError: if it is a URL.
@@ -106,7 +149,7 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> N
     """
     address = os.fspath(path)
     if not isinstance(address, str) or not _URL.match(address):
-        return
+        return Path(os.path.abspath(os.path.expanduser(os.fsdecode(path))))
     if address[:5].lower() == "file:":
         hint = f"write {url2pathname(urlsplit(address).path)!r}"
     else:

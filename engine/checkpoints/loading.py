@@ -25,7 +25,7 @@ def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: F
         where: Caller, for messages.
         files: File-system operations.
     """
-    check_local(where.partition("(")[0], "path", path)
+    path = check_local(where.partition("(")[0], "path", path)
     return _with_origin(*open_version(path, name=name, where=where, files=files))
 
 
@@ -60,7 +60,7 @@ def load_hyperparameters(
     path: str | os.PathLike[str], overrides: Mapping[str, Any], *, where: str, files: Files
 ) -> dict[str, Any]:
     """Read the hyperparameters of a version, with overrides; see `Checkpoint.hyperparameters`."""
-    check_local(where.partition("(")[0], "path", path)
+    path = check_local(where.partition("(")[0], "path", path)
     found, manifest, _, _ = open_version(path, name=None, where=where, files=files)
     stored: dict[str, Any] | None = manifest["hyperparameters"]
     if stored is None:

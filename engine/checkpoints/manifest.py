@@ -11,6 +11,7 @@ import math
 import platform
 import stat
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,13 @@ from ..core.blame import warn
 from ..distributed.sharded import sha256_of
 from ..resuming.keys import BASE
 from .files import Files, WrongSize
-from .state_file import load_and_hash
+from .state_file import SerializedState, load_and_hash
 
 __all__ = [
     "MANIFEST",
     "STATE",
     "Damaged",
+    "NewVersion",
     "check_json",
     "encode",
     "environment",
@@ -48,6 +50,21 @@ _json = json.JSONEncoder(sort_keys=True).encode
 
 class Damaged(ValueError):
     """Raised for a version whose content differs from what was written."""
+
+
+@dataclass(frozen=True)
+class NewVersion:
+    """What a new version holds.
+
+    Attributes:
+        state: State to write.
+        about: Entries of the manifest except the format, the name, the writer and the files.
+        write_more: Called with the hidden folder; writes and syncs further files there, and returns their manifest entries.
+    """
+
+    state: SerializedState
+    about: Mapping[str, Any]
+    write_more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------

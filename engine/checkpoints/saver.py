@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,11 @@ class SavingRun:
     reached: int | None = None
 
 
+@dataclass(eq=False)
 class Saver:
     """Writes versions one at a time: `start` begins a write, which stays `pending` until `collect` records its outcome.
 
-    Only `collect` and `ownership` update the disk state in `retention`. All manifests share the same constants.
+    Only `collect` and `ownership` update the disk state in `retention`.
 
     Args:
         folder: Folder of the versions.
@@ -66,33 +67,19 @@ class Saver:
         written: Number of versions that were written.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        retention: Retention,
-        *,
-        handler: str,
-        weights_only: bool,
-        monitor: str | None,
-        hyperparameters: Mapping[str, Any] | None,
-        sync: bool,
-    ) -> None:
-        self.folder = folder
-        self.handler = handler
-        self.weights_only = weights_only
-        self.constants: dict[str, Any] = {
-            "handler": handler,
-            "kind": "weights" if weights_only else "state",
-            "monitor": monitor,
-            "hyperparameters": hyperparameters,
-        }
-        self.sync = sync
-        self.retention = retention
-        self.pending: Write | None = None
-        self.written = 0
-        self._ownership: Ownership | None = None
-        self._shard_files: ShardFiles | None = None
-        self._holds = False  # whether the run may go back to before versions were superseded
+    folder: Path
+    retention: Retention
+    _: KW_ONLY
+    handler: str
+    weights_only: bool
+    monitor: str | None
+    hyperparameters: Mapping[str, Any] | None
+    sync: bool
+    pending: Write | None = field(default=None, init=False)
+    written: int = field(default=0, init=False)
+    _ownership: Ownership | None = field(default=None, init=False)
+    _shard_files: ShardFiles | None = field(default=None, init=False)
+    _holds: bool = field(default=False, init=False)  # whether the run may go back to before versions were superseded
 
     def abandon(self) -> None:
         """Discard a pending write of a run that ended with an error."""
@@ -144,7 +131,10 @@ class Saver:
         self._holds = run.oldest is not None
         ownership = self.ownership(run) if is_rank_zero else Ownership(self.handler, run.id)
         about = {
-            **self.constants,
+            "handler": self.handler,
+            "kind": "weights" if self.weights_only else "state",
+            "monitor": self.monitor,
+            "hyperparameters": self.hyperparameters,
             **(run.position if self.weights_only else _position(state)),
             "run": ownership.run,
             "lineage": sorted(ownership.lineage),

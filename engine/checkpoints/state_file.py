@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pickle
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
@@ -54,6 +55,8 @@ class SerializedState:
                 torch.save(dict(self.state), buffered)
                 buffered.flush()
             except BaseException as error:
+                if hashed.error is None and (place := _unpicklable(self.state)):
+                    error.add_note(f"in the state's entry {place!r}")
                 if hashed.error is None or hashed.error is error:
                     raise
                 raise hashed.error from None
@@ -131,6 +134,19 @@ class _Hashed(io.RawIOBase):
             return None
         self._lasting = _addresses(self.state) if self._lasting is None else self._lasting
         return None if _address(data) in self._lasting else self._last
+
+
+def _unpicklable(value: Any, place: str = "") -> str:
+    """The place of what pickle refuses in a state, such as "metrics.values.score"; empty if there is none."""
+    if isinstance(value, Mapping):
+        return next(filter(None, (_unpicklable(item, f"{place}.{key}".lstrip(".")) for key, item in value.items())), "")
+    if isinstance(value, Tensor):
+        return ""
+    try:
+        pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return place
+    return ""
 
 
 def _addresses(state: Any) -> set[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import os
 import re
 import time
@@ -19,13 +18,13 @@ from .manifest import (
     MANIFEST,
     STATE,
     Damaged,
+    NewVersion,
     read_manifest,
     read_manifest_or_none,
     read_state,
     seal_manifest,
 )
-from .names import hidden_name, match_hidden, visible_name
-from .state_file import SerializedState
+from .names import hidden_name, match_hidden, numbered, visible_name
 
 __all__ = ["Taken", "clean", "commit", "find", "find_unreadable", "open_version", "preempted", "prune", "set_aside"]
 
@@ -52,13 +51,11 @@ class _Changed(Exception):
 def commit(
     folder: Path,
     name: str,
-    state: SerializedState,
-    about: Mapping[str, Any],
+    version: NewVersion,
     *,
     files: Files,
     may_replace: Callable[[Path], bool],
     sync: bool = True,
-    write_more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
 ) -> None:
     """Write a new version atomically: even after a crash it is either complete or absent.
 
@@ -68,13 +65,11 @@ def commit(
     Args:
         folder: Folder of the versions.
         name: Name of the version.
-        state: State to write.
-        about: Entries of the manifest except the format, the name, the writer and the files.
+        version: What it holds.
         files: File-system operations.
         may_replace: Called if the name is taken; returns whether the existing version may be replaced.
         sync: Whether to wait until the data is on disk. Without it, the operating system still writes the files if only the
             process crashes.
-        write_more: Called with the hidden folder; writes and syncs further files there, and returns their manifest entries.
 
     Raises:
         Taken: if the name is taken and the existing version may not be replaced.
@@ -85,7 +80,7 @@ def commit(
     placing = False
     _being_written.add(aside.name)
     try:
-        _write_files(aside, name, state, about, files=files, sync=sync, write_more=write_more)
+        _write_files(aside, name, version, files, sync=sync)
         if files.exists(target):
             if not may_replace(target):
                 raise Taken(name)
@@ -118,25 +113,16 @@ def commit(
         remove_folder(replaced, files)
 
 
-def _write_files(
-    aside: Path,
-    name: str,
-    state: SerializedState,
-    about: Mapping[str, Any],
-    *,
-    files: Files,
-    sync: bool,
-    write_more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None,
-) -> None:
+def _write_files(aside: Path, name: str, version: NewVersion, files: Files, *, sync: bool) -> None:
     """Write the files of a version under its hidden name, the manifest last."""
     files.make_folder(aside)
-    files.write(aside / STATE, state)
+    files.write(aside / STATE, version.state)
     if sync:
         files.sync(aside / STATE)
-    entries = {STATE: state.entry}
-    if write_more is not None:
-        entries |= {file: dict(entry) for file, entry in write_more(aside).items()}
-    files.write(aside / MANIFEST, seal_manifest(about, name=name, writer=identity(), files=entries))
+    entries = {STATE: version.state.entry}
+    if version.write_more is not None:
+        entries |= {file: dict(entry) for file, entry in version.write_more(aside).items()}
+    files.write(aside / MANIFEST, seal_manifest(version.about, name=name, writer=identity(), files=entries))
     if sync:
         files.sync(aside / MANIFEST)
         files.sync(aside)
@@ -218,8 +204,8 @@ def _is_intact(path: Path, files: Files) -> bool:
 
 def set_aside(path: Path, files: Files) -> None:
     """Rename a damaged version to ``<name>.damaged``, to free its name; it is never removed."""
-    for number in itertools.count(1):
-        aside = path.with_name(f"{path.name}{'' if number == 1 else f'-{number}'}.damaged")
+    for name in numbered(path.name):
+        aside = path.with_name(f"{name}.damaged")
         if not files.exists(aside):
             with contextlib.suppress(OSError):
                 files.rename(path, aside)

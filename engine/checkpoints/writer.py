@@ -13,6 +13,7 @@ from typing import Any
 from ..core.blame import warn
 from ..distributed import Processes, ShardFiles
 from .files import Files
+from .manifest import NewVersion
 from .names import numbered
 from .ownership import Ownership
 from .retention import Entry
@@ -174,22 +175,14 @@ class Write:
     def _commit(self) -> str:
         """Write the version under the first free name, or replace an earlier version of the same iteration."""
         state = SerializedState(self.state, in_thread=self.thread is None)
+        version = NewVersion(state, self.about, self._write_shards if self.shards else None)
         for name in numbered(self.entry.base):
             path = self.folder / name
             if name in self.avoid or (self.files.exists(path) and not self._may_replace(path)):
                 continue
             self.tried.append(name)
             with suppress(Taken):  # another process created it first
-                commit(
-                    self.folder,
-                    name,
-                    state,
-                    self.about,
-                    files=self.files,
-                    may_replace=self._may_replace,
-                    sync=self.sync,
-                    write_more=self._write_shards if self.shards else None,
-                )
+                commit(self.folder, name, version, files=self.files, may_replace=self._may_replace, sync=self.sync)
                 return name
         raise AssertionError("numbered() is infinite")
 

@@ -23,7 +23,7 @@ def new_project(folder: str) -> list[Path]:
         FileExistsError: if there is something in it.
     """
     check_local("new", "folder", folder)
-    path = Path(folder)
+    path = Path(folder).expanduser()
     name = path.resolve().name
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

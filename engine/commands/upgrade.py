@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from .moved import MOVED
 
-__all__ = ["MODULES", "OldName", "old_names", "upgrade"]
+__all__ = ["CLAIMS", "MODULES", "OldName", "old_names", "upgrade"]
 
 _ROOMS = {
     "core": "blame boundary bus connection declarations events handler loop part regions registry settings setup signals state "
@@ -35,6 +35,19 @@ ARGUMENTS = {("Freezing", "until"): "unfreeze_at"}
 ATTRIBUTES = {"loop": "current_run"}
 """The attribute of today of what is called engine, trainer or evaluator."""
 _ENGINES = ("engine", "trainer", "evaluator")
+
+CLAIMS = {
+    "ALGORITHMS": '"how algorithms are chosen"',
+    "CLIPPING": '"gradient clipping"',
+    "COMPILATION": '"what is compiled"',
+    "CUTOUT": '"cutting parts out of samples"',
+    "EVALUATED_WEIGHTS": '"the weights used for evaluation", rehearsed=False',
+    "FILE": '"the file", of_step=False',
+    "LEARNING_RATE": '"the learning rate", rehearsed=False',
+    "PRECISION": '"the precision", inherited=True',
+    "TIME_CHUNKS": '"the time chunks"',
+}
+"""The arguments of the claim of today by the member of the earlier `Override`, of those that several handlers share."""
 
 
 class OldName(NamedTuple):
@@ -89,6 +102,8 @@ def _found(tree: ast.Module) -> Found:
         elif isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES and _name_of(node.value) in _ENGINES:
             name = _name_of(node.value)
             yield node, f"{name}.{node.attr}", f"{name}.{ATTRIBUTES[node.attr]}"
+        elif isinstance(node, ast.Attribute) and node.attr in CLAIMS and _name_of(node.value) == "Override":
+            yield node, f"Override.{node.attr}", f"Claim({CLAIMS[node.attr]})"
 
 
 def _imported_from(node: ast.ImportFrom, module: str) -> Found:

@@ -235,12 +235,10 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event, None)]
     if inspect.isroutine(event):
         raise TypeError(
-            f"{event!r} is a function, not an event: name the event in parentheses, such as "
-            "@engine.on(Events.ITERATION_COMPLETED), or @on(Events.ITERATION_COMPLETED) in a handler"
+            f"{event!r} is a function, not an event: name one in parentheses, such as @engine.on(Events.EPOCH_STARTED)"
         )
     raise TypeError(
-        f"{event!r} is not an event: give a member of Events, or of your own EventEnum, "
-        "such as Events.ITERATION_COMPLETED"
+        f"{event!r} is not an event: give a member of Events, or of your own EventEnum, such as Events.ITERATION_COMPLETED"
     )
 
 
@@ -259,8 +257,7 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{where}: {receiver!r} is a coroutine function, which would never be awaited; "
-                "give a plain function, and start asynchronous work from it"
+                f"{where}: {receiver!r} is a coroutine function, which would never be awaited; give a plain function"
             )
         if inspect.isgeneratorfunction(function):
             raise TypeError(
@@ -268,8 +265,12 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
             )
     try:
         signature = inspect.signature(receiver)
-    except ValueError:  # a built-in without a signature
-        return
+    except ValueError:
+        if inspect.ismethod(receiver):
+            raise TypeError(
+                f"{where}: {receiver!r} has no self; declare it as {receiver.__name__}(self, engine)"
+            ) from None
+        return  # a built-in without a signature
     try:
         signature.bind(None)
     except TypeError as error:

@@ -36,6 +36,7 @@ class MetricStore(dict[str, Any]):
         written: Of monitored metrics that no included handler writes, the iteration in which each was last written in this run.
         last_values: Metrics that the last evaluation has written in each batch, so that the value is perhaps of the last one.
         running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronise.
+        renamed: What metrics of the loaded state are called now: a validation's "loss" may have become "val_loss".
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class MetricStore(dict[str, Any]):
         self.last_values: set[str] = set()
         self.written: dict[str, int] = {}
         self.running: dict[str, Callable[[], float | None]] = {}
+        self.renamed: dict[str, str] = {}
         self._plain: dict[str, str] = {}  # names that are or were there, by their spelling without a slash
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -186,14 +188,15 @@ class MetricStore(dict[str, Any]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.clear()
-        super().update({self._now(name, state): value for name, value in state["values"].items()})
-        self.serials = {self._now(name, state): count for name, count in state["serials"].items()}
+        self.renamed = {name: self._now(name, state) for name in (*state["serials"], *state.get("evaluated", ()))}
+        super().update({self.renamed[name]: value for name, value in state["values"].items()})
+        self.serials = {self.renamed[name]: count for name, count in state["serials"].items()}
         self.serial = state["serial"]
-        self.evaluated = {self._now(name, state) for name in state.get("evaluated", ())}
+        self.evaluated = {self.renamed[name] for name in state.get("evaluated", ())}
         self._plain |= {name.replace("/", "_"): name for name in self}
 
     def _now(self, name: str, state: Mapping[str, Any]) -> str:
-        """What a metric of a saved state is called now: a validation's "loss" may have become "val_loss"."""
+        """What a metric of a saved state is called now."""
         prefixed = f"val_{name}"
         validated = name in state.get("evaluated", ()) and name not in self.owners
         return prefixed if validated and prefixed in self.owners and prefixed not in state["serials"] else name

@@ -11,7 +11,7 @@ import torch
 
 from ..authoring.checks import check_bool, check_int, check_local
 from ..checkpoints import Files, Taken, clean, commit, find, make_folders, open_version
-from ..checkpoints.manifest import environment, read_manifest_or_none
+from ..checkpoints.manifest import NewVersion, environment, read_manifest_or_none
 from ..checkpoints.state_file import SerializedState
 from ..checkpoints.store import prune
 from ..resuming.saving import copied
@@ -61,8 +61,7 @@ class CheckpointFolder:
     def __init__(
         self, path: str | os.PathLike[str], *, keep: int | None = 3, sync: bool = True, files: Files | None = None
     ) -> None:
-        check_local(self, "path", path)
-        self.path = Path(path)
+        self.path = check_local(self, "path", path)
         self.keep = None if keep is None else check_int("CheckpointFolder", "keep", keep, least=1)
         self.sync = check_bool("CheckpointFolder", "sync", sync)
         self.files = Files() if files is None else files
@@ -96,9 +95,9 @@ class CheckpointFolder:
             "epoch_open": False, "steps": {}, "value": None, "run": _HANDLER, "lineage": [], "signalfire": "exact",
             "environment": environment(torch.device("cpu"), 1),
         }  # fmt: skip
-        written = SerializedState(copied(dict(state)))
+        version = NewVersion(SerializedState(copied(dict(state))), about)
         try:
-            commit(self.path, name, written, about, files=self.files, may_replace=self._is_own, sync=self.sync)
+            commit(self.path, name, version, files=self.files, may_replace=self._is_own, sync=self.sync)
         except Taken as error:
             raise FileExistsError(
                 f"CheckpointFolder.save(step={step}): {name!r} is there and is no checkpoint"

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 from ..authoring.batches import tensors_in
 from ..data.held_generators import draws_in_workers
 from .composition import Composition, Evaluation, first_batch, in_training, is_meant, is_ours, own_generators
+from .function_rules import names_in
 from .reports import Finding, finding
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
@@ -240,12 +241,20 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
     if not it.parameters or any("device" in (one.writes or ()) for one in it.connections):
         return
     device, tensors = it.engine.device, tensors_in(it.first_batch)
-    if tensors and all(one.device.type != device.type for one in tensors):
+    if tensors and all(one.device.type != device.type for one in tensors) and not _moves_batches(it):
         yield finding(
             "C12",
             f"the batches are on {tensors[0].device}, the model on {device}, and no handler moves them",
             f"attach DeviceTransfer({str(device)!r})",
         )
+
+
+def _moves_batches(it: Composition) -> bool:
+    """Whether a step or a forward of the user's names a device or a move, so that it may put batches where they belong."""
+    functions = [part for update in it.engine.updates for part in (update.spec.forward, update.spec.function)]
+    functions += [type(part).forward for part in it.modules]
+    own = [one for one in functions if not str(getattr(one, "__module__", "")).startswith(("signalfire.", "torch."))]
+    return any(names_in(one) & {"cpu", "cuda", "device", "to"} for one in own)
 
 
 def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:

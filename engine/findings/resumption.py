@@ -136,9 +136,11 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
 
 
 def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: frozenset[str]) -> list[str]:
-    found = []
+    found, renamed = [], engine.state.metrics.renamed
     for name, now in composition(engine)["settings"].items():
         then = before.get(name, {}) if name not in allowed else {}
+        if "monitor" in then:
+            then = then | {"monitor": renamed.get(then["monitor"], then["monitor"])}
         found += [
             f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
             for key in now

@@ -460,7 +460,11 @@ def copied(value: Any, tensor: Callable[[Tensor], Tensor] = _cloned) -> Any:
         same = copy.copy(value)  # keeps the type: a module's state has metadata, a scheduler's may hold a Counter
         for key, item in value.items():
             if type(item) not in _ATOMS:  # atoms are copied already: half of the items, and one call less for each
-                same[key] = copied(item, tensor)
+                try:
+                    same[key] = copied(item, tensor)
+                except TypeError as error:
+                    error.add_note(f"in the state's entry {key!r}")
+                    raise
         return same
     if isinstance(value, np.generic):  # torch.load(weights_only=True) accepts no NumPy types
         return value.item()

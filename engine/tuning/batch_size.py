@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
+from ..authoring.checks import check_choice
 from ..authoring.markup import preformatted
 from ..core.connection import Phase
 from ..core.events import Events
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["BatchSizes", "Trial", "find_batch_size"]
 
 _NAME = "find_batch_size"
+_LoaderOf = Callable[[int], Iterable[Any]]
 
 
 class Trial(NamedTuple):
@@ -70,14 +72,11 @@ class BatchSizes:
 
     def __str__(self) -> str:
         lines = [f"{'size':>8}  {'fits':<4} {'peak MiB':>9} {'samples/s':>11}"]
+        named = {"largest": self.largest, "fastest": self.fastest}
         for one in self.trials:
             peak = "" if one.peak is None else f"{one.peak / 2**20:.0f}"
             speed = "" if one.samples_per_second is None else f"{one.samples_per_second:.0f}"
-            marks = [
-                mark
-                for mark, size in (("largest", self.largest), ("fastest", self.fastest))
-                if one.ok and size == one.size
-            ]
+            marks = [mark for mark, size in named.items() if one.ok and size == one.size]
             note = f"  <- {', '.join(marks)}" if marks else ""
             lines.append(f"{one.size:>8}  {'yes' if one.ok else 'no':<4} {peak:>9} {speed:>11}{note}")
         if self.limit:
@@ -235,12 +234,7 @@ class _Search:
 
 
 def _try(
-    engine: Engine,
-    loader_of: Callable[[int], Iterable[Any]],
-    size: int,
-    *,
-    steps: int,
-    evaluation: tuple[Engine, Callable[[int], Iterable[Any]]] | None,
+    engine: Engine, loader_of: _LoaderOf, size: int, *, steps: int, evaluation: tuple[Engine, _LoaderOf] | None
 ) -> Trial:
     """Train with batches of one size, and evaluate; nothing remains of it."""
     data = loader_of(size)
@@ -348,11 +342,9 @@ class _Peak:
         if self._accelerated:
             torch.accelerator.reset_peak_memory_stats(device)
         elif sys.platform == "linux":
-            try:
+            with suppress(OSError):  # a container may forbid it
                 Path("/proc/self/clear_refs").write_text("5")  # begins the peak of VmHWM anew
                 self._resets = True
-            except OSError:  # a container may forbid it
-                self._resets = False
 
     def read(self) -> int | None:
         if self._accelerated:
@@ -393,7 +385,6 @@ def _check(start: int, mode: str, margin: float, maximum: int | None, steps: int
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{_NAME}({name}={value!r}): expected an int of {least} or more")
-    if mode not in ("power", "bisect"):
-        raise ValueError(f"{_NAME}(mode={mode!r}): expected 'power' or 'bisect'")
+    check_choice(_NAME, "mode", mode, ("power", "bisect"))
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
         raise ValueError(f"{_NAME}(margin={margin!r}): expected a share of 0 up to less than 1")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
+from ..authoring.checks import check_choice
 from ..core.blame import warn
 from ..core.connection import Phase
 from ..core.events import Events
@@ -153,7 +154,7 @@ class _Sweep(Handler):
         self.diverged = False
         self.complete = False
         self.passes = 0
-        self._smoothed = _Smoothed()
+        self._summed, self._sum = 0, 0.0  # losses, and their sum with exponential weights
         self._smallest = math.inf  # smoothed loss so far
         self._window: list[tuple[Tensor, float]] = []
         self._ratios: list[float] = []
@@ -220,24 +221,12 @@ class _Sweep(Handler):
         loss = self.losses[-1]
         if not math.isfinite(loss):
             return math.isfinite(self.diverges)
-        smoothed = self._smoothed.after(loss)
-        if self._smoothed.count >= _SETTLED:
+        self._summed += 1
+        self._sum = _SMOOTHING * self._sum + (1 - _SMOOTHING) * loss
+        smoothed = self._sum / (1 - _SMOOTHING**self._summed)  # with weights that add up to 1 from the first loss on
+        if self._summed >= _SETTLED:
             self._smallest = min(self._smallest, smoothed)
         return smoothed > self.diverges * self._smallest > 0
-
-
-class _Smoothed:
-    """An exponentially weighted mean of losses, in which the weights add up to 1 from the first loss on."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._sum = 0.0
-
-    def after(self, loss: float) -> float:
-        """The mean after one more loss."""
-        self.count += 1
-        self._sum = _SMOOTHING * self._sum + (1 - _SMOOTHING) * loss
-        return self._sum / (1 - _SMOOTHING**self.count)
 
 
 _MOST_REFUSED = 30
@@ -257,8 +246,7 @@ def _rates(low: float, high: float, steps: int, spacing: str) -> list[float]:
         raise ValueError(f"{_NAME}(low={low!r}, high={high!r}): low must be smaller than high")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 3:
         raise ValueError(f"{_NAME}(steps={steps!r}): expected an int of 3 or more")
-    if spacing not in ("exponential", "linear"):
-        raise ValueError(f"{_NAME}(spacing={spacing!r}): expected 'exponential' or 'linear'")
+    check_choice(_NAME, "spacing", spacing, ("exponential", "linear"))
     places = [step / (steps - 1) for step in range(steps)]
     if spacing == "linear":
         return [low + (high - low) * place for place in places]

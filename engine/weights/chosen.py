@@ -91,7 +91,8 @@ def _path_of(engine: Engine, weights: Any) -> Path:
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
     if path is None:
         raise ValueError(
-            f"test(weights={weights!r}): it has written no checkpoint in this process; give the path of one"
+            f"test(weights={weights!r}): it has written no checkpoint in this process; give the path of one in "
+            f"{os.fspath(weights.folder)!r}"
         )
     return Path(path)
 

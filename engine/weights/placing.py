@@ -29,8 +29,7 @@ def check_target(where: str, path: str | os.PathLike[str], *suffixes: str) -> Pa
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{where}(path={path!r}): expected a path, such as 'model{suffixes[0]}'")
-    check_local(where, "path", path)
-    target = Path(path)
+    target = check_local(where, "path", path)
     if target.suffix not in suffixes:
         ends = " or ".join(map(repr, suffixes))
         raise ValueError(f"{where}(path={os.fspath(path)!r}): expected a name that ends with {ends}")

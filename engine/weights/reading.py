@@ -69,8 +69,8 @@ def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: s
     """
     if isinstance(source, Mapping):
         return _unwrapped("a mapping", source, where)
-    check_local(where.partition("(")[0], "source", source)
-    path = Path(source)
+    path, here = check_local(where.partition("(")[0], "source", source), Path.cwd()
+    path = path.relative_to(here) if path.is_relative_to(here) else path  # as people write it, in what is printed
     if path.is_dir():
         if not (path / STATE).exists() and not (path / MANIFEST).exists():
             for name in _FOLDER:

@@ -9,12 +9,14 @@ import html
 import importlib.util
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, TextIO
 
 from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
+
+from .aside import StepAside
 
 __all__ = [
     "Display",
@@ -30,6 +32,8 @@ __all__ = [
 
 NARROWEST_BAR = 6
 
+_aside = StepAside()
+
 
 @dataclass(frozen=True)
 class View:
@@ -40,7 +44,8 @@ class View:
         fraction: How much of it is done, between 0 and 1; None if that is not known.
         count: The same as a count: "120/500".
         rate, samples, left: Iterations and samples per second, and the time left; empty if not known.
-        values: Metrics by name.
+        values: Metrics by name; the first matters most.
+        lesser: Names of values that are left out before all else but the rates.
         note: What happens meanwhile: "evaluating".
     """
 
@@ -51,6 +56,7 @@ class View:
     samples: str = ""
     left: str = ""
     values: Mapping[str, str] = field(default_factory=dict)
+    lesser: Sequence[str] = ()
     note: str = ""
 
 
@@ -60,8 +66,8 @@ class Display(Protocol):
     def show(self, view: View) -> None:
         """Draw this in place of what was drawn before."""
 
-    def close(self) -> None:
-        """Draw nothing more."""
+    def close(self, *, keep: bool = False) -> None:
+        """Draw nothing more; ``keep`` leaves what is drawn on the terminal."""
 
 
 class Fitted(NamedTuple):
@@ -88,15 +94,15 @@ def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
         >>> fitted(view, 60)[:2]
         ('epoch 1/3:  35%|', '| 35/100 [00:12 left, loss=0.512]')
         >>> fitted(view, 40)[:2]
-        ('epoch 1/3:  35% [00:12 left, loss=0.512]', '')
+        ('epoch 1/3:  35%|', '| [loss=0.512]')
     """
     parts = _parts_of(view)
-    values = [f"={name}" for name in view.values]
-    least_first = ["samples", "rate", "bar", *reversed(values[1:]), "count", "left", *values[:1], "note"]
+    least_first = _least_first(view)
     share = "" if view.fraction is None else f" {100 * view.fraction:3.0f}%"
     bar, count = view.fraction is not None, view.count
     for number, least in enumerate(["", *least_first]):
-        bar = bar and least != "bar"
+        if least == "bar":
+            bar, share = False, "" if view.fraction == 1 else share
         count = "" if least == "count" and share else count
         parts.pop(least, None)
         after = " ".join(filter(None, (count, f"[{', '.join(parts.values())}]" if parts else "")))
@@ -106,6 +112,15 @@ def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
         if width is None or (taken <= width and number >= omit):
             return Fitted(before, after, bar, number)
     return Fitted(disp_trim(before, width or 0), omitted=len(least_first))
+
+
+def _least_first(view: View) -> list[str]:
+    """What is left out one after the other where a line is too long."""
+    lesser = [f"={name}" for name in view.values if name in view.lesser]
+    first, *others = [f"={name}" for name in view.values if name not in view.lesser] or ["note"]
+    others.reverse()
+    others = ["bar", *others] if view.fraction == 1 else [*others, "bar"]  # a full bar says less than a value
+    return ["samples", "rate", *reversed(lesser), "count", "left", *others, first, "note"]
 
 
 def _parts_of(view: View) -> dict[str, str]:
@@ -143,18 +158,17 @@ class TqdmDisplay:
 
     Args:
         file: A terminal.
-        leave: Whether the bar stays when it is closed.
     """
 
     kind: type[tqdm[Any]] = tqdm
 
-    def __init__(self, file: TextIO, *, leave: bool) -> None:
+    def __init__(self, file: TextIO) -> None:
         self.file = file
-        self.leave = leave
         self._bar: tqdm[Any] | None = None
         self._fit = Fit()
 
     def show(self, view: View) -> None:
+        _aside.come_back()
         width = width_of(self.file)
         line = self._fit(view, width)
         layout = _literal(line.before) + ("{bar}" if line.bar else "") + _literal(line.after)
@@ -165,16 +179,20 @@ class TqdmDisplay:
                 initial=done,
                 bar_format=layout,
                 ncols=width,
-                file=self.file,
-                leave=self.leave,
+                file=_aside.direct(self.file),
             )
+            _aside.add(self._bar)
             return
         self._bar.n, self._bar.bar_format, self._bar.ncols = done, layout, width
         self._bar.refresh()
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
         if self._bar is not None:
+            _aside.come_back()
+            self._bar.leave = keep
+            self._bar.clear()  # it stays on the first line of all bars, which may be another one than its own
             self._bar.close()
+            _aside.remove(self._bar)
             self._bar = None
 
 
@@ -183,12 +201,11 @@ class RichDisplay:
 
     Args:
         file: A terminal.
-        leave: Whether the bar stays when it is closed.
     """
 
     _open: ClassVar[list[RichDisplay]] = []  # those on one terminal have one console, which draws them below each other
 
-    def __init__(self, file: TextIO, *, leave: bool) -> None:
+    def __init__(self, file: TextIO) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -197,7 +214,12 @@ class RichDisplay:
         others = [one for one in self._open if one.file is file]
         self._console: Console = others[0]._console if others else Console(file=file, highlight=False)
         self._open.append(self)
-        self._live = Live(console=self._console, auto_refresh=False, transient=not leave)
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe stays there
+            redirect_stderr=sys.stderr.isatty(),
+        )
         self._fit = Fit()
 
     def show(self, view: View) -> None:
@@ -217,7 +239,8 @@ class RichDisplay:
             row.add_row(Text(line.before))
         self._live.update(row, refresh=True)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
+        self._live.transient = not keep
         self._live.stop()
         if self in self._open:
             self._open.remove(self)
@@ -236,7 +259,7 @@ class NotebookDisplay:
         done = "" if not line.bar else f'<progress max="1" value="{view.fraction:.4f}"></progress> '
         self._draw(f"<code>{done}{html.escape(self._line)}</code>")
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         if self._handle is not None:
             self._draw(f"<code>{html.escape(self._line)}</code>")
             self._handle = None
@@ -257,7 +280,7 @@ class WidgetDisplay(TqdmDisplay):
     def __init__(self) -> None:
         from tqdm.auto import tqdm as of_notebooks
 
-        super().__init__(sys.stderr, leave=False)
+        super().__init__(sys.stderr)
         self.kind = of_notebooks
         self._final = NotebookDisplay()
         self._view: View | None = None
@@ -266,7 +289,7 @@ class WidgetDisplay(TqdmDisplay):
         self._view = view
         super().show(view)
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = True) -> None:
         super().close()
         if self._view is not None:
             self._final.show(self._view)

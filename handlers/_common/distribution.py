@@ -18,6 +18,7 @@ from signalfire.distributed import (
     Processes,
     Watch,
     expected_processes,
+    is_sharded,
     lost_another,
     note_failure,
     process_group,
@@ -122,6 +123,15 @@ class Distribution(Handler):
                     f"{self.name!r}: the {what} of rank {rank} differs from that of this rank in "
                     f"{', '.join(sorted(different)[:5])}; build the same {what} on all ranks"
                 )
+
+    def _check_sharded(self, engine: Engine, else_it: str) -> None:
+        for update in engine.updates:
+            for index, parameter in enumerate(update.parameters):
+                if not is_sharded(parameter):
+                    raise ValueError(
+                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, and "
+                        f"would {else_it}; make it a parameter of the model"
+                    )
 
     def _check_device(self, engine: Engine) -> None:
         """Raise ValueError before the first collective on a device without them."""

@@ -18,7 +18,7 @@ __all__ = ["check_folder", "check_shared", "open_folder", "read_together"]
 
 
 def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
-    """Check a ``folder=`` argument.
+    """Check a ``folder=`` argument, and make it absolute.
 
     Raises:
         TypeError: If it is not a path.
@@ -27,8 +27,7 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"{type(handler).__name__}(folder={folder!r}): expected a path, such as 'runs/first'")
-    check_local(handler, "folder", folder)
-    path = Path(folder)
+    path = check_local(handler, "folder", folder)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
             f"{type(handler).__name__}(folder={str(folder)!r}): this path exists and is not a folder; give another one"

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from signalfire import Engine, Handler
 from signalfire.models.modules import bare_name
 
 from .claims import COMPILATION
+from .parameters import matches
 
-__all__ = ["check_not_compiled", "named_modules"]
+__all__ = ["check_matches", "check_not_compiled", "modules_by_path", "named_modules"]
+
+
+def modules_by_path(engine: Engine) -> dict[str, nn.Module]:
+    """All modules of the engine by path; several models prefix the paths with their names."""
+    return {
+        path: part
+        for root, module in engine.modules.items()
+        for path, part in module.named_modules(prefix=engine.modules.prefix(root))
+    }
 
 
 def named_modules(engine: Engine) -> dict[str, nn.Module]:
-    """All modules inside of the engine's by path; several modules of the engine prefix the paths with their own name."""
-    return {
-        bare_name(path): part
-        for root, module in engine.modules.items()
-        for path, part in module.named_modules(prefix=engine.modules.prefix(root))
-        if path
-    }
+    """All modules inside of the engine's by path, without what wrappers of torch put into it."""
+    return {bare_name(path): part for path, part in modules_by_path(engine).items() if path}
+
+
+def check_matches(handler: Handler, argument: str, patterns: Iterable[str], named: dict[str, nn.Module]) -> None:
+    """Raise ValueError for a pattern that matches no module; it shows some of them."""
+    for pattern in patterns:
+        if not any(matches(path, pattern) for path in named):
+            some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
+            where = f"{handler.name!r}: {argument}={pattern!r}"
+            raise ValueError(f"{where} matches no module; the modules are: {some}")
 
 
 def check_not_compiled(handler: Handler, engine: Engine) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,17 @@ from signalfire.authoring import check_name
 
 from .updates import selected_updates
 
-__all__ = ["LossTerm"]
+__all__ = ["LossTerm", "check_losses"]
+
+
+def check_losses(handler: Handler, updates: Iterable[UpdateState]) -> None:
+    """Raise ValueError for an update whose output is not known beside its loss."""
+    for update in updates:
+        if update.loss_function is None:
+            raise ValueError(
+                f"{handler.name!r}: update {update.name!r} is a single function, whose output is not available; build it "
+                "as Update(forward, loss, ...), or select another update with update="
+            )
 
 
 class LossTerm(Handler):
@@ -37,8 +48,7 @@ class LossTerm(Handler):
             self._terms.append((term.detach(), samples))
 
     def attached(self, engine: Engine) -> None:
-        if self.update is not None:
-            engine.find_update(self.update)
+        engine.find_update(self.update)
 
     def metric_names(self, engine: Engine) -> list[str]:
         return [self._metric(engine, update) for update in selected_updates(engine, self.update)]

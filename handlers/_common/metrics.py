@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.authoring import check_name, map_leaves, samples_in, tensors_in
+from signalfire.authoring import check_function, check_name, map_leaves, samples_in, tensors_in
 from signalfire.authoring.batches import hides_samples
 from signalfire.core.state import as_number
 from signalfire.findings import Finding, finding
@@ -109,10 +109,7 @@ class Metrics(Handler):
     ) -> None:
         super().__init__(name=name)
         self.metrics = _checked(metrics, named)
-        if inputs is not None and not callable(inputs):
-            raise TypeError(
-                f"Metrics(inputs={inputs!r}): expected a function of the engine, or None for output and target"
-            )
+        check_function(self, "inputs", inputs, "engine", optional=True)
         self.inputs = inputs or _output_and_target
         self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device

@@ -10,6 +10,8 @@ from torch import nn
 from signalfire import Engine
 from signalfire.models.modules import bare_name
 
+from .hooks import modules_by_path
+
 __all__ = ["Pattern", "check_modules", "find_modules", "named_modules", "outermost"]
 
 Pattern = str | type[nn.Module]
@@ -34,12 +36,8 @@ def check_modules(owner: object, modules: Any) -> list[Pattern]:
 
 
 def named_modules(engine: Engine) -> dict[str, nn.Module]:
-    """All modules of the engine by path; several models prefix the paths with their names."""
-    return {
-        bare_name(path): module
-        for name, root in engine.modules.items()
-        for path, module in root.named_modules(prefix=engine.modules.prefix(name))
-    }
+    """All modules of the engine by path, without what wrappers of torch put into it; the only model has none."""
+    return {bare_name(path): module for path, module in modules_by_path(engine).items()}
 
 
 def find_modules(owner: str, named: dict[str, nn.Module], patterns: list[Pattern]) -> dict[str, nn.Module]:

@@ -12,7 +12,7 @@ from signalfire import Engine, Events, UpdateState, on
 from signalfire.authoring import check_bool
 from signalfire.distributed import is_sharded
 
-from .parameters import all_names, check_patterns, longest_match, unmatched
+from .parameters import all_names, check_matches, check_patterns, longest_match
 from .penalties import Penalizing, Weight
 from .updates import selected_updates
 
@@ -58,9 +58,7 @@ class ParameterPenalty(Penalizing):
         updates = selected_updates(engine, self.update)
         own = _names_of(engine, [p for update in updates for p in update.parameters])
         every = [name for several in own.values() for name in several]
-        for pattern in self.parameters or ():
-            if longest_match(every, [pattern]) is None:
-                raise ValueError(f"{self.name!r}: {unmatched(pattern, every)}")
+        check_matches(f"{self.name!r}: ", self.parameters or (), every)
         chosen, left_out = self._chosen(engine, own)
         if not chosen:
             but = f", but norms and biases: {', '.join(left_out[:5])}; pass norms_and_biases=True"

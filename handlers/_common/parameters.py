@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = [
     "alike",
     "all_names",
     "any_sharded",
+    "check_matches",
     "check_patterns",
     "gradients_of",
     "longest_match",
@@ -26,7 +27,6 @@ __all__ = [
     "norm_of_all",
     "norms",
     "total_norm",
-    "unmatched",
 ]
 
 
@@ -80,11 +80,15 @@ def longest_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
     return max(fitting, key=len, default=None)
 
 
-def unmatched(pattern: str, names: Iterable[str]) -> str:
-    """The message for a pattern that matches none of these parameters."""
-    there = list(names)
-    shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in total)" if len(there) > 5 else "")
-    return f"{pattern!r} matches no parameter; the parameters are: {shown or 'none'}"
+def check_matches(
+    where: str, patterns: Iterable[str], names: Collection[str], parameters: Collection[str] | None = None
+) -> None:
+    """Raise ValueError for a pattern that matches none of the names; it shows some of the parameters, which are the names."""
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            there = list(names if parameters is None else parameters)
+            shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in total)" if len(there) > 5 else "")
+            raise ValueError(f"{where}{pattern!r} matches no parameter; the parameters are: {shown or 'none'}")
 
 
 def gradients_of(update: UpdateState) -> list[Tensor]:

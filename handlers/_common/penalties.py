@@ -9,7 +9,7 @@ from numbers import Real
 from torch import Tensor
 
 from signalfire import Engine, Events, UpdateState, on
-from signalfire.authoring import Capture, check_number
+from signalfire.authoring import Capture, check_function, check_number
 
 from .loss_terms import LossTerm
 from .ranks import ADD_PENALTY
@@ -37,6 +37,8 @@ class Penalizing(LossTerm):
     def __init__(self, weight: Weight, *, update: str | None, name: str | None, least: float | None = None) -> None:
         super().__init__(update=update, name=name)
         self._least = least
+        if callable(weight):
+            check_function(self, "weight", weight, "steps")
         self.weight: Weight = weight if callable(weight) else check_number(self, "weight", weight, least=least)
 
     def value(self, engine: Engine, update: UpdateState) -> Tensor | None:

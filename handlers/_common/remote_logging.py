@@ -197,21 +197,8 @@ class RemoteLogger(ScalarLogger):
             self._items, self._at, self._there = 0, 0, []
         parameters = dict(engine.log.given)
         kept = self._open_kept({"run": self._run, "forks": self._forks, "hyperparameters": parameters})
-        self._sender = self._new_sender(kept, engine.state.iteration)
+        self._sender = Sender(self, kept, engine.state.iteration)
         self._sender.start()
-
-    def _new_sender(self, kept: KeptFile, position: int) -> Sender:
-        header = kept.header
-        return Sender(
-            self,
-            kept,
-            name=self.name,
-            run=header["run"],
-            forks=header["forks"],
-            position=position,
-            parameters=header["hyperparameters"],
-            capacity=self.capacity,
-        )
 
     def _open_kept(self, header: Mapping[str, Any]) -> KeptFile:
         """The file of what an earlier process of this run has not sent; that of another run is put aside."""
@@ -326,7 +313,7 @@ class RemoteLogger(ScalarLogger):
         header, items = KeptFile.load(path)
         kept = KeptFile(path, header)
         kept.replace(items)
-        sender = self._new_sender(kept, items[-1].iteration if items else 0)
+        sender = Sender(self, kept, items[-1].iteration if items else 0)
         sender.start()
         left = sender.finish(header.get("status", "RUNNING"), header.get("error"), self.timeout)
         if not sender.done.is_set():

@@ -25,8 +25,10 @@ _LOOK = 0.5  # seconds between two looks at what a client has written
 class Service(Protocol):
     """What a sender needs of a logger; see `RemoteLogger`, which says what each of them does."""
 
+    name: str
     backoff: ClassVar[tuple[float, float]]
     keep_different: bool
+    capacity: int
 
     def open(self, run_id: str, hyperparameters: Mapping[str, Any]) -> None: ...
     def stored(self, run_id: str, after: int) -> Iterable[Stored]: ...
@@ -51,31 +53,18 @@ class Sender(threading.Thread):
     Args:
         service: the logger.
         kept: the file for what is not delivered; it may hold items to begin with.
+            Its header names the run, how often that has continued as a new remote run, and its hyperparameters.
         position: the iteration that the run begins after; the service may have later values, of a process that was killed.
-        run: id of the run.
-        forks: how often it has continued as a new remote run.
-        parameters: its hyperparameters.
-        capacity: number of items that wait in memory; further ones wait in the file.
 
     Attributes:
         problem: what failed last, for a warning; None if nothing did.
         done: set once everything was delivered and the run is closed.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        kept: KeptFile,
-        *,
-        name: str,
-        run: str,
-        forks: int,
-        position: int,
-        parameters: Mapping[str, Any],
-        capacity: int,
-    ) -> None:
-        super().__init__(name=name, daemon=True)
-        self.service, self.kept, self.run_id, self.forks, self.capacity = service, kept, run, forks, capacity
+    def __init__(self, service: Service, kept: KeptFile, position: int) -> None:
+        super().__init__(name=service.name, daemon=True)
+        self.service, self.kept = service, kept
+        self.run_id, self.forks = kept.header["run"], kept.header["forks"]
         self.problem: str | None = None
         self.done = threading.Event()
         self._wake = threading.Condition()
@@ -91,7 +80,7 @@ class Sender(threading.Thread):
         self._position = position  # the iteration after which what is there may be of another way
         self._found: set[tuple[str, int, int]] = set()  # what came after it, by name, iteration and place
         self._opened = False
-        self._parameters, self._new_parameters = dict(parameters), False
+        self._parameters, self._new_parameters = dict(kept.header["hyperparameters"]), False
         self._back: int | None = None
         self._end: tuple[Status, str | None] | None = None
         self._abandoned = False
@@ -106,7 +95,7 @@ class Sender(threading.Thread):
     def put(self, item: Item) -> None:
         """Take an item; where memory has no room for it, it is written to the file."""
         with self._wake:
-            if self._in_file or len(self._queue) >= self.capacity:
+            if self._in_file or len(self._queue) >= self.service.capacity:
                 try:
                     self.kept.append([item])
                     self._in_file = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from abc import abstractmethod
@@ -13,6 +14,7 @@ from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.authoring import check_bool, check_local
+from signalfire.checkpoints import Files
 
 from .claims import FILE
 from .folders import open_folder
@@ -38,14 +40,18 @@ class TextLogger(ScalarLogger):
         time: Whether to log the time of each record, in seconds since 1970.
     """
 
-    header = ""
-
-    def __init__(self, path: str | os.PathLike[str], *, every: str | Interval, time: bool, name: str | None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        time: bool = False,
+        name: str | None = None,
+    ) -> None:
         super().__init__(every=every, name=name)
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"{type(self).__name__}(path={path!r}): expected the path of a file")
-        check_local(self, "path", path)
-        self.path = Path(path)
+        self.path = check_local(self, "path", path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
             raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): this is a folder; give a file in it")
@@ -54,6 +60,11 @@ class TextLogger(ScalarLogger):
         self._digest = ""
         self._last_iteration = 0
         self._last_lines = ""  # of the last iteration in which something was written
+
+    @property
+    def header(self) -> str:
+        """The first line, with its line end, or none."""
+        return ""
 
     @abstractmethod
     def lines(self, record: Record) -> str:
@@ -248,7 +259,8 @@ class _LineFile:
         """Create a file with these lines, after a backup of an existing one."""
         if path.exists() and path.stat().st_size:
             # Copied, not renamed, so that the path exists at any moment.
-            shutil.copy2(path, _free_name(path))
+            backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+            shutil.copy2(path, next(backup for backup in backups if not backup.exists()))
         temporary = _temporary(path)
         data = lines.encode()
         try:
@@ -260,7 +272,7 @@ class _LineFile:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-        _sync_folder(path.parent)
+        Files().sync(path.parent)
         return cls(open(path, "ab", buffering=0), len(data), hashlib.sha256(data))
 
     @property
@@ -302,21 +314,6 @@ class _LineFile:
             self._file.close()
 
 
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return free
-
-
 def _temporary(path: Path) -> Path:
     """Where a file is written before it is renamed to ``path``."""
     return path.with_name(f".{path.name}.new")
-
-
-def _sync_folder(folder: Path) -> None:
-    opened = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -167,16 +167,20 @@ def one_class(labels: Sequence[tuple[int, int]], facts: Iterable[Facts]) -> bool
 # ---- models -----------------------------------------------------------------------------------------------------------
 
 
+def _parts(engine: Engine) -> list[tuple[str, nn.Module]]:
+    """All modules with their paths in the module of the engine that they are in."""
+    return [one for root in engine.modules.values() for one in root.named_modules()]
+
+
 def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> str | None:
     """The name of a part that is in eval mode, though it was not as the run began; frozen parts and norms may be."""
     for name, root in engine.modules.items():
         if modes.get(root) and not root.training:
             return f"the model {name!r}"
-    parts = {part: path for root in engine.modules.values() for path, part in root.named_modules()}
+    parts = {part: path for path, part in _parts(engine)}
     off = [part for part in parts if modes.get(part) and not part.training and not isinstance(part, _NormBase)]
     frozen = {inner for part in parts if off and _is_frozen(part) for inner in part.modules()}
-    left = next((part for part in off if part not in frozen), None)
-    return None if left is None else f"the part {parts[left]!r} of the model"
+    return next((f"the part {parts[part]!r} of the model" for part in off if part not in frozen), None)
 
 
 def _is_frozen(part: nn.Module) -> bool:
@@ -189,8 +193,7 @@ def moving_frozen_norms(engine: Engine) -> list[str]:
     copies = {p for root in engine.modules.values() for p in frozen_copies(root)}
     return [
         path
-        for root in engine.modules.values()
-        for path, part in root.named_modules()
+        for path, part in _parts(engine)
         if isinstance(part, _NormBase) and part.training and part.running_mean is not None
         if (own := list(part.parameters())) and not any(p.requires_grad or p in copies for p in own)
     ]
@@ -212,8 +215,7 @@ def statistics_of(engine: Engine) -> dict[str, Tensor]:
     """Copies of the running statistics of the normalisation layers."""
     return {
         path: part.running_mean.clone()
-        for root in engine.modules.values()
-        for path, part in root.named_modules()
+        for path, part in _parts(engine)
         if isinstance(part, _NormBase) and part.running_mean is not None
     }
 
@@ -221,16 +223,15 @@ def statistics_of(engine: Engine) -> dict[str, Tensor]:
 def untrained_spectral_norms(engine: Engine) -> list[str]:
     """Layers with ``torch.nn.utils.spectral_norm`` whose power iteration never ran: it runs in training forwards only."""
     found = []
-    for root in engine.modules.values():
-        for path, part in root.named_modules():
-            for hook in part._forward_pre_hooks.values():
-                if isinstance(hook, SpectralNorm):
-                    with torch.no_grad():
-                        matrix = hook.reshape_weight_to_matrix(getattr(part, f"{hook.name}_orig"))
-                        image = matrix @ getattr(part, f"{hook.name}_v")
-                        cosine = (image @ getattr(part, f"{hook.name}_u")) / image.norm().clamp(min=1e-30)
-                    if float(cosine) < 0.9:  # 1 after an iteration, and hardly less after one more step
-                        found.append(path)
+    for path, part in _parts(engine):
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                with torch.no_grad():
+                    matrix = hook.reshape_weight_to_matrix(getattr(part, f"{hook.name}_orig"))
+                    image = matrix @ getattr(part, f"{hook.name}_v")
+                    cosine = (image @ getattr(part, f"{hook.name}_u")) / image.norm().clamp(min=1e-30)
+                if float(cosine) < 0.9:  # 1 after an iteration, and hardly less after one more step
+                    found.append(path)
     return found
 
 

@@ -18,7 +18,7 @@ from signalfire.weights import WeightFile, plain_name
 
 from .parameters import matches
 
-__all__ = ["WeightPlan", "compare_weights"]
+__all__ = ["Rules", "WeightPlan", "compare_weights"]
 
 _PREFIXES = ("", "module.", "model.", "module.model.", "model.module.")
 """What DistributedDataParallel, and a module that holds the model, put before every name."""
@@ -147,61 +147,59 @@ class WeightPlan:
         return preformatted(self)
 
 
-def compare_weights(
-    modules: Modules,
-    file: WeightFile,
-    *,
-    rename: Mapping[str, str],
-    include: Sequence[str] | None,
-    exclude: Sequence[str],
-    allow: Sequence[str],
-    where: str,
-) -> WeightPlan:
-    """Compare names, shapes and dtypes; nothing is changed.
+@dataclass(frozen=True)
+class Rules:
+    """Which tensors of a file are loaded, and as what.
 
-    Args:
-        modules: Modules of an engine.
-        file: What was read.
+    Attributes:
         rename: Replacements by regular expression, applied in order.
         include, exclude, allow: Patterns, of names as they are in the model.
         where: Caller, for messages.
+    """
+
+    rename: Mapping[str, str]
+    include: Sequence[str] | None
+    exclude: Sequence[str]
+    allow: Sequence[str]
+    where: str
+
+
+def compare_weights(modules: Modules, file: WeightFile, rules: Rules) -> WeightPlan:
+    """Compare names, shapes and dtypes; nothing is changed.
 
     Raises:
         ValueError: For a rule or a pattern that matches nothing, and for two tensors of the file for one of the model.
     """
     parts = {root: _tensors_in(modules, root) for root in modules}
     own = {name: tensor for part in parts.values() for name, (_, tensor) in part.items()}
-    named, prefix = _renamed(list(file.tensors), rename, own, where)
+    named, prefix = _renamed(list(file.tensors), own, rules)
     plan = WeightPlan(file.label, notes=list(file.notes))
     if prefix:
         plan.notes.append(f"{prefix!r} is removed from the names of the file")
-    wanted = _wanted(list(named.values()), list(own), include, exclude, where)
-    given = _select(plan, named, wanted, where)
+    wanted = _wanted(list(named.values()), list(own), rules)
+    given = _select(plan, named, wanted, rules.where)
     for root in modules.losses:
         if not given.keys() & parts[root].keys():  # a file may be without the loss's own parameters
             wanted -= parts[root].keys()
     _match(plan, own, wanted, given, file.tensors)
     plan.unexpected += [name for name in given if name not in own]
-    _join_tied(plan, modules, file.tensors, where)
+    _join_tied(plan, modules, file.tensors, rules.where)
     mismatched = (*plan.missing, *plan.unexpected, *plan.other_shape)
-    plan.refused = [name for name in mismatched if not _matches_any(name, allow)]
+    plan.refused = [name for name in mismatched if not _matches_any(name, rules.allow)]
     plan.hint = _hint(plan.unexpected, plan.missing)
     return plan
 
 
-def _wanted(
-    named: list[str], own: list[str], include: Sequence[str] | None, exclude: Sequence[str], where: str
-) -> set[str]:
+def _wanted(named: list[str], own: list[str], rules: Rules) -> set[str]:
     """The names of the file and of the model that the patterns do not leave out; an error for one that matches none."""
     names = {*named, *own}
-    for argument, patterns in (("include", include or ()), ("exclude", exclude)):
+    for argument, patterns in (("include", rules.include or ()), ("exclude", rules.exclude)):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
-                raise ValueError(
-                    f"{where}: {argument}: {pattern!r} matches no name of the file or the model; the file has {_some(named)}"
-                )
-    included = names if include is None else {name for name in names if _matches_any(name, include)}
-    return {name for name in included if not _matches_any(name, exclude)}
+                no_name = f"{pattern!r} matches no name of the file or the model; the file has {_some(named)}"
+                raise ValueError(f"{rules.where}: {argument}: {no_name}")
+    included = names if rules.include is None else {name for name in names if _matches_any(name, rules.include)}
+    return {name for name in included if not _matches_any(name, rules.exclude)}
 
 
 def _matches_any(name: str, patterns: Sequence[str]) -> bool:
@@ -253,9 +251,7 @@ def _tensors_in(modules: Modules, root: str) -> dict[str, tuple[str, Tensor]]:
     }
 
 
-def _renamed(
-    names: Sequence[str], rename: Mapping[str, str], own: Iterable[str], where: str
-) -> tuple[dict[str, str], str]:
+def _renamed(names: Sequence[str], own: Iterable[str], rules: Rules) -> tuple[dict[str, str], str]:
     """The names of a file as they are in the model, and the prefix that was removed from them.
 
     A rule applies to the names as they are in the file; one that matches none of them, to the names without the prefix.
@@ -263,7 +259,7 @@ def _renamed(
     there = set(own)
     found = {name: plain_name(name) for name in names}
     late: dict[str, str] = {}
-    for pattern, replacement in rename.items():
+    for pattern, replacement in rules.rename.items():
         if any(re.search(pattern, name) for name in found.values()):
             found = {raw: re.sub(pattern, replacement, name) for raw, name in found.items()}
         else:
@@ -278,7 +274,9 @@ def _renamed(
     best = max(_PREFIXES, key=lambda prefix: len(there.intersection(without(prefix).values())))
     for pattern in late:
         if not any(re.search(pattern, name.removeprefix(best)) for name in found.values()):
-            raise ValueError(f"{where}: rename: {pattern!r} matches no name of the file, which has {_some(names)}")
+            raise ValueError(
+                f"{rules.where}: rename: {pattern!r} matches no name of the file, which has {_some(names)}"
+            )
     return without(best), best
 
 

@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from signalfire.ablation import BASELINE
 from signalfire.ablation.results import Result, Variant
-from signalfire.ablation.rows import Row, make_rows
+from signalfire.ablation.rows import Row, Runs, make_rows
 from signalfire.ablation.statistics import fewest_seeds, holm
 
 RESULT = Path(__file__).parent / "results" / "calibration.json"
@@ -114,10 +114,7 @@ def rows_of(study: Sequence[Sequence[float]]) -> list[Row]:
         for seed, value in enumerate(values)
     ]
     variants = [Variant(name) for name in NAMES]
-    made = make_rows(
-        runs, variants, metric="metric", mode="max", baseline=BASELINE, seeds=range(len(study[0])), level=LEVEL
-    )
-    return made[1:]
+    return make_rows(Runs(runs, variants, BASELINE, range(len(study[0])), "max"), "metric", LEVEL)[1:]
 
 
 def calibrate(distribution: str, n: int, repetitions: int, seed: int = 0) -> dict[str, float]:

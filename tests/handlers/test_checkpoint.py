@@ -13,8 +13,10 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from pickle import PicklingError
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -27,8 +29,10 @@ from signalfire.handlers import (
     Accuracy,
     Average,
     Checkpoint,
+    CSVLogger,
     DistributedDataParallel,
     EarlyStopping,
+    Export,
     GradientAccumulation,
     History,
     LRScheduling,
@@ -36,7 +40,7 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import fingerprint
-from tests.kit import LIMIT, batches, build, content_of, evaluator_of, mlp, quick, spread
+from tests.kit import LIMIT, batches, build, content_of, evaluator_of, linear, mlp, quick, spread
 from tests.processes import run_together
 
 
@@ -1263,3 +1267,31 @@ def test_ranks_that_do_not_see_the_same_folder_are_refused_before_the_first_batc
         assert f"rank 0 writes to '{tmp_path / '0'}'" in said
         assert f"rank 1 finds nothing of it in its own folder, '{tmp_path / '1'}'" in said
     assert set(tmp_path.rglob("*")) - before <= {tmp_path / "0"}
+
+
+def test_a_run_that_changes_its_working_folder_writes_where_it_began(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for folder in ("began", "went"):
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "began")
+    handlers = [Checkpoint("runs/last"), CSVLogger("runs/log.csv"), Export("runs/model.safetensors")]
+    engine = build(linear(5, 1), *handlers, Metrics(loss=Average()))
+    engine.connect(Events.ITERATION_COMPLETED(once=1), lambda engine: monkeypatch.chdir(tmp_path / "went"))
+    engine.run(batches(2), max_epochs=2)
+    assert not list((tmp_path / "went").iterdir())
+    assert {path.name for path in (tmp_path / "began" / "runs").iterdir()} == {"last", "log.csv", "model.safetensors"}
+    assert handlers[0].last.parent == tmp_path / "began" / "runs" / "last"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "wrong", [np.ones(2), {"a": [np.ones(2)]}, lambda: 1, threading.Lock()], ids=lambda one: type(one).__name__
+)
+def test_an_error_names_the_metric_that_cannot_be_saved(wrong: Any, tmp_path: Path) -> None:
+    engine = build(linear(5, 1), Checkpoint(tmp_path))
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(mine=wrong))
+    with pytest.raises((TypeError, PicklingError, AttributeError)) as raised:
+        engine.run(batches(1), max_epochs=1)
+    assert any(
+        re.search(r"in the state's entry '(engine\.metrics\.values\.)?mine'", note) for note in raised.value.__notes__
+    )

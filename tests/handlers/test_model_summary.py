@@ -221,6 +221,8 @@ def test_in_a_notebook_it_is_the_same_table() -> None:
 def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=f"Summary.*{next(iter(wrong))}="):
         Summary(**wrong)
+    with pytest.raises(TypeError, match=r"summary\(\[1, 2\]\): expected a torch.nn.Module, or a mapping"):
+        summary([1, 2])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"summary\(\): 'model' is a int"):
         summary({"model": 3})  # type: ignore[dict-item]
 

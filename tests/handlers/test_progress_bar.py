@@ -12,6 +12,7 @@ import struct
 import termios
 import weakref
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tqdm.auto import tqdm
 
 from signalfire import Engine, Events, Phase
 from signalfire.handlers import Average, GradientAccumulation, Metrics, ProgressBar, Validation
+from signalfire.handlers._common.displays import View, fitted
 from tests.kit import build, evaluator_of, idle_engine, linear, needs
 from tests.processes import program
 
@@ -53,7 +55,8 @@ def test_a_file_gets_a_line_for_each_epoch() -> None:
     assert len(lines) == 3
     for number, (line, loss) in enumerate(zip(lines, losses, strict=True), start=1):
         rates = r"[\d.]+ it/s  [\d.]+ samples/s" + (r"  \d\d:\d\d left" if number < 3 else "")
-        pattern = rf"epoch {number}/3  iteration {4 * number}  \d+\.\ds  {rates}  loss {re.escape(f'{loss:.4g}')}"
+        time = r"\d+\.\ds" + (" in all" if number == 3 else "")
+        pattern = rf"epoch {number}/3  iteration {4 * number}  {time}  {rates}  loss {re.escape(f'{loss:.4g}')}"
         assert re.fullmatch(pattern, line), line
 
 
@@ -173,11 +176,40 @@ def test_a_resumed_run_draws_its_open_epoch_once() -> None:
 
 
 @pytest.mark.parametrize("leave", [True, False])
-def test_finished_bars_stay_if_asked(leave: bool) -> None:
+def test_the_last_bar_stays_and_the_others_if_asked(leave: bool) -> None:
     file = Terminal()
-    engine_of(ProgressBar(file=file, leave=leave)).run(BATCHES, max_epochs=2)
+    engine_of(ProgressBar(file=file, leave=leave)).run(BATCHES, max_epochs=3)
     # What stays ends in a new line; what goes is overwritten with blanks.
-    assert file.getvalue().count("\n") == (2 if leave else 0)
+    assert file.getvalue().count("\n") == (3 if leave else 1)
+    *others, last = file.getvalue().rstrip("\n").split("\n")
+    assert "s in all" in last
+    assert not any("in all" in one for one in others)
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_at_an_early_stop_the_time_of_the_run_is_shown_and_none_is_left(kind: type[io.StringIO]) -> None:
+    file, clock = kind(), Clock()
+    engine = timed(ProgressBar(file=file, interval=0.0, line_interval=0.0, leave=True, clock=clock), 0.25)
+    engine.connect(Events.EPOCH_COMPLETED(once=3), lambda engine: engine.terminate("enough"))
+    engine.run(BATCHES, max_epochs=9)
+    *others, last = [line.split("\r")[-1] for line in file.getvalue().rstrip("\n").split("\n")]
+    assert "3.0s in all" in last
+    assert "left" not in last
+    # A line says how much was left when its epoch ended; beside a bar that stays it would say something else later.
+    assert ["left" in one for one in others] == [kind is io.StringIO] * 2
+
+
+def test_the_line_of_an_epoch_comes_also_when_an_error_ends_the_run_after_it() -> None:
+    file = io.StringIO()
+    engine = engine_of(ProgressBar(file=file, line_interval=0.0))
+
+    def fail(engine: Engine) -> None:
+        raise ArithmeticError("on purpose")
+
+    engine.connect(Events.EPOCH_COMPLETED, fail, phase=Phase.CONTROL)
+    with pytest.raises(ArithmeticError):
+        engine.run(BATCHES, max_epochs=2)
+    assert re.fullmatch(r"epoch 1/2  iteration 4  \d+\.\ds  .*\n", file.getvalue())
 
 
 def test_unsized_data_has_a_bar_without_an_end() -> None:
@@ -187,8 +219,10 @@ def test_unsized_data_has_a_bar_without_an_end() -> None:
 
     file = Terminal()
     engine_of(ProgressBar(file=file, interval=0.0)).run(Unsized(), max_epochs=1)
-    assert "4it" in file.getvalue()
-    assert "%" not in file.getvalue()
+    within = [one for one in drawings(file) if "in all" not in one]
+    assert not any("%" in one for one in within)
+    assert "4it" in within[-1]
+    assert "100%" in drawings(file)[-1], "now the length is known"
 
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
@@ -248,6 +282,31 @@ def test_switched_off_within_an_epoch_the_bar_is_closed() -> None:
     assert bar._bar is None
     assert len(set(lengths)) == 1
     assert len(file.getvalue()) == lengths[0]
+
+
+@pytest.mark.parametrize("ends", ["completed", "error", "detached", "disabled"])
+def test_the_standard_streams_are_left_as_they_were(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = [Terminal(), Terminal()]
+    monkeypatch.setattr("sys.stdout", streams[0])
+    monkeypatch.setattr("sys.stderr", streams[1])
+    bar = ProgressBar(interval=0.0)
+    engine = engine_of(bar)
+    watched: list[bool] = []
+
+    def end(engine: Engine) -> None:
+        watched.extend("write" in vars(one) for one in streams)
+        if ends == "error":
+            raise KeyboardInterrupt
+        if ends == "detached":
+            engine.detach(bar)
+        if ends == "disabled":
+            bar.enabled = False
+
+    engine.connect(Events.ITERATION_COMPLETED(once=6), end)
+    with suppress(KeyboardInterrupt):
+        engine.run(BATCHES, max_epochs=2)
+    assert watched[:2] == [True, True]
+    assert not any("write" in vars(one) for one in streams)
 
 
 def test_standard_error_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,7 +486,7 @@ def test_an_evaluation_is_said_to_be_under_way_and_does_not_slow_the_rates() -> 
     assert all("evaluating" in one for one in seen)
     assert "evaluating" not in drawings(file)[-1]
     assert "4 it/s, 8 samples/s" in drawings(file)[-1]
-    assert "\n" not in file.getvalue()
+    assert file.getvalue().count("\n") == 1, "the last bar's"
 
 
 class Unsized:
@@ -613,16 +672,54 @@ print("the end")
 """
 
 
-def on_terminal(folder: Path, columns: int, *arguments: str) -> str:
-    """What a program writes to a terminal of so many columns."""
-    (folder / "program.py").write_text(PROGRAM)
+PRINTING = """
+import logging, sys, warnings
+from tqdm import tqdm
+from signalfire import Events
+from signalfire.handlers import *
+from tests.kit import *
+logging.basicConfig(format="%(message)s")  # holds the stream of before the run
+streams = sys.stdout, sys.stderr
+methods = sys.stdout.write, sys.stderr.write
+trainer = build(mlp(5, 8, 1), ProgressBar(interval=0.0, leave="leave" in sys.argv, style=sys.argv[1]))
+
+@trainer.on(Events.ITERATION_COMPLETED)
+def speak(engine):
+    iteration = engine.state.iteration
+    if iteration == 2:
+        print("one", end=" ")
+        print("two")
+        sys.stderr.write("three\\n")
+    if iteration == 3:
+        print("unfinished", end="")
+    if iteration == 4:
+        if sys.argv[1] == "tqdm":  # the bars of rich do not notice them
+            logging.warning("logged")
+            tqdm.write("by tqdm")
+        print("a\\nb")
+        if "error" in sys.argv:
+            raise KeyboardInterrupt
+
+try:
+    trainer.run(batches(6), max_epochs=2)
+except KeyboardInterrupt:
+    print("interrupted")
+assert (sys.stdout, sys.stderr) == streams
+assert (sys.stdout.write, sys.stderr.write) == methods
+print("the end")
+"""
+
+
+def on_terminal(folder: Path, columns: int, *arguments: str, text: str = PROGRAM, output: Path | None = None) -> str:
+    """What a program writes to a terminal of so many columns; its standard output goes to a file if one is given."""
+    (folder / "program.py").write_text(text)
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     terminal = Path(os.ttyname(its))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TERM", "xterm")
         patch.delenv("COLUMNS", raising=False)
-        process = program(folder / "program.py", *arguments, cwd=ROOT, outputs=[terminal, terminal])
+        process = program(folder / "program.py", *arguments, cwd=ROOT, outputs=[output or terminal, terminal])
         process.start()
     os.close(its)
     written = b""
@@ -667,7 +764,75 @@ def test_each_bar_stays_on_one_line_of_a_terminal(columns: int, arguments: tuple
     left = screen(written, columns)
     assert [line[:10] for line in left if line] == ["epoch 1/2:", "epoch 2/2:", "the end"], left
     assert max(map(len, left)) < columns
-    assert "100%" in left[0]
-    assert "smooth_loss=" in left[0]
+    assert ("100%" in left[0]) is (columns == 120)
+    assert "batch_loss=" in left[0]
+    assert ("smooth_loss=" in left[0]) is (columns == 120)
     assert ("lr=0.1" in left[0]) is (columns == 120)
     assert ("evaluation:" if "nested" in arguments else "evaluating") in written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("leave", [[], ["leave"]], ids=["", "leave"])
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+@pytest.mark.parametrize("ends", [[], ["error"]], ids=["", "error"])
+def test_what_is_printed_appears_above_the_bar(style: str, leave: list[str], ends: list[str], tmp_path: Path) -> None:
+    if style == "rich":
+        needs("rich", "rich")
+    written = on_terminal(tmp_path, 100, style, *leave, *ends, text=PRINTING)
+    lines = [line for line in screen(written, 100) if line]
+    texts = ["one two", "three", "unfinished", *(["logged", "by tqdm"] if style == "tqdm" else []), "a", "b"]
+    if style == "rich":  # it waits for the end of the line
+        texts[2:4] = ["unfinisheda"]
+    shown = [line for line in lines if not line.startswith("epoch ")]
+    assert shown == [*texts, *(["interrupted"] if ends else []), "the end"]
+    bars = [line[:9] for line in lines if line.startswith("epoch ")]
+    assert bars == (["epoch 1/2"] * bool(leave) if ends else ["epoch 1/2"] * bool(leave) + ["epoch 2/2"])
+
+
+@pytest.mark.slow
+def test_two_bars_leave_a_line_each(tmp_path: Path) -> None:
+    text = """
+from signalfire.handlers import *
+from tests.kit import *
+build(mlp(5, 8, 1), ProgressBar(interval=0.0), ProgressBar(interval=0.0, name="second")).run(batches(6), max_epochs=2)
+print("the end")
+"""
+    lines = [line for line in screen(on_terminal(tmp_path, 100, text=text), 100) if line]
+    assert [line[:10] for line in lines] == ["epoch 2/2:", "epoch 2/2:", "the end"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", ["tqdm", "rich"])
+def test_what_goes_to_a_file_has_the_same_bytes_with_a_bar(style: str, tmp_path: Path) -> None:
+    if style == "rich":
+        needs("rich", "rich")
+    output = tmp_path / "output"
+    output.touch()
+    on_terminal(tmp_path, 100, style, text=PRINTING, output=output)
+    assert output.read_text() == "one two\nunfinished" + "by tqdm\n" * (style == "tqdm") + "a\nb\nthe end\n"
+
+
+def test_eighty_columns_suffice_for_a_loss_and_the_metrics_of_a_validation() -> None:
+    values = {"smooth_loss": "0.9346", "loss": "0.8001", "val_accuracy": "0.5156", "val_loss": "0.7369", "speed": "38"}
+    view = View("epoch 1/3", 0.19, "9/48", "12.5 it/s", "100 samples/s", "00:03 left", values, ["smooth_loss", "speed"])
+    assert fitted(view, 79)[:2] == ("epoch 1/3:  19%|", "| [loss=0.8001, val_accuracy=0.5156, val_loss=0.7369]")
+    assert fitted(view, 60)[:2] == ("epoch 1/3:  19%|", "| [loss=0.8001, val_accuracy=0.5156]")
+    last = replace(view, fraction=1.0, left="", note="4.9s in all")
+    assert fitted(last, 79).before == "epoch 1/3: [4.9s in all, loss=0.8001, val_accuracy=0.5156, val_loss=0.7369]"
+
+
+@pytest.mark.parametrize("names", [None, ["speed", "val_loss"]])
+def test_what_the_person_chose_stays_longest(names: list[str] | None) -> None:
+    engine = engine_of(bar := ProgressBar(names, file=Terminal(), interval=0.0))
+    views: list[View] = []
+
+    def measure(engine: Engine) -> None:
+        engine.state.metrics.announce("a handler", ["speed"])
+        engine.state.metrics.announce("another", ["val_loss"], evaluated=True)
+        engine.state.metrics.update(speed=1.0, val_loss=2.0, mine=3.0)
+
+    engine.connect(Events.STARTED, measure, phase=Phase.PREPARE)
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: views.append(bar._view), phase=Phase.CONTROL)
+    engine.run(BATCHES, max_epochs=1)
+    assert list(views[0].lesser) == ([] if names else ["smooth_loss", "speed"])
+    assert {"speed", "val_loss"} <= set(views[0].values)

@@ -274,6 +274,19 @@ def a_method_of_a_class_without_an_object(right: bool) -> None:
     build(linear(5, 1)).connect(Events.EPOCH_COMPLETED, Log().write_to if right else Log.write)
 
 
+@mistake(TypeError, r"has no self; declare it as count\(self, engine\)")
+def a_method_of_a_handler_without_self(right: bool) -> None:
+    class Right(Handler):
+        @on(Events.EPOCH_COMPLETED)
+        def count(self, engine: Engine) -> None: ...
+
+    class Wrong(Handler):
+        @on(Events.EPOCH_COMPLETED)
+        def count() -> None: ...  # type: ignore[misc]
+
+    build(linear(5, 1)).attach(Right() if right else Wrong())
+
+
 @mistake(TypeError, "None is not callable")
 def a_function_called_where_it_is_connected(right: bool) -> None:
     def log(engine: Engine) -> None: ...

@@ -10,7 +10,7 @@ import pytest
 from signalfire.ablation.joint import step_down
 from signalfire.ablation.report import Report
 from signalfire.ablation.results import Result, Variant
-from signalfire.ablation.rows import make_rows
+from signalfire.ablation.rows import Runs, make_rows
 from signalfire.ablation.statistics import compare, exact
 from tests.engine.ablation.reports import BASE, BETTER, NOTHING, WORSE, report, results, without
 
@@ -100,9 +100,7 @@ def test_results_that_belong_nowhere_or_twice_are_refused() -> None:
 def test_any_variant_may_be_the_baseline_and_the_others_keep_their_order() -> None:
     names = ["a", "b", "c", "d"]
     runs = [Result(name, seed, place / 10 + seed) for place, name in enumerate(names) for seed in (0, 1)]
-    rows = make_rows(
-        runs, [Variant(name) for name in names], metric="loss", mode="min", baseline="c", seeds=(0, 1), level=0.95
-    )
+    rows = make_rows(Runs(runs, [Variant(name) for name in names], "c", (0, 1), "min"), "loss", 0.95)
     assert [row.variant.name for row in rows] == ["c", "a", "b", "d"]
     assert [dict(row.differences) for row in rows] == [{}, {0: -0.2, 1: -0.2}, {0: -0.1, 1: -0.1}, {0: 0.1, 1: 0.1}]
 

@@ -10,7 +10,7 @@ import pytest
 
 from signalfire import Engine, Events
 from signalfire.ablation import LeaveOneOut, Variant
-from signalfire.ablation.trial import close_match, start, try_out
+from signalfire.ablation.trial import start, try_out
 from signalfire.handlers import (
     EMA,
     Average,
@@ -122,8 +122,3 @@ def test_what_build_has_switched_off_is_no_variant() -> None:
     engine.handlers["ema"].enabled = False
     with pytest.raises(ValueError, match=r"the handler 'ema' is already switched off, by build$"):
         try_out(engine, builds.train, Variant("- ema", frozenset({"ema"})), {}, {}, "val_loss")
-
-
-def test_a_name_is_suggested_only_if_it_is_close() -> None:
-    assert close_match("val_los", ["loss", "val_loss"]) == "; did you mean 'val_loss'?"
-    assert close_match("accuracy", ["loss", "val_loss"]) == ""

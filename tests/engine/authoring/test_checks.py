@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from signalfire.ablation.store import Store
-from signalfire.authoring.checks import check_bool, check_choice, check_int, check_local, check_number
+from signalfire.authoring.checks import check_bool, check_choice, check_function, check_int, check_local, check_number
 from signalfire.commands.new import new_project
 from signalfire.exact import CheckpointFolder
 from signalfire.handlers import Checkpoint
@@ -97,6 +97,26 @@ def test_a_function_that_takes_a_path_refuses_a_url(call: Callable[[Any], Any], 
 @pytest.mark.parametrize("path", ["C:/runs", "runs:1/x", "a/s3:/b", "./s3:/b", "s3:b", b"s3://b", Path("/tmp/s3://b")])
 def test_other_paths_with_a_colon_are_paths(path: Any) -> None:
     check_local("Checkpoint", "folder", path)
+
+
+def test_a_path_is_absolute_and_knows_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert check_local("Checkpoint", "folder", "runs/a") == tmp_path / "runs/a"
+    assert check_local("Checkpoint", "folder", Path("~/runs")) == tmp_path / "home/runs"
+    assert check_local("Checkpoint", "folder", tmp_path) == tmp_path
+
+
+def test_functions_are_refused_that_cannot_be_called_as_they_will_be() -> None:
+    function: Any
+    for function in (max, print, lambda *values: None, lambda value, step=0: None, partial(print, 1)):
+        check_function("Reporting", "report", function, "value", "step")
+    call = re.escape("report(value, step)")
+    for function in (lambda: None, lambda value: None, lambda value, step, more: None, lambda value, *, step: None):
+        with pytest.raises(TypeError, match=rf"Reporting\(report=<function .*>\): it is called as {call}: .*argument"):
+            check_function("Reporting", "report", function, "value", "step")
+    with pytest.raises(TypeError, match=rf"Reporting\(report=3\): expected a function, called as {call}"):
+        check_function("Reporting", "report", 3, "value", "step")
 
 
 def test_of_a_file_url_the_error_gives_the_path() -> None:

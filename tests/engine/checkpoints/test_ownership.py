@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from signalfire.checkpoints import Files, Ownership, commit, read_manifest
+from signalfire.checkpoints.manifest import NewVersion
 from signalfire.checkpoints.ownership import find_owned_versions
 from signalfire.checkpoints.state_file import SerializedState
 from signalfire.distributed.liveness import identity
@@ -47,7 +48,7 @@ def write(folder: Path, name: str, *, run: str, iteration: int = 1, handler: str
     """Write a version of such a run, and return its manifest."""
     about = {"handler": handler, "run": run, "lineage": [], "kind": "weights", "epoch": 1, "iteration": iteration,
              "epoch_open": True, "environment": {}}  # fmt: skip
-    commit(folder, name, SerializedState({}), about, files=FILES, may_replace=lambda path: False)
+    commit(folder, name, NewVersion(SerializedState({}), about), files=FILES, may_replace=lambda path: False)
     return read_manifest(folder / name, FILES)
 
 

@@ -25,6 +25,7 @@ import torch
 
 from signalfire import Engine, Events, Phase, allow
 from signalfire.checkpoints import Content, Files, Taken, clean, commit, encode, read_manifest
+from signalfire.checkpoints.manifest import NewVersion
 from signalfire.checkpoints.state_file import SerializedState
 from signalfire.distributed.liveness import identity, is_alive
 from signalfire.handlers import Checkpoint
@@ -658,7 +659,7 @@ def test_a_name_that_is_taken_at_the_last_moment_is_not_overwritten(folder: Path
             super().rename(old, new)
 
     with pytest.raises(Taken):
-        commit(folder, "a", SerializedState({}), {}, files=Slow(), may_replace=lambda path: False)
+        commit(folder, "a", NewVersion(SerializedState({}), {}), files=Slow(), may_replace=lambda path: False)
     assert visible(folder) == ["a"]
     assert hidden(folder) == []
     assert (folder / "a" / "state.pt").read_text() == "of another"

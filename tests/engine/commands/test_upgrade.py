@@ -9,7 +9,9 @@ import pytest
 
 import signalfire
 from signalfire.__main__ import main
-from signalfire.commands.upgrade import MODULES, old_names, upgrade
+from signalfire.authoring import Claim
+from signalfire.commands.upgrade import CLAIMS, MODULES, old_names, upgrade
+from signalfire.handlers._common import claims
 
 SCRIPT = """\
 import signalfire.batches
@@ -22,6 +24,7 @@ trainer.attach(Freezing("backbone", until=3))
 print(trainer.loop, other.loop, trainer.state.loop)
 x = until(until=3)
 from .checks import mine
+rate, step = Override.LEARNING_RATE, Override.STEP
 """
 
 
@@ -34,6 +37,7 @@ def test_each_old_name_is_listed_with_its_line_and_what_to_write(tmp_path: Path)
         (3, "from signalfire.checks import", "from signalfire.authoring.checks import"),
         (7, "Freezing(until=)", "Freezing(unfreeze_at=)"),
         (8, "trainer.loop", "trainer.current_run"),
+        (11, "Override.LEARNING_RATE", 'Claim("the learning rate", rehearsed=False)'),
     ]
     assert script.read_text() == SCRIPT
 
@@ -45,6 +49,11 @@ def test_no_public_name_of_today_has_the_name_of_a_module_of_before() -> None:
 @pytest.mark.parametrize("old", MODULES)
 def test_every_module_of_the_table_is_there_under_its_new_name(old: str) -> None:
     assert import_module(MODULES[old]) is not None
+
+
+@pytest.mark.parametrize("old", CLAIMS)
+def test_a_claim_of_the_table_is_that_of_the_included_handlers(old: str) -> None:
+    assert eval(f"Claim({CLAIMS[old]})", {"Claim": Claim}) == getattr(claims, old)
 
 
 def test_the_command_lists_folders_and_says_by_its_code_whether_there_is_anything(

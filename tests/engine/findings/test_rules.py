@@ -275,3 +275,24 @@ def test_lengths_in_ascending_order_are_no_classes() -> None:
     assert codes(build(mlp(5, 8, 1)), DataLoader(TensorDataset(torch.randn(16, 5), lengths - 1), 4)) == {
         "C13": "warning"
     }
+
+
+class Moving(nn.Linear):
+    def forward(self, value: Tensor) -> Tensor:
+        return super().forward(value.to(self.weight.device))
+
+
+def moving_step(engine: Engine, batch: Any) -> Tensor:
+    inputs, targets = (part.to(engine.device) for part in batch)
+    return nn.functional.mse_loss(engine.model(inputs), targets)
+
+
+def test_batches_on_another_device_are_no_mistake_where_the_step_or_the_model_moves_them() -> None:
+    data = [(torch.ones(4, 5, device="meta"), torch.ones(4, 1, device="meta"))] * 3
+    loss, sgd = nn.functional.mse_loss, torch.optim.SGD
+    supervised = Update.supervised(loss, sgd, lr=0.1)
+    for model in (nn.Linear(5, 1), nn.Sequential(nn.Linear(5, 1))):
+        assert "C12" in codes(Engine(supervised, model), data)
+    for model in (Moving(5, 1), nn.Sequential(nn.Flatten(), Moving(5, 1))):
+        assert "C12" not in codes(Engine(supervised, model), data)
+    assert "C12" not in codes(Engine(Update.from_function(moving_step, sgd, lr=0.1), nn.Linear(5, 1)), data)

@@ -1,0 +1,130 @@
+"""What a program prints while bars are drawn on a terminal appears above them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+__all__ = ["StepAside"]
+
+
+class StepAside:
+    """The bars on the terminal, which leave it when something else is written there.
+
+    While there are bars, the method ``write`` of `sys.stdout` and `sys.stderr` is replaced where these are terminals; the last
+    bar puts it back. The streams stay the same objects: handlers of `logging` and other bars that hold them are noticed, too.
+    Elsewhere (files, pipes, notebooks, the capture of a test runner) nothing is replaced.
+
+    After a text the bars stay away until one of them is drawn next: the text may be a prompt that waits for an answer.
+    """
+
+    def __init__(self) -> None:
+        self._bars: list[tqdm[Any]] = []
+        self._watched: list[Watched] = []
+        self._away = False
+        self._unfinished: Watched | None = None  # where the last text ended within a line
+
+    def direct(self, stream: TextIO) -> TextIO:
+        """The stream, for bars to draw to."""
+        if not _is_terminal(stream):
+            return stream
+        write = next((one.write for one in self._watched if one.stream is stream), stream.write)
+        return Direct(stream, write)  # type: ignore[return-value]
+
+    def add(self, bar: tqdm[Any]) -> None:
+        """Watch the standard streams for this bar, too."""
+        if not self._bars:
+            self._away, self._unfinished = False, None
+            streams = [one for one in dict.fromkeys((sys.stdout, sys.stderr)) if _is_terminal(one)]
+            self._watched = [Watched(one, self.leave) for one in streams]
+        self._bars.append(bar)
+
+    def remove(self, bar: tqdm[Any]) -> None:
+        """Forget this bar; without bars nothing is watched."""
+        self._bars.remove(bar)
+        while self._watched and not self._bars:
+            self._watched.pop().put_back()
+
+    def leave(self, written: Watched, text: str) -> None:
+        """Take the bars off the terminal, since this text is written now."""
+        if not self._away:
+            for bar in self._bars:
+                bar.clear(nolock=True)
+        self._away = True
+        moves = "\r" in text or "\x1b" in text  # the cursor: another bar, which minds its line itself
+        self._unfinished = None if moves or text.endswith("\n") else written
+
+    def come_back(self) -> None:
+        """Draw the bars again, below what was written."""
+        with _lock():
+            if not self._away:
+                return
+            if self._unfinished is not None:
+                self._unfinished.write("\n")
+            for one in self._watched:
+                one.stream.flush()
+            self._away, self._unfinished = False, None
+            for bar in self._bars:
+                bar.refresh(nolock=True)
+
+
+class Watched:
+    """A stream whose ``write`` says first what it writes.
+
+    Args:
+        stream: A terminal.
+        notice: Called with this and the text before each text.
+    """
+
+    def __init__(self, stream: TextIO, notice: Callable[[Watched, str], None]) -> None:
+        self.stream = stream
+        self.write = stream.write
+        self._notice = notice
+        self._before = vars(stream).get("write")  # somebody's, who has replaced it, too
+        stream.write = self._write  # type: ignore[method-assign]
+
+    def _write(self, text: str) -> int:
+        with _lock():
+            if text:
+                self._notice(self, text)
+            return self.write(text)
+
+    def put_back(self) -> None:
+        """Leave the stream as it was."""
+        self._notice = _ignore  # for those who hold the method
+        if vars(self.stream).get("write") != self._write:
+            return
+        if self._before is None:
+            del self.stream.write
+        else:
+            self.stream.write = self._before  # type: ignore[method-assign]
+
+
+class Direct:
+    """A stream with another ``write``."""
+
+    def __init__(self, stream: TextIO, write: Callable[[str], int]) -> None:
+        self._stream = stream
+        self.write = write
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _lock() -> AbstractContextManager[Any]:
+    """The lock under which bars are drawn."""
+    lock: AbstractContextManager[Any] = tqdm.get_lock()  # type: ignore[no-untyped-call]
+    return lock
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether this is a terminal (a program without a console has no streams), as an object that can be given a method."""
+    return stream is not None and stream.isatty() and hasattr(stream, "__dict__")
+
+
+def _ignore(written: Watched, text: str) -> None:
+    """Nothing is drawn that could be in the way."""

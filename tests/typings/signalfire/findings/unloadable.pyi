@@ -1,1 +1,0 @@
-from engine.findings.unloadable import *
