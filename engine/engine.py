@@ -75,9 +75,8 @@ class Engine(Kernel):
     Authors of handlers find more on the parts; `signalfire.authoring` lists it.
 
     Example:
-        >>> from functools import partial
         >>> model = torch.nn.Linear(2, 1)
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> trainer = Engine(update, model=model, seed=0)
         >>> trainer.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3).iteration
         3

@@ -115,7 +115,7 @@ def check_handler(
         >>> from signalfire.handlers import GradientClipping
         >>> def build():
         ...     torch.manual_seed(0)
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         ...     return Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
         >>> print(check_handler(build, partial(GradientClipping, 1.0), data, max_epochs=2))

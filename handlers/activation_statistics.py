@@ -50,9 +50,8 @@ class ActivationStatistics(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
         >>> _ = torch.nn.init.zeros_(model[0].weight)
         >>> model[0].bias.data = torch.tensor([1.0, 1.0, 2.0, -8.0])

@@ -46,9 +46,8 @@ class AdaptiveGradientClipping(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=1.0)
         >>> def train(*handlers):
         ...     model = torch.nn.Linear(1, 2, bias=False)
         ...     model.weight.data = torch.tensor([[1.0], [10.0]])

@@ -44,9 +44,8 @@ class AutoClip(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(lambda output, target: output.mean(), partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(lambda output, target: output.mean(), torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), seed=0)  # whose gradient is the mean of the inputs
         >>> clip = AutoClip(50)
         >>> _ = engine.attach(clip)

@@ -46,9 +46,8 @@ class ChannelsLast(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> model = torch.nn.Conv2d(2, 2, 3)
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(ChannelsLast())

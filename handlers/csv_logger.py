@@ -39,10 +39,9 @@ class CSVLogger(TextLogger):
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from functools import partial
         >>> from pathlib import Path
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
         >>> engine = Engine(update, model=model, seed=0)

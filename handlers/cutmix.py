@@ -44,9 +44,8 @@ class CutMix(SampleMixing):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine, mix = Engine(update, model=torch.nn.Conv2d(1, 1, 1), seed=0), CutMix()
         >>> _ = engine.attach(mix)
         >>> @engine.on(Events.FORWARD_STARTED)

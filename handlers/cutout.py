@@ -35,9 +35,8 @@ class Cutout(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Conv2d(1, 1, 1), seed=0)
         >>> _ = engine.attach(Cutout(2))
         >>> @engine.on(Events.FORWARD_STARTED)

@@ -58,11 +58,10 @@ class Deterministic(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> def loss(output, target):
         ...     return output.put(torch.tensor([0]), torch.zeros(1)).mean()  # of which torch has no deterministic algorithm
-        >>> update = Update.supervised(loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(Deterministic())
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)

@@ -59,9 +59,8 @@ class Distillation(LossTerm):
         Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015).
 
     Example:
-        >>> from functools import partial
         >>> from signalfire import Update
-        >>> update = Update.supervised(F.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(F.cross_entropy, torch.optim.SGD, lr=0.1)
         >>> trainer = Engine(update, model=nn.Linear(4, 3), seed=0)
         >>> _ = trainer.attach(Distillation(nn.Linear(4, 3), temperature=2.0, weight=0.7))
         >>> _ = trainer.run([(torch.ones(2, 4), torch.tensor([0, 1]))], max_epochs=1)

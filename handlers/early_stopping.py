@@ -49,10 +49,9 @@ class EarlyStopping(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> def build(model):
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
         ...     return Engine(update, model=model)
         >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
         >>> engine = build(torch.nn.Linear(1, 1))

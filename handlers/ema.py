@@ -56,11 +56,10 @@ class EMA(AveragedWeights):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> trainer = Engine(update, model=model, seed=0)
         >>> ema = EMA(0.9)
         >>> _ = trainer.attach(ema)

@@ -61,9 +61,8 @@ class Export(Handler):
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = engine.attach(Export(f"{folder}/model.pt2"))

@@ -47,10 +47,9 @@ class Freezing(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> def build(model):
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
         ...     return Engine(update, model=model)
         >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Linear(3, 1))

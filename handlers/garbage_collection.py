@@ -49,9 +49,8 @@ class GarbageCollection(Handler):
     Example:
         >>> import gc
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine, garbage = Engine(update, model=torch.nn.Linear(2, 1), seed=0), GarbageCollection(every="2it")
         >>> _ = engine.attach(garbage)
         >>> @engine.on(Events.ITERATION_STARTED)

@@ -30,9 +30,8 @@ class GradientAccumulation(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.5))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.5)
         >>> def train(*handlers):
         ...     model = torch.nn.Linear(1, 1, bias=False)
         ...     _ = torch.nn.init.zeros_(model.weight)

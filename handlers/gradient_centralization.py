@@ -41,9 +41,8 @@ class GradientCentralization(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=1.0)
         >>> def train(*handlers):
         ...     model = torch.nn.Linear(2, 1, bias=False)
         ...     _ = torch.nn.init.zeros_(model.weight)

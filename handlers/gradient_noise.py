@@ -40,9 +40,8 @@ class GradientNoise(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Phase, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(100, 100, bias=False), seed=0)
         >>> _ = engine.attach(GradientNoise(eta=1.0, gamma=2.0))
         >>> @engine.on(Events.OPTIMIZER_STEP_STARTED, phase=Phase.RECORD)

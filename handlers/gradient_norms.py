@@ -42,9 +42,8 @@ class GradientNorms(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> model = torch.nn.Linear(2, 1)
         >>> _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
         >>> engine = Engine(update, model=model, seed=0)

@@ -62,9 +62,8 @@ class Guards(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1e-6))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=1e-6)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(Guards(error=["G13"]))
         >>> _ = engine.run([(torch.full((4, 2), 255.0), torch.ones(4, 1))], max_epochs=1)

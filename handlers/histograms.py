@@ -31,9 +31,8 @@ class Histograms(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 3), seed=0)
         >>> _ = engine.attach(Histograms(every="2it", parameters="*weight"))
         >>> @engine.on(Events.HISTOGRAM_LOGGED)  # as TensorBoard does

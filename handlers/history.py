@@ -39,9 +39,8 @@ class History(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Phase, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine, history = Engine(update, model=torch.nn.Linear(2, 1), seed=0), History()
         >>> _ = engine.attach(history)
         >>> @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)

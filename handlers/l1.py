@@ -32,9 +32,8 @@ class L1(ParameterPenalty):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=1.0))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=1.0)
         >>> model = torch.nn.Linear(2, 1, bias=False)
         >>> model.weight.data = torch.tensor([[4.0, -1.0]])
         >>> engine = Engine(update, model=model, seed=0)

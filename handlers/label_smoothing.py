@@ -44,9 +44,8 @@ class LabelSmoothing(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=1.0))
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, lr=1.0)
         >>> def train(*handlers):
         ...     model = torch.nn.Linear(1, 2)
         ...     _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)

@@ -48,9 +48,8 @@ class Lookahead(Handler):
         implementations copy the slow weights at the first synchronisation only, so that it does nothing.
 
     Example:
-        >>> from functools import partial
         >>> from signalfire import Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = trainer.attach(Lookahead(k=2, alpha=0.5))
         >>> before = trainer.model.bias.item()

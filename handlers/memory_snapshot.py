@@ -52,12 +52,11 @@ class MemorySnapshot(Handler):
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from functools import partial
         >>> from pathlib import Path
         >>> from signalfire import Engine, Update
         >>> def loss(output, target):
         ...     raise torch.OutOfMemoryError("tried to allocate 20 GiB")
-        >>> engine = Engine(Update.supervised(loss, partial(torch.optim.SGD, lr=0.1)), model=torch.nn.Linear(2, 1))
+        >>> engine = Engine(Update.supervised(loss, torch.optim.SGD, lr=0.1), model=torch.nn.Linear(2, 1))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = engine.attach(MemorySnapshot(folder))
         ...     try:

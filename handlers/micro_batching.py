@@ -64,9 +64,8 @@ class MicroBatching(Handler):
         name and the equivalence.
 
     Example:
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = trainer.attach(MicroBatching(4))
         >>> sizes = []

@@ -41,9 +41,8 @@ class MixUp(SampleMixing):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine, mixup = Engine(update, model=torch.nn.Linear(2, 1), seed=0), MixUp(0.4)
         >>> _ = engine.attach(mixup)
         >>> @engine.on(Events.FORWARD_STARTED)

@@ -202,9 +202,8 @@ class Summary(Handler):
     Example:
         >>> import sys
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Linear(100, 500), torch.nn.Linear(500, 100)), seed=0)
         >>> _ = engine.attach(Summary(file=sys.stdout))
         >>> _ = engine.run([(torch.ones(10, 100), torch.ones(10, 100))], max_epochs=1)

@@ -47,9 +47,8 @@ class NEFTune(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Embedding(10, 8)), seed=0)
         >>> _ = torch.nn.init.zeros_(engine.model[0].weight)  # what comes out is the noise
         >>> _ = engine.attach(NEFTune(4, mask=2))  # up to 4 / sqrt(2 * 8) for two tokens of 8 dimensions

@@ -50,9 +50,8 @@ class NonFiniteGuard(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), allow=["W19"])  # without the warning
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> guard = NonFiniteGuard()

@@ -37,7 +37,7 @@ class OptimizerStatistics(Handler):
         >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import History, LRScheduling
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.4, momentum=0.5))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.4, momentum=0.5)
         >>> engine, history = Engine(update, model=torch.nn.Linear(2, 1), seed=0), History()
         >>> halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
         >>> _ = engine.attach(LRScheduling(halved, every="1step"), OptimizerStatistics(every="1st"), history)

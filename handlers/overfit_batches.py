@@ -30,9 +30,8 @@ class OverfitBatches(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1), seed=0)
         >>> _ = engine.attach(OverfitBatches(2))
         >>> seen = []

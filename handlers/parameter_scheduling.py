@@ -38,15 +38,14 @@ class ParameterScheduling(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1, weight_decay=0.3))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1, weight_decay=0.3)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(ParameterScheduling("weight_decay", ParameterScheduling.cosine(0.04, 0.4, over=2)))
         >>> decays = []
         >>> @engine.on(Events.GRADIENTS_READY)
         ... def look(engine):
-        ...     decays.append(round(engine.state.update.optimizer.param_groups[0]["weight_decay"], 3))
+        ...     decays.append(round(engine.optimizer.param_groups[0]["weight_decay"], 3))
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 4, max_epochs=1)
         >>> decays
         [0.04, 0.22, 0.4, 0.4]

@@ -43,9 +43,8 @@ class ParameterStatistics(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> _ = engine.attach(ParameterStatistics(every="1st"))

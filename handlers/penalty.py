@@ -40,9 +40,8 @@ class Penalty(Penalizing):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Update
-        >>> update = Update.supervised(torch.nn.functional.cross_entropy, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, lr=0.1)
         >>> trainer = Engine(update, model=torch.nn.Linear(4, 3), seed=0)
         >>> def z_loss(engine):
         ...     return engine.state.update.output.logsumexp(1).square().mean()

@@ -39,9 +39,8 @@ class Precision32(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(Precision32("high"))
         >>> precisions = [torch.get_float32_matmul_precision()]

@@ -47,9 +47,8 @@ class Timing:
     Example:
         >>> import io, time
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine, profiler = Engine(update, model=torch.nn.Linear(2, 1), seed=0), Profiler(file=io.StringIO())
         >>> _ = engine.attach(profiler)
         >>> @engine.on(Events.EPOCH_COMPLETED)
@@ -104,10 +103,9 @@ class Profiler(Handler):
     Example:
         >>> import io
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import GradientClipping
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine, profiler = Engine(update, model=torch.nn.Linear(2, 1), seed=0), Profiler(file=io.StringIO())
         >>> _ = engine.attach(profiler, GradientClipping(1.0))
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=2)

@@ -59,9 +59,8 @@ class ProgressiveResizing(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 1, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(ProgressiveResizing(initial=0.5, delay=0.25, final=0.25, increment=4))

@@ -62,9 +62,8 @@ class Pruning(Handler):
         Mishra et al., "Accelerating Sparse Deep Neural Networks" (arXiv:2104.08378).
 
     Example:
-        >>> from functools import partial
         >>> from signalfire import Update
-        >>> update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> trainer = Engine(update, model=nn.Linear(8, 1), seed=0)
         >>> _ = trainer.attach(Pruning(0.5))
         >>> _ = trainer.run([(torch.ones(4, 8), torch.ones(4, 1))], max_epochs=3)

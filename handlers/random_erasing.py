@@ -47,9 +47,8 @@ class RandomErasing(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
         >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 1)), seed=0)
         >>> _ = engine.attach(RandomErasing(1.0, scale=(0.25, 0.5)))  # a quarter to a half of each sequence
         >>> @engine.on(Events.FORWARD_STARTED)

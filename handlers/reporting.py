@@ -30,10 +30,9 @@ class Reporting(MetricReports):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import Average, Metrics
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> def report(value, step):  # a searcher's, which decides whether to stop

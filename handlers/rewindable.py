@@ -26,9 +26,8 @@ class Rewindable(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> _ = engine.attach(Rewindable(every="1it"))

@@ -23,10 +23,9 @@ class Seeding(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
         >>> def first_draw(*handlers):
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=7)
         ...     _ = engine.attach(*handlers)
         ...     drawn = []

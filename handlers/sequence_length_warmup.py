@@ -52,9 +52,8 @@ class SequenceLengthWarmup(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.01))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
         >>> engine = Engine(update, model=torch.nn.Linear(3, 1), seed=0)
         >>> _ = engine.attach(SequenceLengthWarmup(2, 8, over="4it", increment=2))
         >>> lengths = []

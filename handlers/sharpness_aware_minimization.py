@@ -48,10 +48,9 @@ class SharpnessAwareMinimization(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> def trained(*handlers):
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         ...     engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         ...     _ = torch.nn.init.ones_(engine.model.weight)
         ...     _ = engine.attach(*handlers)

@@ -53,12 +53,11 @@ class StochasticDepth(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Events, Update
         >>> class Block(torch.nn.Linear):
         ...     def forward(self, x):
         ...         return x + super().forward(x)
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Sequential(Block(1, 1, bias=False)), seed=0)
         >>> _ = torch.nn.init.ones_(engine.model[0].weight)
         >>> _ = engine.attach(StochasticDepth("0", 0.5))

@@ -55,10 +55,9 @@ class StragglerDetection(Handler):
         The straggler detection of NVIDIA's Resiliency Extension, and `SlowRankDetector` of torchtnt.
 
     Example:
-        >>> from functools import partial
         >>> from torch import nn
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=nn.Linear(2, 1), seed=0)
         >>> detection = StragglerDetection(every="5it")
         >>> _ = engine.attach(detection)

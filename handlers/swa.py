@@ -84,9 +84,8 @@ class SWA(AveragedWeights):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.25))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> _ = engine.attach(SWA(2))  # averages the weights after the epochs 2 and 3, 0.25 and 0.125

@@ -56,10 +56,9 @@ class TensorBoardLogger(ScalarLogger):
     Example:
         >>> import tempfile
         >>> import torch
-        >>> from functools import partial
         >>> from pathlib import Path
         >>> from signalfire import Engine, Events, Phase, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log("accuracy", 0.5), phase=Phase.PREPARE)
         >>> with tempfile.TemporaryDirectory() as folder:

@@ -54,9 +54,8 @@ class Throughput(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> clock = lambda: 0.5 * engine.state.iteration  # an iteration takes half a second
         >>> _ = engine.attach(Throughput(every="4it", warmup=2, tokens=0, clock=clock))

@@ -62,7 +62,6 @@ class TruncatedBPTT(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> def loss(engine, batch):
         ...     update = engine.state.update
@@ -70,7 +69,7 @@ class TruncatedBPTT(Handler):
         ...     output, hidden = engine.model(batch[0], update.hidden)
         ...     update.hidden = hidden if update.more else None  # where there is a next chunk; never without this handler
         ...     return torch.nn.functional.mse_loss(output, batch[1])
-        >>> update = Update.from_function(loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.from_function(loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.RNN(1, 1, batch_first=True), seed=0)
         >>> _ = engine.attach(TruncatedBPTT(20))
         >>> _ = engine.run([(torch.ones(4, 50, 1), torch.ones(4, 50, 1))], max_epochs=1)

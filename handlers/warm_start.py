@@ -53,17 +53,16 @@ class WarmStart(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> pretrained = {"encoder.weight": torch.eye(2), "encoder.bias": torch.zeros(2), "head.weight": torch.ones(9, 2)}
         >>> model = torch.nn.ModuleDict({"backbone": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3)})
-        >>> update = Update.from_function(lambda engine, x: model.head(model.backbone(x)).sum(), partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.from_function(lambda engine, x: model.head(model.backbone(x)).sum(), torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(WarmStart(pretrained, rename={"^encoder": "backbone"}, allow=["head"]))
         >>> _ = engine.run([torch.zeros(4, 2)], max_epochs=1)  # zeros, so that the weights stay as they were loaded
         >>> model.backbone.weight.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
-        >>> print(engine.find(WarmStart).plan)
+        >>> print(engine[WarmStart].plan)
         2 of 4 tensors loaded from 'a mapping' (2 renamed, 1 missing, 1 of another shape)
           renamed (2): encoder.weight -> backbone.weight, encoder.bias -> backbone.bias
           missing (1): head.bias

@@ -127,12 +127,11 @@ def divergence(
     Handlers that need the main thread, such as Preemption, raise an error: detach them.
 
     Example:
-        >>> from functools import partial
         >>> from signalfire import Update
         >>> from signalfire.handlers import GradientClipping
         >>> def build(*handlers):
         ...     torch.manual_seed(0)
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         ...     engine.attach(*handlers)
         ...     return engine

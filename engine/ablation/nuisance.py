@@ -140,12 +140,11 @@ def tune(
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.ablation import LeaveOneOut, Study, tune
         >>> from signalfire.handlers import Average, GradientClipping, Metrics
         >>> def build(seed, lr=0.1):
-        ...     update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=lr))
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=lr)
         ...     trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=seed)
         ...     trainer.attach(GradientClipping(max_norm=1.0), Metrics(loss=Average()))
         ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=9)

@@ -126,10 +126,9 @@ class Replay:
         ValueError: for an iteration that the run has not made.
 
     Example:
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import SpikeGuard
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(SpikeGuard("stop"))
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3)

@@ -134,7 +134,7 @@ def find_batch_size(
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> data = torch.utils.data.TensorDataset(torch.ones(50, 4), torch.zeros(50, 1))
-        >>> step = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> step = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(step, model=torch.nn.Linear(4, 1))
         >>> sizes = find_batch_size(engine, partial(torch.utils.data.DataLoader, data), margin=0.0)
         >>> [trial.size for trial in sizes.trials], sizes.limit

@@ -75,11 +75,10 @@ def find_learning_rate(
         Smith, "Cyclical Learning Rates for Training Neural Networks" (WACV 2017).
 
     Example:
-        >>> from functools import partial
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> model = torch.nn.Linear(1, 1)
-        >>> step = Update.supervised(torch.nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
+        >>> step = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> batch = torch.ones(4, 1), torch.zeros(4, 1)
         >>> curve = find_learning_rate(Engine(step, model=model), [batch] * 20, low=1e-3, high=1.0, steps=20)
         >>> len(curve), curve.rates[0], curve.diverged
