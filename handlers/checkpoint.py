@@ -34,7 +34,7 @@ class Checkpoint(Handler):
     environment. It contains all that a resume needs (`Engine.state_dict`). It is written under a hidden name, synced, and renamed
     before an old version is removed, so that a crash at any moment leaves the old ones intact. `load` verifies it; given a
     folder, it opens the newest intact version. Two with names of their own, such as ``Checkpoint(folder, resume=True,
-    name="last")`` and ``Checkpoint(folder, monitor="accuracy", name="best")``, keep the newest and the best of one snapshot.
+    name="last")`` and ``Checkpoint(folder, monitor="val_accuracy", name="best")``, keep the newest and the best of one snapshot.
 
     In distributed runs, rank 0 writes, including what differs between the ranks, while the others wait; an error of the write
     is raised on all ranks. All of them have to see the folder, also on several machines. Sharded tensors are written by

@@ -52,7 +52,7 @@ class GradientClipping(Handler):
         >>> engine = Engine(Update.supervised(torch.nn.functional.mse_loss, optimizer), model=model, seed=0)
         >>> @engine.on(Events.GRADIENTS_READY)
         ... def clip_groups(engine):
-        ...     for group in engine.state.update.optimizer.param_groups:
+        ...     for group in engine.optimizer.param_groups:
         ...         torch.nn.utils.clip_grad_norm_(group["params"], group["max_norm"])
         ...     print([round(parameter.grad.item(), 2) for parameter in model.parameters()])
         >>> _ = engine.run([(torch.ones(4, 1), torch.full((4, 1), 9.0))], max_epochs=1)

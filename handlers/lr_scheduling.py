@@ -81,7 +81,7 @@ class LRScheduling(Handler):
         >>> _ = engine.attach(LRScheduling(partial(StepLR, step_size=2, gamma=0.5), every="1ep"))
         >>> @engine.on(Events.EPOCH_STARTED)
         ... def show(engine):
-        ...     print(f"epoch {engine.state.epoch}: {engine.find_update().optimizer.param_groups[0]['lr']}")
+        ...     print(f"epoch {engine.state.epoch}: {engine.optimizer.param_groups[0]['lr']}")
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=5)
         epoch 1: 0.8
         epoch 2: 0.8

@@ -21,7 +21,7 @@ class OptunaPruning(MetricReports):
 
     Args:
         trial: The trial, as the objective gets it; None on ranks other than 0.
-        monitor: Name of the metric in ``state.metrics``, such as "accuracy".
+        monitor: Name of the metric in ``state.metrics``, such as "val_accuracy".
         mode: "min" or "max"; by default the direction of the trial's study.
 
     Raises:
@@ -35,10 +35,10 @@ class OptunaPruning(MetricReports):
     Example:
         >>> def objective(trial):
         ...     engine = build(lr=trial.suggest_float("lr", 1e-4, 1e-1, log=True))
-        ...     engine.attach(OptunaPruning(trial, "accuracy"))
+        ...     engine.attach(OptunaPruning(trial, "val_accuracy"))
         ...     engine.run(loader, max_epochs=10)
-        ...     return engine.state.metrics["accuracy"]
-        >>> OptunaPruning(None, "accuracy").name  # as on other ranks than 0
+        ...     return engine.state.metrics["val_accuracy"]
+        >>> OptunaPruning(None, "val_accuracy").name  # as on other ranks than 0
         'optuna_pruning'
     """
 

@@ -45,7 +45,7 @@ class ParameterScheduling(Handler):
         >>> decays = []
         >>> @engine.on(Events.GRADIENTS_READY)
         ... def look(engine):
-        ...     decays.append(round(engine.state.update.optimizer.param_groups[0]["weight_decay"], 3))
+        ...     decays.append(round(engine.optimizer.param_groups[0]["weight_decay"], 3))
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 4, max_epochs=1)
         >>> decays
         [0.04, 0.22, 0.4, 0.4]

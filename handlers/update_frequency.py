@@ -40,13 +40,11 @@ class UpdateFrequency(Handler):
 
     Example:
         >>> import torch
-        >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> def update(name):
         ...     def loss(engine, batch):
         ...         return engine.model[name](batch).square().mean()
-        ...     sgd = partial(torch.optim.SGD, lr=0.1)
-        ...     return Update.from_function(loss, sgd, name=name, parameters=lambda engine: engine.model[name].parameters())
+        ...     return Update.from_function(loss, torch.optim.SGD, lr=0.1, name=name, parameters=name)
         >>> models = {"critic": torch.nn.Linear(1, 1), "generator": torch.nn.Linear(1, 1)}
         >>> engine = Engine([update("critic"), update("generator")], model=models)
         >>> _ = engine.attach(UpdateFrequency(generator=5))

@@ -62,7 +62,7 @@ class WarmStart(Handler):
         >>> _ = engine.run([torch.zeros(4, 2)], max_epochs=1)  # zeros, so that the weights stay as they were loaded
         >>> model.backbone.weight.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
-        >>> print(engine.find(WarmStart).plan)
+        >>> print(engine[WarmStart].plan)
         2 of 4 tensors loaded from 'a mapping' (2 renamed, 1 missing, 1 of another shape)
           renamed (2): encoder.weight -> backbone.weight, encoder.bias -> backbone.bias
           missing (1): head.bias

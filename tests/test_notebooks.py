@@ -44,7 +44,7 @@ FOUND = {
     ),
     "ablation": (
         r"14 of 21 runs to make|21 of 21 runs to make",
-        r"^Without gradient_clipping, accuracy fell ",
+        r"^Without gradient_clipping, val_accuracy fell ",
         r"image/png",
     ),
 }
