@@ -147,9 +147,9 @@ class ProgressBar(Handler):
         self._stays = self.leave and not self._in_notebook()
         self._plain = not self._in_notebook() and not (hasattr(file, "isatty") and file.isatty())
         self._began = self._epoch_began = now = self.clock()
-        self._continued = (
-            not engine.training and self._has_lined
-        )  # lines come no faster for one evaluation after another
+        self._held = None
+        # Lines come no faster for one evaluation after another.
+        self._continued = not engine.training and self._has_lined
         self._lined_at = self._lined_at if self._continued else now
         self._due, self._short, self._paused_at = -math.inf, False, None
         self._start(engine)
