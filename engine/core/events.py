@@ -44,7 +44,7 @@ class Filter:
         """The smallest count >= ``count`` that passes the filter, or ``NEVER``."""
         due = count if self.after is None else max(count, self.after + 1)
         if self.once is not None:
-            due = min((one for one in self.once if one >= due), default=NEVER)
+            due = min([one for one in self.once if one >= due], default=NEVER)
         elif self.every is not None:
             due = -(-due // self.every) * self.every
         return NEVER if self.before is not None and due >= self.before else due

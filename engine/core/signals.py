@@ -479,7 +479,7 @@ class SignalGroup:
         self.refresh()
 
     def refresh(self) -> None:
-        self.due = min(signal.due for signal in self._members)
+        self.due = min([signal.due for signal in self._members])
 
     @contextmanager
     def without_recording(self) -> Iterator[None]:
