@@ -14,6 +14,7 @@ from ..checkpoints import Files, Taken, clean, commit, find, make_folders, open_
 from ..checkpoints.manifest import NewVersion, environment, read_manifest_or_none
 from ..checkpoints.state_file import SerializedState
 from ..checkpoints.store import prune
+from ..resuming.changeable import Unsaved
 from ..resuming.saving import copied
 
 __all__ = ["CheckpointFolder", "Saved"]
@@ -141,7 +142,7 @@ def check_readable(where: str, value: Any) -> None:
     elif isinstance(value, list | tuple | set):
         for place, one in enumerate(value):
             check_readable(f"{where}[{place}]", one)
-    elif not hasattr(value, "item"):  # a number of NumPy is saved as a plain one
+    elif not hasattr(value, "item") and not isinstance(value, Unsaved):  # NumPy's numbers are saved as plain ones
         raise TypeError(
             f"{where}): a {type(value).__name__} cannot be read back by torch.load(weights_only=True); save its state_dict(), or "
             "plain values"

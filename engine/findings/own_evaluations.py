@@ -74,7 +74,7 @@ def _look(reference: Reference, who: str, calls: Iterator[int], least: int, modu
             "W91",
             f"{who} calls the model without gradients, as an evaluation does, but in training mode, in which {found!r} does "
             "something else",
-            "attach Validation(evaluator, data); or call engine.model.eval() before it, and engine.model.train() after it",
+            "attach Validation(data), or write with engine.evaluating(): around the calls",
             key=who,
         )
 

@@ -253,3 +253,16 @@ def test_iter_alone_draws_nothing_and_a_pass_begins_with_the_generators_it_was_g
     torch.manual_seed(5)
     assert torch.cat(list(data)).tolist() == first
     assert torch.cat(list(data)).tolist() != first
+
+
+def test_a_folder_takes_the_state_of_an_engine_after_a_run(tmp_path: Path) -> None:
+    folder, straight = CheckpointFolder(tmp_path), kit.build(kit.linear(5, 1))
+    straight.run(kit.batches(3), max_epochs=1)
+    folder.save({"engine": straight.state_dict(), "note": "mine"}, step=1)
+    straight.run(kit.batches(3), max_epochs=2)
+    resumed = kit.build(kit.linear(5, 1))
+    saved = folder.newest()
+    assert saved is not None
+    resumed.load_state_dict(saved.state["engine"])
+    resumed.run(kit.batches(3), max_epochs=2)
+    assert torch.equal(resumed.model.weight, straight.model.weight)
