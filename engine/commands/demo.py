@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update
-from signalfire.handlers import EMA, Accuracy, Metrics, MixUp, ProgressBar, Validation
+from signalfire.handlers import EMA, Accuracy, MixUp, ProgressBar, Validation
 
 from .digits import one_dimensional_digits
 
@@ -30,13 +30,10 @@ def build(make_model: Callable[[], nn.Module]) -> Engine:
     """An engine that trains a model with mixup, an average of the weights, and an evaluation at the end of each epoch."""
     torch.manual_seed(0)
     model = make_model()
-    update = Update.supervised(nn.functional.cross_entropy, optimizer=torch.optim.Adam, lr=RATE)
-    evaluator = Engine(update.evaluation(), model=model)
-    evaluator.attach(Metrics(accuracy=Accuracy()))
+    update = Update.supervised(nn.functional.cross_entropy, torch.optim.Adam, lr=RATE)
     trainer = Engine(update, model=model, seed=0)
-    trainer.attach(
-        Validation(evaluator, [one_dimensional_digits(SAMPLES, seed=1)]), MixUp(0.4), EMA(0.98), ProgressBar()
-    )
+    validation = Validation([one_dimensional_digits(SAMPLES, seed=1)], accuracy=Accuracy())
+    trainer.attach(validation, MixUp(0.4), EMA(0.98), ProgressBar())
     return trainer
 
 
@@ -46,7 +43,7 @@ def accuracy(make_model: Callable[[], nn.Module], without: tuple[str, ...] = ())
     loader = DataLoader(TensorDataset(*one_dimensional_digits(SAMPLES, seed=0)), batch_size=BATCH, shuffle=True)
     with trainer.without(*without):
         trainer.run(loader, max_epochs=EPOCHS)
-    return float(trainer.state.metrics["accuracy"])
+    return float(trainer.state.metrics["val_accuracy"])
 
 
 def demo() -> None:
