@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
 from signalfire.authoring import Monitor, check_bool, check_choice, check_every, check_int, comes_up, plain_mapping
+from signalfire.authoring.checks import shown_path
 from signalfire.authoring.devices import DeviceFeature
 from signalfire.authoring.interval import saving_events, unfiltered
 from signalfire.distributed import lost_another
@@ -232,7 +233,7 @@ class Checkpoint(Handler):
         """Load the newest intact version; in distributed runs, the one that rank 0 finds."""
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
-        where = f"Checkpoint({str(self.folder)!r}, resume=True)"
+        where = f"Checkpoint({str(shown_path(self.folder))!r}, resume=True)"
         newest = partial(self._failures.newest, where=where, files=self.files)
         found = read_together(self, self.folder, engine.processes, newest, partial(self.load, name=self.name))
         if found is None:
@@ -242,7 +243,9 @@ class Checkpoint(Handler):
         engine.load_state_dict(state)
         self._failures.resumed(name)
         at = "epoch {epoch}, iteration {iteration}".format_map(state["engine"])
-        engine.processes.print(f"{self.name}: resuming from {str(self.folder / name)!r}, {at}", file=sys.stderr)
+        engine.processes.print(
+            f"{self.name}: resuming from {str(shown_path(self.folder / name))!r}, {at}", file=sys.stderr
+        )
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:

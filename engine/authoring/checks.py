@@ -27,6 +27,7 @@ __all__ = [
     "check_number",
     "check_stream",
     "did_you_mean",
+    "shown_path",
 ]
 
 
@@ -209,6 +210,12 @@ def check_number(
 
 _BOUNDS = (("above {:g}", gt), ("of {:g} or more", ge), ("below {:g}", lt), ("of {:g} or less", le))
 """How a bound is said, and when a number is within it."""
+
+
+def shown_path(path: Path) -> Path:
+    """A path as people write it in messages: relative where it lies below the working folder."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def check_name(owner: object, argument: str, value: Any) -> str | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checkpoints
-from ..authoring.checks import check_local
+from ..authoring.checks import check_local, shown_path
 from ..checkpoints.manifest import MANIFEST, STATE
 from ..distributed.sharded import read_shards, whole_tensor
 from ..resuming.keys import BASE, OWN_PARAMETERS
@@ -69,8 +69,7 @@ def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: s
     """
     if isinstance(source, Mapping):
         return _unwrapped("a mapping", source, where)
-    path, here = check_local(where.partition("(")[0], "source", source), Path.cwd()
-    path = path.relative_to(here) if path.is_relative_to(here) else path  # as people write it, in what is printed
+    path = shown_path(check_local(where.partition("(")[0], "source", source))
     if path.is_dir():
         if not (path / STATE).exists() and not (path / MANIFEST).exists():
             for name in _FOLDER:

@@ -12,6 +12,7 @@ from typing import Any
 
 from signalfire import AnyEvent, Engine, Interval, checkpoints
 from signalfire.authoring import Monitor, warn
+from signalfire.authoring.checks import shown_path
 from signalfire.checkpoints.manifest import read_manifest_or_none
 from signalfire.distributed import is_sharded
 from signalfire.resuming.frozen import FrozenBase
@@ -94,7 +95,7 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
     runs = len({one["run"] for one in found.values()})
     saved = datetime.fromtimestamp(_written(folder / newest)).strftime("%Y-%m-%d %H:%M")
     engine.findings.say(
-        f"{str(folder)!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
+        f"{str(shown_path(folder))!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
         f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, epoch "
         f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are, and this run begins at epoch "
         "1 and writes its own beside them. Checkpoint(..., resume=True) continues the earlier run; another folder keeps the runs "
@@ -123,7 +124,7 @@ def say_nothing_to_resume(engine: Engine, name: str, folder: Path, files: checkp
     """Say that a run with ``resume=True`` finds nothing, and where there are checkpoints that may be meant."""
     if not engine.processes.is_rank_zero:
         return
-    line = f"{name}: nothing to resume in {str(folder)!r}: the run begins at epoch 1"
+    line = f"{name}: nothing to resume in {str(shown_path(folder))!r}: the run begins at epoch 1"
     if of_others := sorted({str(one["handler"]) for _, one in _intact(folder, files)}):
         line += f"; the checkpoints there are of {', '.join(map(repr, of_others))}, which name={of_others[0]!r} resumes"
     elif near := next(_near(folder, files), None):
