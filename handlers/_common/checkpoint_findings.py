@@ -128,7 +128,7 @@ def say_nothing_to_resume(engine: Engine, name: str, folder: Path, files: checkp
     if of_others := sorted({str(one["handler"]) for _, one in _intact(folder, files)}):
         line += f"; the checkpoints there are of {', '.join(map(repr, of_others))}, which name={of_others[0]!r} resumes"
     elif near := next(_near(folder, files), None):
-        line += f"; there are checkpoints in {str(near)!r}"
+        line += f"; there are checkpoints in {str(shown_path(near))!r}"
     engine.findings.say(line)
 
 
