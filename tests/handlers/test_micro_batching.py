@@ -736,7 +736,7 @@ def test_two_of_them_refuse_each_other() -> None:
         ({"pieces": math.inf}, TypeError, r"MicroBatching\(pieces=inf\)"),
         ({"size": 2, "pieces": 2}, ValueError, r"MicroBatching\(size=2, pieces=2\): give one of the two"),
         ({"split": 3}, TypeError, r"MicroBatching\(split=3\)"),
-        ({"split": len, "samples": 3}, TypeError, r"MicroBatching\(samples=3\)"),
+        ({"split": max, "samples": 3}, TypeError, r"MicroBatching\(samples=3\)"),
         ({"samples": len}, ValueError, "samples= requires split="),
         ({"halve_on_oom": 1}, TypeError, r"MicroBatching\(halve_on_oom=1\)"),
         ({"halve_on_oom": False}, ValueError, "give size or pieces"),
