@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
 from signalfire.authoring import Monitor, check_bool, check_choice, check_every, check_int, comes_up, plain_mapping
-from signalfire.authoring.checks import shown_path
 from signalfire.authoring.devices import DeviceFeature
 from signalfire.authoring.interval import saving_events, unfiltered
 from signalfire.distributed import lost_another
 from signalfire.resuming.frozen import FrozenBase, without
 
 from ._common import checkpoint_findings
-from ._common.folders import check_folder, check_shared, open_folder, read_together
+from ._common.folders import check_folder, check_shared, open_folder, read_together, shown_path
 from ._common.options import events_if
 from ._common.ranks import CHECK_METRIC, COLLECT, DECIDE_CHECKPOINTS, HOLD, RESUME
 
@@ -242,10 +241,8 @@ class Checkpoint(Handler):
         name, state = found
         engine.load_state_dict(state)
         self._failures.resumed(name)
-        at = "epoch {epoch}, iteration {iteration}".format_map(state["engine"])
-        engine.processes.print(
-            f"{self.name}: resuming from {str(shown_path(self.folder / name))!r}, {at}", file=sys.stderr
-        )
+        at, path = "epoch {epoch}, iteration {iteration}".format_map(state["engine"]), shown_path(self.folder / name)
+        engine.processes.print(f"{self.name}: resuming from {str(path)!r}, {at}", file=sys.stderr)
 
     @on("failure_event", phase=Phase.PERSIST, reads=["error"], writes=["files"])
     def count_failure(self, engine: Engine) -> None:

@@ -11,10 +11,11 @@ from typing import Any
 
 from signalfire import Handler
 from signalfire.authoring import check_local
+from signalfire.authoring.checks import shown_path
 from signalfire.checkpoints import hidden_name
 from signalfire.distributed import Processes
 
-__all__ = ["check_folder", "check_shared", "open_folder", "read_together"]
+__all__ = ["check_folder", "check_shared", "open_folder", "read_together", "shown_path"]
 
 
 def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
