@@ -73,7 +73,7 @@ class History(Handler):
         self._columns: list[str] = []  # of the printed table
         self._printed: tuple[int, int] | None = None  # the epoch and the iteration of the last row
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["metrics"], writes=[])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["metrics"], writes=[])
     def rename(self, engine: Engine) -> None:
         """Continue the records of a state in which metrics had other names."""
         renamed = engine.state.metrics.renamed

@@ -618,7 +618,7 @@ COMMUTING = {
         "ENDED",
         "PERSIST",
     ): "each closes a file of its own; Preemption restores signal handlers, and every receiver still runs",
-    ("WEIGHTS_LOADED", "CHANGE"): "each average begins anew with the loaded weights",
+    ("WEIGHTS_LOADED", "CHANGE"): "each average starts again from the loaded weights",
     ("ENDED", "FINALIZE"): "handlers that distribute the model exclude each other",
     ("CHECKPOINT_LOADED", "PREPARE"): "Checkpoint reads its folder; FastDevRun sets its bounds",
     ("ENDED", "CHANGE"): "each closes something of its own, or restores what it changed",

@@ -81,7 +81,7 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
         optional: Whether None is allowed.
 
     Raises:
-        TypeError: if it is no function, a class apart, or takes other arguments.
+        TypeError: if it cannot be called, or takes other arguments.
 
     Example:
         >>> check_function("Reporting", "report", lambda value: None, "value", "step")

@@ -81,7 +81,7 @@ def _report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
 
 
 def _loads(content: io.BytesIO, refused: list[str]) -> bool:
-    """Whether a state can be loaded once these types are told to be safe."""
+    """Whether a state can be loaded once these types are declared safe."""
     content.seek(0)
     with safe_globals([pkgutil.resolve_name(name) for name in refused]):
         try:

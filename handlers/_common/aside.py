@@ -28,12 +28,12 @@ class StepAside:
         self._away = False
         self._unfinished: Watched | None = None  # where the last text ended within a line
 
-    def direct(self, stream: TextIO) -> TextIO:
+    def direct(self, stream: TextIO) -> TextIO | Direct:
         """The stream, for bars to draw to."""
         if not _is_terminal(stream):
             return stream
         write = next((one.write for one in self._watched if one.stream is stream), stream.write)
-        return Direct(stream, write)  # type: ignore[return-value]
+        return Direct(stream, write)
 
     def add(self, bar: tqdm[Any]) -> None:
         """Watch the standard streams for this bar, too."""
@@ -85,7 +85,7 @@ class Watched:
         self.write = stream.write
         self._notice = notice
         self._before = vars(stream).get("write")  # somebody's, who has replaced it, too
-        stream.write = self._write  # type: ignore[method-assign]
+        vars(stream)["write"] = self._write
 
     def _write(self, text: str) -> int:
         with _lock():
@@ -96,12 +96,12 @@ class Watched:
     def put_back(self) -> None:
         """Leave the stream as it was."""
         self._notice = _ignore  # for those who hold the method
-        if vars(self.stream).get("write") != self._write:
+        attributes = vars(self.stream)
+        if attributes.get("write") != self._write:
             return
-        if self._before is None:
-            del self.stream.write
-        else:
-            self.stream.write = self._before  # type: ignore[method-assign]
+        del attributes["write"]
+        if self._before is not None:
+            attributes["write"] = self._before
 
 
 class Direct:

@@ -1275,13 +1275,14 @@ def test_a_run_that_changes_its_working_folder_writes_where_it_began(
     for folder in ("began", "went"):
         (tmp_path / folder).mkdir()
     monkeypatch.chdir(tmp_path / "began")
-    handlers = [Checkpoint("runs/last"), CSVLogger("runs/log.csv"), Export("runs/model.safetensors")]
-    engine = build(linear(5, 1), *handlers, Metrics(loss=Average()))
+    checkpoint, others = Checkpoint("runs/last"), [CSVLogger("runs/log.csv"), Export("runs/model.safetensors")]
+    engine = build(linear(5, 1), checkpoint, *others, Metrics(loss=Average()))
     engine.connect(Events.ITERATION_COMPLETED(once=1), lambda engine: monkeypatch.chdir(tmp_path / "went"))
     engine.run(batches(2), max_epochs=2)
     assert not list((tmp_path / "went").iterdir())
     assert {path.name for path in (tmp_path / "began" / "runs").iterdir()} == {"last", "log.csv", "model.safetensors"}
-    assert handlers[0].last.parent == tmp_path / "began" / "runs" / "last"  # type: ignore[attr-defined]
+    assert checkpoint.last is not None
+    assert checkpoint.last.parent == tmp_path / "began" / "runs" / "last"
 
 
 @pytest.mark.parametrize(
