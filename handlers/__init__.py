@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .distillation import Distillation
     from .distributed_data_parallel import DistributedDataParallel
     from .early_stopping import EarlyStopping
+    from .elastic_data_parallel import ElasticDataParallel
     from .ema import EMA
     from .export import Export
     from .fast_dev_run import FastDevRun
@@ -122,6 +123,7 @@ __all__ = [
     "Distillation",
     "DistributedDataParallel",
     "EarlyStopping",
+    "ElasticDataParallel",
     "Export",
     "FastDevRun",
     "Freezing",

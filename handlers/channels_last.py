@@ -60,6 +60,8 @@ class ChannelsLast(Handler):
         (18, 9, 3, 1)
     """
 
+    by_shard = True
+
     def __init__(self, *, name: str | None = None) -> None:
         super().__init__(name=name)
         self._dimensions: list[int] = []  # of tensors that are converted, only during a run

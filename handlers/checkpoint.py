@@ -294,7 +294,7 @@ class Checkpoint(Handler):
             self._saver.ownership(self._run(engine))
             checkpoint_findings.report_hyperparameters(engine, self.name, self._saver.hyperparameters)
         self.retention.share(engine.processes)
-        checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.processes.world_size)
+        checkpoints.warn_if_environment_changed(engine.snapshots.origin, engine.device, engine.group.parts)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, reads=["state", "files"], writes=["files"])
     def write_missing(self, engine: Engine) -> None:
@@ -312,7 +312,7 @@ class Checkpoint(Handler):
         position["steps"] = {update.name: update.steps for update in engine.updates}
         return checkpoints.SavingRun(
             engine.snapshots.run_id, engine.snapshots.origin, position, engine.device, engine.processes, self.files,
-            engine.past.oldest, engine.past.reached,
+            engine.past.oldest, engine.past.reached, engine.group.parts,
         )  # fmt: skip
 
     # ---- selecting ------------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ class Cutout(Handler):
                 [1., 1., 0., 0.]])
     """
 
+    by_shard = True
     trains = True
 
     def __init__(

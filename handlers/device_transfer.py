@@ -63,6 +63,7 @@ class DeviceTransfer(Handler):
         moved to cpu
     """
 
+    by_shard = True
     device_features = frozenset({DeviceFeature.TRANSFER, DeviceFeature.PREFETCH})
 
     def __init__(

@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.authoring import Override, check_bool, check_choice, check_int
 from signalfire.distributed.notice import Carrier
+from signalfire.distributed.sums import broadcast
 
-from ._common.distribution import Distribution, ShardPolicy, broadcast
+from ._common.distribution import Distribution, ShardPolicy
 
 __all__ = ["DistributedDataParallel"]
 

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.authoring import Override, check_bool, check_choice, check_int, tensors_in, unchanged_random_state
 from signalfire.distributed import discard_unreduced, gathered_until_backward, is_sharded, reshard, units_in, unsharded
+from signalfire.distributed.sums import broadcast
 from signalfire.runs.restore import Buffers
 
-from ._common.distribution import Distribution, ShardPolicy, broadcast
+from ._common.distribution import Distribution, ShardPolicy
 from ._common.ranks import GATHER_WEIGHTS
 
 if TYPE_CHECKING:

@@ -43,6 +43,7 @@ class GradientAccumulation(Handler):
         ((2, 3.0), (1, 2.0))
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN  # a window has several kinds of steps
     trains = True
 

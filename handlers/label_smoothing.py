@@ -57,6 +57,7 @@ class LabelSmoothing(Handler):
         ([0.5, -0.5], [0.4, -0.4])
     """
 
+    by_shard = True
     capture = Capture.INSIDE
     trains = True
 

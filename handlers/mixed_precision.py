@@ -67,6 +67,7 @@ class MixedPrecision(Handler):
         torch.bfloat16 torch.float32 torch.float32
     """
 
+    by_shard = True
     decides_alike = True
     device_features = frozenset({DeviceFeature.AUTOCAST, DeviceFeature.SCALER})
 

@@ -61,6 +61,7 @@ class NEFTune(Handler):
         [[True, True, False]] True
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN
     trains = True
 

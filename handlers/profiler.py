@@ -115,6 +115,7 @@ class Profiler(Handler):
         [6, 6, 6, 6, 6, 6]
     """
 
+    by_shard = True
     rank_zero_only = True
 
     def __init__(

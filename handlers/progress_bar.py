@@ -86,6 +86,7 @@ class ProgressBar(Handler):
         epoch 2/2  iteration 4  4.0s in all  1 it/s  4 samples/s  loss 0.01562
     """
 
+    by_shard = True
     rank_zero_only = True
     _forecast: Forecast
 
@@ -270,7 +271,7 @@ class ProgressBar(Handler):
         counts = (
             first.spec.samples is None or line or not self._plain
         )  # a function of the user's may wait for the device
-        size = 0 if batch is None else first.samples_in(batch) * engine.group.data.world_size if counts else None
+        size = 0 if batch is None else first.samples_in(batch) * engine.group.data.readers if counts else None
         self._pace.look(now, engine.state.iteration, size)
         if line:
             self._held = self._line(engine)

@@ -71,6 +71,7 @@ class ProgressiveResizing(Handler):
         [16, 16, 16, 20, 24, 28, 32, 32]
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN
     trains = True
 

@@ -58,6 +58,7 @@ class RandomErasing(Handler):
         [[[1, 1, 1, 0, 0, 0, 1, 1]], [[1, 1, 1, 0, 0, 0, 0, 1]]]
     """
 
+    by_shard = True
     trains = True
 
     def __init__(

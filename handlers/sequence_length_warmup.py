@@ -63,6 +63,7 @@ class SequenceLengthWarmup(Handler):
         [2, 2, 4, 6, 8, 8]
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN
     trains = True
 

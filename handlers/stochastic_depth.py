@@ -68,6 +68,7 @@ class StochasticDepth(Handler):
         [3.0, 1.0, 3.0, 1.0, 1.0, 3.0]
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN
     trains = True
 

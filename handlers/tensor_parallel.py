@@ -13,8 +13,9 @@ from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.authoring import Override, check_int, did_you_mean, random_state, set_random_state
 from signalfire.core.update import needs_closure
 from signalfire.distributed import expected_processes, is_sharded, is_unit, like_parameter, local_part
+from signalfire.distributed.sums import broadcast
 
-from ._common.distribution import Distribution, broadcast
+from ._common.distribution import Distribution
 from ._common.hooks import modules_by_path
 from ._common.ranks import SAME_RANDOM_STATE, SPLIT_LAYERS
 from ._common.replicated import ReplicatedParameters

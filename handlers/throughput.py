@@ -13,6 +13,7 @@ from torch.nn import RNNBase
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.authoring import Capture, check_bool, check_every, check_function, check_int, check_number, event_of
+from signalfire.distributed.shards import Shards
 from signalfire.findings.dropout import is_compiled
 from signalfire.updates.places import Place, PlaceError, check_place, value_at
 
@@ -68,6 +69,7 @@ class Throughput(Handler):
         tokens_per_second 64.0
     """
 
+    by_shard = True
     capture = Capture.OUTSIDE
     trains = True
 
@@ -235,10 +237,12 @@ class Throughput(Handler):
             usual = self._counts_itself and batch.__class__ in (tuple, list) and batch and batch[0].__class__ is Tensor
             shape = batch[0].shape if usual and not batch[0].is_nested else None
             self._samples += shape[0] if shape else engine.updates[0].samples_in(batch)
+            several = [one for one in batch if one is not None] if batch.__class__ is Shards else None
+            self._batches += 0 if several is None else len(several) - 1
             if self.tokens is not None:
-                self._tokens += self._tokens_in(batch)
+                self._tokens += sum(map(self._tokens_in, (batch,) if several is None else several))
             if self._operations_of_batch is not None:
-                self._operations += self._operations_of_batch(batch)
+                self._operations += sum(map(self._operations_of_batch, (batch,) if several is None else several))
 
     def _warm_up(self, engine: Engine) -> None:
         if self._counter is not None and (samples := engine.updates[0].samples_in(engine.state.batch)):

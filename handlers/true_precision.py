@@ -55,6 +55,7 @@ class TruePrecision(Handler):
         torch.bfloat16 torch.bfloat16 torch.bfloat16
     """
 
+    by_shard = True
     capture = Capture.INSIDE
     device_features = frozenset({DeviceFeature.FLOAT64})
 

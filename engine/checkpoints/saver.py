@@ -35,6 +35,7 @@ class SavingRun:
         files: File-system operations.
         oldest: Earliest iteration to which the run may go back; None if it cannot.
         reached: Iteration from which it went back; None if it did not.
+        parts: Over how many ranks, or shards, each step is split.
     """
 
     id: str
@@ -45,6 +46,7 @@ class SavingRun:
     files: Files
     oldest: int | None = None
     reached: int | None = None
+    parts: int = 1
 
 
 @dataclass(eq=False)
@@ -139,7 +141,7 @@ class Saver:
             "run": ownership.run,
             "lineage": sorted(ownership.lineage),
             "value": entry.value if entry.value is None or math.isfinite(entry.value) else str(entry.value),
-            "environment": environment(run.device, run.processes.world_size),
+            "environment": environment(run.device, run.parts),
         } | ({} if base is None else {BASE: base})
         if self.weights_only:  # shards are identified by their path in a complete state
             parts, shards = split_shards({"modules": state})

@@ -26,13 +26,14 @@ class PlainFeed:
 
     Attributes:
         has_data: whether the run has data. Without data, every batch is None.
+        one_batch: whether an iteration reads one batch, of which the loop tells; with shards, the step tells of several.
         epoch_end: the last iteration of the epoch; 0 while unknown.
         position: where an epoch resumes; here it does not.
     """
 
     def __init__(self, state: State) -> None:
         self.state = state
-        self.has_data = False
+        self.has_data = self.one_batch = False
         self.epoch_end = 0
         self.position: Any = None
         self._data: Any = None
@@ -42,7 +43,7 @@ class PlainFeed:
         """Take the data of the next run."""
         if epoch_length is None and hasattr(data, "__len__"):
             epoch_length = len(data)
-        self.has_data, self.state.epoch_length = data is not None, epoch_length
+        self.has_data, self.one_batch, self.state.epoch_length = data is not None, data is not None, epoch_length
         return data
 
     def begin_run(self, source: Any, *, training: bool) -> bool:

@@ -81,16 +81,16 @@ class Loop:
     def emit_before_batch(self, iteration: int) -> bool:
         """Emit GET_BATCH_STARTED, if there is data; returns True if the epoch ends before a batch is read."""
         engine, signal = self.engine, self.engine.iteration_signals.batch_started
-        if engine.feed.has_data:
+        if engine.feed.one_batch:
             signal.emit(engine, iteration)
-        return engine.feed.has_data and engine.boundary.cuts_now() and self.cuts(signal)
+        return engine.feed.one_batch and engine.boundary.cuts_now() and self.cuts(signal)
 
     def emit_batch(self, iteration: int) -> Sequence[UpdateState]:
         """Emit what comes between a batch and the updates; returns the plan: the updates of this iteration."""
         engine, boundary = self.engine, self.engine.boundary
         signals, state = engine.iteration_signals, engine.state
         self._updates_begun = False
-        if signals.batch_completed.due <= iteration and engine.feed.has_data:
+        if signals.batch_completed.due <= iteration and engine.feed.one_batch:
             signals.batch_completed.emit(engine, iteration)
         plan: Sequence[UpdateState] = engine.updates
         if signals.iteration_started.due <= iteration and not (

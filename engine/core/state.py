@@ -245,13 +245,15 @@ class State:
         max_epochs, max_iters, max_steps, max_seconds: The bounds of this run; None where there is none.
         planned: ``max_epochs`` and ``epoch_length`` of the run that this one is a trial of; None if it is none.
         min_epochs, min_iters: Bounds that delay a stop until both are reached.
+        shard: The shard of the step whose batch is computed; 0 where a step has one.
         stop_reason: Why the run was stopped before its bounds; None if it was not.
         exception: The error that ends the run, for receivers of EXCEPTION_RAISED; None otherwise.
     """
 
     __slots__ = (
         "batch", "completed", "epoch", "epoch_length", "epoch_open", "epoch_start", "exception", "iteration", "max_epochs",
-        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "planned", "stop_reason", "update",
+        "max_iters", "max_seconds", "max_steps", "metrics", "min_epochs", "min_iters", "plan", "planned", "shard", "stop_reason",
+        "update",
     )  # fmt: skip
 
     def __init__(self, first: UpdateState) -> None:
@@ -259,6 +261,7 @@ class State:
         self.update = first
         self.plan: Sequence[UpdateState] = ()
         self.batch: Any = None
+        self.shard = 0
         self.exception: BaseException | None = None
         self.epoch_length: int | None = None
         self.max_epochs: int | None = None

@@ -99,9 +99,8 @@ class Window:
             self.given.compare()
         total = self.held + self.extra_weight
         if isinstance(total, Tensor):
-            total = total + (
-                total == 0
-            )  # a sum of zero cannot be noticed without synchronizing; its gradients are zero
+            # A sum of zero cannot be noticed without synchronizing; its gradients are zero.
+            total = total + (total == 0)
         elif total == 0:
             return False
         self.divide(parameters, total)

@@ -40,7 +40,7 @@ class Feed(PlainFeed):
         self.state = state
         self.source: Source | None = None
         self.position: dict[str, Any] | None = None
-        self.has_data = False
+        self.has_data = self.one_batch = False
         self.epoch_end = 0
         self.made_with_other_data = 0
         self.versions: dict[int, int] | None = None
@@ -68,6 +68,7 @@ class Feed(PlainFeed):
         source.reseed = batch_streams(engine) if engine.streams == "separate" else None
         source.of_user = given
         self.has_data = data is not None
+        self.one_batch = self.has_data and engine.group.shards is None
         return source
 
     def begin_run(self, source: Source, *, training: bool) -> bool:

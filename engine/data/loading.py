@@ -48,7 +48,7 @@ __all__ = [
     "is_plain",
     "is_shuffled",
     "may_draw",
-    "record_share",
+    "record_shares",
     "set_epochs",
     "skippable",
     "state_before_order",
@@ -119,7 +119,8 @@ class SkippingLoader:
         start: int = 0,
         *,
         at_once: bool = False,
-        shard: tuple[int, int] = (0, 1),
+        ranks: range = range(1),
+        size: int = 1,
         limit: int | None = None,
         samples: int | None = None,
         round_shares: dict[int, float] | None = None,
@@ -132,13 +133,14 @@ class SkippingLoader:
             number: Number of the pass; makes augmentation differ between passes.
             start: Number of batches to skip, out of those of this rank.
             at_once: Whether to draw the order now; a DataLoader without workers draws it with the first batch.
-            shard: Rank and world size; batches are sharded round robin.
+            ranks: The ranks whose batches are read, out of ``size``; batches are sharded round robin.
+            size: Number of ranks.
             limit: Largest number of batches to shard over the ranks.
             samples: Largest number of samples; those after them are the padding of a sampler.
             round_shares: Receives the share of this rank's batch for each round whose batches differ in size.
         """
         samples = samples if self.sampler.batched else None
-        self.sampler.wanted = _Wanted(start, *shard, limit, samples, {} if round_shares is None else round_shares)
+        self.sampler.wanted = _Wanted(start, ranks, size, limit, samples, {} if round_shares is None else round_shares)
         self.sampler.key = derived_seed(seed, "sample", number)
         with _replaced(loader, self._parts(loader, number)):
             batches: Iterator[Any] = iter(loader)
@@ -193,7 +195,7 @@ class _Wanted(NamedTuple):
     """Which of the indices that a sampler draws; see `SkippingLoader.iterate`."""
 
     start: int
-    rank: int
+    ranks: range
     size: int
     limit: int | None
     samples: int | None
@@ -240,13 +242,14 @@ class _ShardedIndices:
         return self.drawn
 
     def _every_round(self, drawn: Iterator[Any]) -> Iterator[Any]:
-        start, rank, size, *_, round_shares = self.wanted
+        start, ranks, size, *_, round_shares = self.wanted
         for index in count(start):
             group = list(islice(drawn, size))
-            if rank >= len(group):
+            own = [rank for rank in ranks if rank < len(group)]
+            if not own:
                 return
-            record_share(round_shares, index, rank, [*map(_size_of, group)], size)
-            yield group[rank]
+            record_shares(round_shares, index, own, [*map(_size_of, group)], size)
+            yield from (group[rank] for rank in own)
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -255,10 +258,15 @@ class _ShardedIndices:
         return next(self.drawn or self.skip())
 
 
-def record_share(round_shares: dict[int, float], index: int, rank: int, sizes: list[int], size: int) -> None:
-    """Record the share of this rank's batch in a round, if sizes differ: its size, relative to the mean over the ranks."""
-    if rank < len(sizes) and (len(set(sizes)) > 1 or len(sizes) < size) and (total := sum(sizes)):
-        round_shares[index] = sizes[rank] * size / total
+def record_shares(
+    round_shares: dict[int, float], index: int, ranks: Iterable[int], sizes: list[int], size: int
+) -> None:
+    """Record the shares of the batches of some ranks in a round, if sizes differ: relative to the mean over all ranks.
+
+    The key of a share is the place of its batch in the data.
+    """
+    if (len(set(sizes)) > 1 or len(sizes) < size) and (total := sum(sizes)):
+        round_shares |= {index * size + rank: sizes[rank] * size / total for rank in ranks if rank < len(sizes)}
 
 
 def _size_of(indices: Any) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, takewhile
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -11,8 +11,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..authoring.batches import samples_in
 from ..distributed.processes import Processes
+from ..distributed.shards import Shards, VirtualShards
 from .extent import known_length
-from .loading import SkippingLoader, record_share, skippable
+from .loading import SkippingLoader, record_shares, skippable
 
 __all__ = [
     "ShardPolicy",
@@ -88,6 +89,8 @@ def shard(
 ) -> Iterator[Any]:
     """Yields this rank's batches, starting at round ``start``; None in a last round that has no batch for this rank.
 
+    Of `VirtualShards`, it yields the batches of a round that belong to this process, as `Shards`.
+
     Args:
         data: The data, the same on each rank.
         start: The first round.
@@ -96,25 +99,41 @@ def shard(
         processes: The process group.
         seed: Seed of random numbers drawn while a DataLoader fetches samples.
         number: Number of the pass, part of that seed.
-        round_shares: Receives the share of this rank's batch for each round whose batches differ in size.
+        round_shares: Receives the shares of this rank's batches for each round whose batches differ in size.
     """
-    rank, size = processes.rank, processes.world_size
-    mine: Iterator[Any]
+    size, virtual = processes.world_size, isinstance(processes, VirtualShards)
+    ranks = processes.own if isinstance(processes, VirtualShards) else range(processes.rank, processes.rank + 1)
     if length is None or not (skippable(data) or _reads_own_by_index(data)):
         begin = getattr(data, "batches_from", None)
         batches = begin(start * size) if callable(begin) else islice(iter(data), start * size, None)
-        return _read_round_robin(
-            islice(batches, None if limit is None else max(0, limit - start * size)), start, rank, size, round_shares
-        )
+        batches = islice(batches, None if limit is None else max(0, limit - start * size))
+        several = _read_round_robin(batches, start, ranks, size, round_shares)
+        return map(Shards, several) if virtual else chain.from_iterable(several)
     length = length if limit is None else min(length, limit)
-    if skippable(data):
+    if not ranks:
+        mine = iter(())
+    elif skippable(data):
         mine = SkippingLoader.of(data).iterate(
-            data, seed, number, start, at_once=True, shard=(rank, size), limit=limit, round_shares=round_shares
+            data, seed, number, start, at_once=True, ranks=ranks, size=size, limit=limit, round_shares=round_shares
         )
     else:
-        mine = (data[index] for index in range(start * size + rank, length, size))
-    own = len(range(rank, length, size))
+        places = (index * size + rank for index in count(start) for rank in ranks)
+        mine = (data[place] for place in takewhile(lambda place: place < length, places))
+    if virtual:
+        return _in_rounds(mine, ranks, size, range(start * size, length, size), length)
+    own = len(range(ranks[0], length, size))
     return chain(mine, repeat(None, rounds(length, processes) - max(start, own)))
+
+
+def _in_rounds(mine: Iterator[Any], ranks: range, size: int, starts: range, length: int) -> Iterator[Shards]:
+    """The batches of each round, which begins at these places of the data."""
+    for start in starts:
+        there = [start + rank < length for rank in ranks]
+        own = list(islice(mine, sum(there)))
+        if len(own) < sum(there):
+            return
+        yield Shards(own + [None] * (len(there) - len(own)))
+    yield from map(Shards, zip(islice(mine, 1)))  # so that the data is read to its end; a batch too many is noticed
 
 
 def _reads_own_by_index(data: Any) -> bool:
@@ -132,14 +151,14 @@ def draws_while_read(data: Any) -> bool:
 
 
 def _read_round_robin(
-    batches: Iterator[Any], start: int, rank: int, size: int, round_shares: dict[int, float]
-) -> Iterator[Any]:
+    batches: Iterator[Any], start: int, ranks: range, size: int, round_shares: dict[int, float]
+) -> Iterator[list[Any]]:
     for index in count(start):
         group = list(islice(batches, size))
         if not group:
             return
-        record_share(round_shares, index, rank, [0 if batch is None else samples_in(batch) for batch in group], size)
-        yield group[rank] if rank < len(group) else None
+        record_shares(round_shares, index, ranks, [0 if batch is None else samples_in(batch) for batch in group], size)
+        yield [group[rank] if rank < len(group) else None for rank in ranks]
 
 
 def until_all_end(batches: Iterator[Any], processes: Processes) -> Iterator[Any]:

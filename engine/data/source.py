@@ -76,7 +76,9 @@ class Source:
         self.loaded = False  # whether the position comes from a loaded state
         self._held: tuple[Any, HeldGenerators] | None = None
         self.left: dict[str, Any] | None = None  # the position at which the iterator was released
-        self.round_shares: dict[int, float] = {}  # share of this rank's batch, by round, where sizes differ
+        self.round_shares: dict[
+            int, float
+        ] = {}  # shares of this rank's batches, by their places in the data, where sizes differ
         # Called with pass and batch before each batch except the first: data must not continue the model's random stream.
         self.reseed: Callable[[int, int], None] | None = None
 
@@ -182,7 +184,7 @@ class Source:
         """Share of this rank's batch in an iteration: 1, unless the batches of the round differ in size."""
         read = iteration - self.started_at
         read = read if self.left_out is None else self.left_out.read(self.number, read)
-        return self.round_shares.get(read - 1, 1)
+        return self.round_shares.get((read - 1) * self.processes.world_size + self.processes.rank, 1)
 
     def place_of(self, iteration: int) -> tuple[int, int] | None:
         """The pass and the index in it of the batch of an iteration of this pass or the one before; None of an earlier one."""

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from .processes import Processes
 from .sharded import is_sharded
+from .shards import OF_SHARDS
 
-__all__ = ["for_rank", "of_all", "own_alone"]
+__all__ = ["for_rank", "gather_shards", "of_all", "own_alone"]
 
 # A difference is None, or a pair of one of these and a value; a list, because torch.load(weights_only=True) accepts it.
 IS, WITHIN = "is", "within"
@@ -36,6 +37,16 @@ def own_alone(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
     """The state of this rank in the form of a merged one that has no other ranks."""
     place = {"processes": processes.world_size, "rank": processes.rank, "ranks": {}}
     return own | place if processes.distributed else own
+
+
+def gather_shards(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
+    """The state of this rank with the parts of all shards in those of its handlers. Collective if one of them has any."""
+    handlers = dict(own["handlers"])
+    parts = {name: state[OF_SHARDS] for name, state in handlers.items() if OF_SHARDS in (state or {})}
+    for of_rank in processes.gather(parts) if parts else ():
+        for name, of_shards in of_rank.items():
+            handlers[name] = handlers[name] | {OF_SHARDS: handlers[name][OF_SHARDS] | of_shards}
+    return own | {"handlers": handlers}
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from ..core.step import Step
 from ..core.window import ONE, ZERO
 from .notice import Carrier, SeparateCarrier
 from .processes import SINGLE_PROCESS, Processes, lost_another
+from .shard_step import ShardedStep
+from .shards import VirtualShards
 from .step import DistributedStep
 
 if TYPE_CHECKING:
@@ -65,7 +67,7 @@ class Group(SingleProcess):
         self._looked_at: tuple[tuple[Connection, ...], ...] = ((), (), ())
         self._skips_alone = False
 
-    def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto") -> None:
+    def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto", shards: int | None = None) -> None:
         """Train together with other processes, until the handler is detached.
 
         From then on the ranks decide alike what they decide in a run, data is sharded over them, metrics are those of all, and
@@ -77,6 +79,7 @@ class Group(SingleProcess):
             shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
                 ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":
                 DataLoaders over map-style datasets and sequences are sharded, unless a sampler does it; other data is refused.
+            shards: of how many shards a step consists, whichever processes compute them; None for one of each process.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -85,7 +88,11 @@ class Group(SingleProcess):
         if engine.running:
             raise RuntimeError(f"join({processes!r}) was called during a run; call it before run()")
         engine.overrides.claim(PROCESS_GROUP, by=by, given_back=self.leave)
-        self.use(processes, shard_policy, processes.of_data(self.alike))
+        self.use(
+            processes,
+            shard_policy,
+            processes.of_data(self.alike) if shards is None else VirtualShards(processes, shards),
+        )
 
     def read_alike(self, ranks: int, *, by: Handler) -> None:
         """Let so many consecutive ranks read the same data, and draw the same random numbers, until the handler is detached.
@@ -122,6 +129,16 @@ class Group(SingleProcess):
     def alone(self) -> bool:  # type: ignore[override]
         """Whether there is nobody to agree with."""
         return not self.processes.distributed
+
+    @property
+    def shards(self) -> VirtualShards | None:
+        """The shards that a step consists of; None where each process computes what is its own."""
+        return self.data if isinstance(self.data, VirtualShards) else None
+
+    @property
+    def parts(self) -> int:
+        """Over how many ranks, or shards, each step is split."""
+        return self.processes.world_size if self.shards is None else self.shards.world_size
 
     def takes_part(self, handler: Handler) -> bool:
         """Whether a handler takes part in this process."""
@@ -189,19 +206,32 @@ class Group(SingleProcess):
     def sum(self, *numbers: float) -> list[float]:
         """The sums of these numbers over the ranks; they learn with it whether one asks for anything, and the time."""
         now = time.monotonic() if self.processes.is_rank_zero else 0.0
-        *sums, asking, skipping, self._time = self.processes.sum(
+        *sums, asking, skipping, now = self.processes.sum(
             *numbers, self.engine.boundary.asks, self._may_skip_alone(), now
         )
-        self._awaited = math.inf
-        self.sync_skips = skipping > 0
+        self._learn(asking > 0, skipping > 0, now)
+        return sums
+
+    def exchange(self, value: Any) -> list[Any]:
+        """As `sum`, for any value: that of each rank, in their order."""
+        said = value, self.engine.boundary.asks, self._may_skip_alone(), time.monotonic()
+        values, asking, skipping, times = zip(*self.processes.gather(said), strict=True)
+        self._learn(any(asking), any(skipping), times[0])
+        return list(values)
+
+    def _learn(self, asking: bool, skipping: bool, now: float) -> None:
+        """Take what the ranks have told each other: whether one asks for anything or may skip the step, and rank 0's clock."""
+        self._time, self._awaited = now, math.inf
+        self.sync_skips = skipping
         if asking:
             self.asked = True
             self.engine.boundary.wake()
-        return sums
 
     @property
     def step(self) -> type[Step]:
         """The kind of step that a run makes, chosen once as it begins."""
+        if self.shards is not None:
+            return ShardedStep
         return DistributedStep if self.processes.distributed else Step
 
     def agree(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ class DistributedStep(Step):
     """A `Step` on the gradients of all ranks: each gives notice beside its backward of what the others cannot know."""
 
     __slots__ = ("group", "processes")
-    recomputation = _DistributedRecomputation
+    recomputation: ClassVar[type[Recomputation]] = _DistributedRecomputation
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)

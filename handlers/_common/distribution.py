@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,12 +23,13 @@ from signalfire.distributed import (
     process_group,
 )
 from signalfire.distributed.group import PROCESS_GROUP
+from signalfire.distributed.sums import broadcast
 from signalfire.findings import Finding, finding
 
 from .displays import in_notebook
 from .ranks import BROADCAST_BUFFERS, RECORD_EVENT
 
-__all__ = ["Distribution", "ShardPolicy", "broadcast"]
+__all__ = ["Distribution", "ShardPolicy"]
 
 ShardPolicy = Literal["auto", "own", "round_robin"]
 
@@ -57,10 +57,12 @@ class Distribution(Handler):
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN  # what the ranks tell each other is read in each step
     device_features = frozenset({DeviceFeature.COLLECTIVES})
     beside_split_layers: ClassVar[bool] = False  # whether it also distributes a model whose layers are split
     _decisive: ClassVar[tuple[str, ...]] = ("shard_policy",)  # arguments that the weights depend on
+    _shards: int | None = None  # of how many a step consists, whichever processes compute them
     _joins = True  # whether it has the ranks train together; else it acts beside a handler that does
 
     def __init__(self, *, shard_policy: ShardPolicy, backend: str | None, timeout: float, name: str | None) -> None:
@@ -92,7 +94,7 @@ class Distribution(Handler):
             )
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
         if self._joins:
-            engine.group.join(self.processes, by=self, shard_policy=self.shard_policy)
+            engine.group.join(self.processes, by=self, shard_policy=self.shard_policy, shards=self._shards)
         several = self.processes.distributed  # a single process needs no work in an iteration
         self.device_features = type(self).device_features if several else frozenset()
         self.loss_event = Events.LOSS_COMPUTED if several else None
@@ -222,15 +224,3 @@ class Distribution(Handler):
         watch, self.watch, self._recording = self.watch, None, []
         if watch is not None and engine.state.exception is None:
             watch.stop()
-
-
-def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Broadcast the tensors' values from rank 0, all tensors of one dtype and device at once."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in kinds.values():
-        flat = torch.cat([tensor.detach().flatten() for tensor in alike])
-        dist.broadcast(flat.view(torch.uint8), src=0)  # gloo supports fewer dtypes
-        for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
-            tensor.detach().copy_(part.view_as(tensor))

@@ -20,7 +20,7 @@ class Draws:
     """
 
     def __init__(self) -> None:
-        self._iteration: int | None = None
+        self._place: tuple[int, int] | None = None  # the iteration and the rank, or shard
         self._generator = torch.Generator()
         self._on: dict[torch.device, torch.Generator] = {}
         self._key = 0
@@ -28,13 +28,14 @@ class Draws:
 
     def restart(self) -> None:
         """An iteration that is repeated after an error draws the same numbers."""
-        self._iteration, self.begun = None, False
+        self._place, self.begun = None, False
 
     def begin_forward(self, handler: Handler, engine: Engine) -> None:
         """Draw the key of a forward from the handler's generator; other ranks than 0 draw others than a single process."""
-        if self._iteration != engine.state.iteration:
-            self._iteration = engine.state.iteration
-            self._generator = handler.generator(engine, of_rank=engine.group.data.rank or None)
+        iteration, rank = engine.state.iteration, engine.group.data.rank
+        if engine.group.shards is not None or self._place != (iteration, rank):
+            self._place = iteration, rank
+            self._generator = handler.generator(engine, of_rank=rank or None)
         self.begun = True
         self._key = int(torch.randint(2**62, (), generator=self._generator))
 

@@ -57,8 +57,8 @@ class LossTerm(Handler):
     def announce_metrics(self, engine: Engine) -> None:
         """Announce the names of the metrics."""
         self._terms.clear()
-        # Each of several ranks has the term of its own batches, and a state is the same on all ranks.
-        alike = not engine.processes.distributed
+        # Each of several ranks, or shards, has the term of its own batches, and a state is the same on all ranks.
+        alike = not engine.processes.distributed and engine.group.shards is None
         engine.state.metrics.announce(self.name, self.metric_names(engine), saved=alike)
 
     @on(Events.UPDATE_RETRIED, reads=[], writes=[])

@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Literal, TypeGuard
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from signalfire import Engine, Events, Handler, Phase, on
-from signalfire.authoring import check_function, check_name, map_leaves, samples_in, tensors_in
+from signalfire import Attachment, Engine, Events, Handler, Phase, on
+from signalfire.authoring import check_function, check_name, samples_in, tensors_in
 from signalfire.authoring.batches import hides_samples
 from signalfire.core.state import as_number
+from signalfire.distributed.shards import OF_SHARDS, Shards, VirtualShards
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
 
 from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
+from .metric_names import Metric, copied, named_metrics, plain
 from .ranks import PUBLISH
-from .torchmetrics import keeps_inputs, load_state_of, merging_nothing, state_of, synced, torchmetrics_in
+from .torchmetrics import keeps_inputs, load_state_of, merge, merging_nothing, state_of, synced, torchmetrics_in
 from .updates import is_balanced, loss_of, only_update, selected_updates, takes_logits, targets_in
 
 __all__ = ["Metric", "Metrics", "is_of_loss"]
 
 Inputs = Callable[[Engine], tuple[Any, ...] | Mapping[str, Any]]
-
-
-@runtime_checkable
-class Metric(Protocol):
-    """The interface of torchmetrics metrics: any object with these three methods."""
-
-    def reset(self) -> None: ...
-    def update(self, *inputs: Any) -> None: ...
-    def compute(self) -> Any: ...
 
 
 class Metrics(Handler):
@@ -97,6 +90,8 @@ class Metrics(Handler):
         {'f1': 0.8}
     """
 
+    by_shard = True
+
     def __init__(
         self,
         metrics: Mapping[str, Any] | None = None,
@@ -107,7 +102,7 @@ class Metrics(Handler):
         **named: Any,
     ) -> None:
         super().__init__(name=name)
-        self.metrics = _checked(metrics, named)
+        self.metrics = named_metrics(metrics, named)
         check_function(self, "inputs", inputs, "engine", optional=True)
         self.inputs = inputs or _output_and_target
         self.update = check_name(self, "update", update)
@@ -118,10 +113,17 @@ class Metrics(Handler):
         self._looked: set[Average] = set()  # whose functions were looked at
         self._averaging: dict[str, Problem] = {}  # by metric, what its function should not be averaged for
         self._batches = 0  # of this epoch
-        # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
-        self._of_loss = [m for m in self.metrics.values() if is_of_loss(m)]
-        self._of_output = [m for m in self.metrics.values() if not is_of_loss(m)]
+        self._of_shard: dict[int, dict[str, Any]] = {}  # the metrics of each shard, where a step has several
+        self._by_shard: Attachment | None = None
+        self._own_shards: range | None = None  # which this process computes
+        self._use(self.metrics)
         self._widens = any(not isinstance(m, Accuracy) for m in self._of_output)
+
+    def _use(self, metrics: Mapping[str, Any]) -> None:
+        """Measure with these metrics from now on."""
+        # Not separated with `in`: `==` of two torchmetrics metrics returns a metric, which is truthy.
+        self._of_loss = [m for m in metrics.values() if is_of_loss(m)]
+        self._of_output = [m for m in metrics.values() if not is_of_loss(m)]
         self._keeping = {id(m) for m in self._of_output if keeps_inputs(m)}
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
@@ -185,6 +187,24 @@ class Metrics(Handler):
                 )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    def measure_shards(self, engine: Engine) -> None:
+        """In a training whose steps consist of shards, measure each: UPDATE_COMPLETED has neither batch nor output of one."""
+        shards = engine.group.shards
+        self._own_shards = None if shards is None else shards.own
+        if shards is None:
+            return
+        for key, metric in self.metrics.items():
+            if getattr(metric, "carries_over", False):
+                raise ValueError(
+                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) depends on the order of the batches, which "
+                    "shards do not have; use Average()"
+                )
+        if engine.training:
+            update = engine.find_update(self.update)
+            event = Events.LOSS_COMPUTED if update.forward is None or update.loss_function else Events.FORWARD_COMPLETED
+            self._by_shard = engine.connect(event, self.update_metrics, phase=Phase.RECORD)
+
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def claim_metrics(self, engine: Engine) -> None:
         """Raise an error for a metric object that a handler of another running engine updates, too."""
         self._placed = self._counted = False
@@ -199,6 +219,9 @@ class Metrics(Handler):
     @on(Events.ENDED, reads=[], writes=[])
     def release_metrics(self, engine: Engine) -> None:
         """Leave the metric objects to other runs."""
+        if self._by_shard is not None:
+            self._by_shard.detach()
+            self._by_shard = None
         for metric in self.metrics.values():
             if _in_use.get(id(metric)) is self:
                 del _in_use[id(metric)]
@@ -211,6 +234,7 @@ class Metrics(Handler):
     def reset_metrics(self, engine: Engine) -> None:
         """Reset the metrics at the start of an epoch."""
         self._placed, self._batches = False, 0
+        self._of_shard.clear()
         for metric in self.metrics.values():
             if not (engine.training and engine.state.epoch > 1 and getattr(metric, "carries_over", False)):
                 metric.reset()
@@ -229,6 +253,10 @@ class Metrics(Handler):
         update = engine.state.update
         if self.update not in (None, update.name) or update.more:
             return
+        if engine.group.shards is not None:
+            if isinstance(engine.state.batch, Shards):  # the whole step: its shards were measured
+                return
+            self._use(self._metrics_of(engine.state.shard))
         if self._of_loss and update.raw_loss is not None:
             size = (samples_in if update.spec.samples is None else update.samples_in)(engine.state.batch)
             if not self._counted:
@@ -240,6 +268,17 @@ class Metrics(Handler):
                 metric.add(update.raw_loss, size, ignored)
         if self._of_output and update.output is not None:
             self._update_with_output(engine)
+
+    def _metrics_of(self, shard: int) -> dict[str, Any]:
+        """The metrics of one shard."""
+        if shard not in self._of_shard:
+            own = self._of_shard[shard] = deepcopy(self.metrics)
+            for metric in own.values():
+                metric.reset()
+        return self._of_shard[shard]
+
+    def _states_of(self, shard: int) -> dict[str, Any]:
+        return {key: state_of(metric) for key, metric in self._metrics_of(shard).items()}
 
     def _check_batch(self, engine: Engine) -> None:
         """Find out whether the loss may ignore targets, and report a batch whose class hides its number of samples."""
@@ -282,7 +321,7 @@ class Metrics(Handler):
                 if isinstance(metric, Average):
                     self._measure(engine, metric, given, named, size)
                 elif id(metric) in self._keeping:
-                    metric.update(*map(_copied, given), **{key: _copied(one) for key, one in named.items()})
+                    metric.update(*map(copied, given), **{key: copied(one) for key, one in named.items()})
                 else:
                     metric.update(*given, **named)
         except RuntimeError as error:
@@ -300,7 +339,7 @@ class Metrics(Handler):
 
     def _measure(self, engine: Engine, metric: Average, *batch: Any) -> None:
         """Measure a batch, and look at the first call of the function that does."""
-        if metric in self._looked or is_compiled(engine):
+        if metric in self._looked or is_compiled(engine) or engine.group.shards is not None:
             metric.measure(*batch)
             return
         self._looked.add(metric)
@@ -335,21 +374,29 @@ class Metrics(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE, rank=PUBLISH, reads=["step", "processes"], writes=["metrics"])
     def publish(self, engine: Engine) -> None:
         """Write the epoch's values to ``state.metrics``, for monitors and loggers."""
-        if engine.group.data.distributed:
+        if engine.group.shards is not None:
+            self._merge_shards(engine.group.shards)
+        elif engine.group.data.distributed:
             merged = {key: metric for key, metric in self.metrics.items() if not torchmetrics_in(metric)}
             states = engine.group.data.gather([metric.state_dict() for metric in merged.values()]) if merged else []
             for place, metric in enumerate(merged.values()):
                 metric.merge([several[place] for several in states])
         for key, metric in self.metrics.items():
-            with synced(metric, engine.group.data):
+            with merging_nothing(metric) if engine.group.shards is not None else synced(metric, engine.group.data):
                 value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
-                    engine.state.metrics[f"{key}/{part}"] = _plain(one)
+                    engine.state.metrics[f"{key}/{part}"] = plain(one)
             else:
-                value = _plain(value)
+                value = plain(value)
                 engine.state.metrics[key] = value
                 self._check_value(engine, key, metric, value)
+
+    def _merge_shards(self, shards: VirtualShards) -> None:
+        """Merge the metrics of all shards, in the order of the shards, into those of the epoch."""
+        states = shards.gather([self._states_of(shard) for shard in shards.own])
+        for key, metric in self.metrics.items():
+            merge(metric, [state[key] for state in states])
 
     def _check_value(self, engine: Engine, key: str, metric: Any, value: Any) -> None:
         """Report values that the metric cannot have."""
@@ -397,9 +444,17 @@ class Metrics(Handler):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {key: state_of(metric) for key, metric in self.metrics.items()}
+        state = {key: state_of(metric) for key, metric in self.metrics.items()}
+        if self._own_shards is not None:
+            state[OF_SHARDS] = {str(shard): self._states_of(shard) for shard in self._own_shards}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        state = dict(state)
+        self._of_shard.clear()
+        for shard, own in state.pop(OF_SHARDS, {}).items():
+            for key, metric in self._metrics_of(int(shard)).items():
+                load_state_of(metric, own[key])
         if set(state) != set(self.metrics):
             raise ValueError(f"{self.name!r} has the metrics {sorted(self.metrics)}, but the state has {sorted(state)}")
         self._placed = False
@@ -424,57 +479,6 @@ _in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
 """The handlers of running engines by the ids of their metrics."""
 
 _ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
-
-
-def _checked(metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """All metrics by name, functions as averages."""
-    if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
-        raise TypeError(_without_names(metrics))
-    found = {key: _as_metric(key, metric) for key, metric in {**(metrics or {}), **named}.items()}
-    if not found:
-        raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
-    places: dict[int, str] = {}
-    for key, metric in found.items():
-        if (other := places.setdefault(id(metric), key)) != key:
-            raise ValueError(
-                f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
-                "batch twice; build one for each name"
-            )
-    return found
-
-
-def _without_names(metrics: Any) -> str:
-    """What is wrong with a metric, or anything else, in place of metrics by name."""
-    if isinstance(metrics, str):
-        known = {"accuracy": "Accuracy()", "loss": "Average()"}
-        return (
-            f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
-            f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
-        )
-    kind = type(metrics).__name__
-    if not callable(getattr(metrics, "update", metrics)):
-        return f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics"
-    return f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())"
-
-
-def _as_metric(key: str, metric: Any) -> Any:
-    if isinstance(metric, type):
-        raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
-    if not isinstance(metric, Metric) and not callable(metric):
-        raise TypeError(
-            f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
-            "torchmetrics metric, or a function (output, target) -> mean of the batch"
-        )
-    return metric if isinstance(metric, Metric) else Average(metric)
-
-
-def _copied(item: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, item)
-
-
-def _plain(value: Any) -> Any:
-    """A value of one number as a Python number; any other as it is."""
-    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
 
 
 def is_of_loss(metric: Any) -> TypeGuard[Average]:

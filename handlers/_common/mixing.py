@@ -36,6 +36,7 @@ class SampleMixing(Handler):
         lam: Weight of each sample in the last mixed batch; None before the first.
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN  # the ratio is a Python number
     trains = True
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from signalfire.distributed import Processes, SameData
 
-__all__ = ["keeps_inputs", "load_state_of", "merging_nothing", "state_of", "synced", "torchmetrics_in"]
+__all__ = ["keeps_inputs", "load_state_of", "merge", "merging_nothing", "state_of", "synced", "torchmetrics_in"]
 
 
 @contextmanager
@@ -88,3 +88,35 @@ def load_state_of(metric: Any, state: Mapping[str, Any]) -> None:
             vars(part).update(state[path].get("own", {}))
     elif hasattr(metric, "load_state_dict"):
         metric.load_state_dict(state)
+
+
+def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
+    """Load the union of what `state_of` returned, in this order.
+
+    Raises:
+        ValueError: for a wrapper of torchmetrics that keeps values which nothing merges.
+    """
+    parts = torchmetrics_in(metric)
+    if not parts:
+        metric.merge(list(states))
+        return
+    metric.reset()
+    for path, part in parts.items():
+        several = [state[path] for state in states]
+        if any(one["own"] != _own_values(part) for one in several):
+            raise ValueError(
+                f"the values that {type(part).__name__} keeps besides its states cannot be merged over shards; use the metric "
+                "that it wraps"
+            )
+        for key, reduce in part._reductions.items():
+            setattr(part, key, _reduced([one["state"][key] for one in several], reduce))
+        part._update_count = sum(one["count"] for one in several)
+
+
+def _reduced(values: list[Any], reduce: Any) -> Any:
+    """The values of one state of several metrics as one, as torchmetrics reduces those of several ranks."""
+    together = [item for value in values for item in value] if isinstance(values[0], list) else torch.stack(values)
+    if reduce is None:
+        return together
+    reduced = reduce(together)
+    return [reduced] if isinstance(together, list) else reduced

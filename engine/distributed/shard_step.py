@@ -1,0 +1,276 @@
+"""The training step that consists of shards: the same bits, whichever processes compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..authoring.randomness import device_generators, reseed
+from ..core.recomputation import NO_WEIGHT, Recomputation
+from ..core.step import Step
+from ..core.update import NO_GRADIENT, UpdateState
+from ..core.window import ONE, ZERO, Kept
+from .shard_rules import check_handlers
+from .shards import Shards, VirtualShards, shard_seed
+from .step import DistributedStep
+from .sums import TreeSum, broadcast, sum_over_ranks
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["ShardedStep"]
+
+
+class _ShardedRecomputation(Recomputation):
+    """A `Recomputation` of shards: its gradients and its losses are those of all processes already."""
+
+    step: ShardedStep
+
+    def average(self, update: UpdateState, losses: list[Kept]) -> None:
+        """As the step averages its gradients."""
+        self.step.average(update)
+
+
+class _Part:
+    """What this process has computed of a step.
+
+    Attributes:
+        sums: the sums over its shards: of the gradients, and of `_numbers`.
+        held: how many losses gave them.
+        weighted: whether any of these has a weight.
+        reason: why the first of its shards that skips the step does so.
+    """
+
+    def __init__(self, reason: str | None = None) -> None:
+        self.sums = TreeSum()
+        self.held = 0
+        self.weighted = False
+        self.reason = reason
+
+
+class _Buffers:
+    """The buffers of a step: each shard begins with those of the step before, and those of the first shard remain."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+        self._before = [buffer.clone() for buffer in buffers]
+        self._after: list[Tensor] | None = None
+
+    def begin_shard(self, shard: int) -> None:
+        """Put back those of the step before."""
+        if shard:
+            self._put(self._before)
+
+    def end_shard(self, shard: int) -> None:
+        """Keep those of the first shard."""
+        if shard == 0:
+            self._after = [buffer.clone() for buffer in self._buffers]
+
+    def end_step(self, *, several: bool) -> None:
+        """Leave those of the first shard on all processes."""
+        self._put(self._before if self._after is None else self._after)
+        if several and self._buffers:
+            broadcast(self._buffers)
+
+    def _put(self, values: Sequence[Tensor]) -> None:
+        for buffer, value in zip(self._buffers, values, strict=True):
+            buffer.copy_(value)
+
+
+class ShardedStep(DistributedStep):
+    """A `Step` of shards: the gradients of each are computed by themselves, and added in a tree."""
+
+    __slots__ = ("buffers", "generators", "shards")
+    recomputation: ClassVar[type[Recomputation]] = _ShardedRecomputation
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine)
+        assert isinstance(engine.group.data, VirtualShards)
+        check_handlers(engine)
+        self.shards = engine.group.data
+        self.buffers = [b for module in engine.modules.values() for b in module.buffers()] if engine.training else []
+        self.generators = device_generators(p.device for p in engine.modules.parameters())
+
+    # ---- gradients ------------------------------------------------------------------------------------------------
+
+    def closes(self, update: UpdateState, iteration: int) -> bool:
+        """As `Step` does it; a process that skips the step before its shards takes part in their sum."""
+        closes = Step.closes(self, update, iteration)
+        if update.skipped is not None:
+            self.add_up(update, _Part(update.skipped), [p.grad for p in _trained(update)])
+        return closes
+
+    def compute_gradients(self, update: UpdateState, iteration: int, listened: bool) -> None:
+        """As `Step` does it, for each shard of this process; then the gradients are those of all shards."""
+        self.compute_shards(update, iteration, listened, self.compute_own(update, iteration, listened))
+
+    def let_compute(self, function: Callable[..., None], update: UpdateState, iteration: int, listened: bool) -> None:
+        """Let a handler compute the gradients of each shard."""
+        compute = partial(function, self.engine, update, self.compute_own(update, iteration, listened))
+        self.compute_shards(update, iteration, listened, compute)
+
+    def compute_own(self, update: UpdateState, iteration: int, listened: bool) -> Callable[[], None]:
+        """What computes the gradients of one shard."""
+        return partial(Step.compute_gradients, self, update, iteration, listened)
+
+    def compute_shards(self, update: UpdateState, iteration: int, listened: bool, compute: Callable[[], None]) -> None:
+        """The gradients of all shards, added to those that the window holds."""
+        window, parameters, part = update.window, _trained(update), _Part()
+        held, extra_weight, earlier = window.held, window.extra_weight, [p.grad for p in parameters]
+        with closing(self.each_shard(iteration, listened)) as shards:
+            for there in shards:
+                window.held, window.extra_weight, update.skipped = 0, ZERO, None
+                for parameter in parameters:
+                    parameter.grad = None
+                if there:
+                    compute()
+                part.sums.add(self.take(update, parameters, part))
+        window.held, window.extra_weight = held, extra_weight
+        self.add_up(update, part, earlier)
+
+    def take(self, update: UpdateState, parameters: list[Tensor], part: _Part) -> list[Tensor] | None:
+        """What a shard adds to the sums; None if it gave no gradient."""
+        window = update.window
+        part.reason = update.skipped if part.reason is None else part.reason
+        if window.held == 0 or update.skipped is not None:
+            return None
+        part.held += window.held
+        part.weighted |= window.extra_weight is not ZERO
+        gradients = [p.grad for p in parameters if p.grad is not None and p.grad.layout is torch.strided]
+        if len(gradients) < len(parameters):
+            self.refuse(update, parameters)
+        return [*gradients, _numbers(update)]
+
+    def refuse(self, update: UpdateState, parameters: list[Tensor]) -> None:
+        """Raise RuntimeError for a parameter without a dense gradient."""
+        place, wanted = next(
+            (i, p) for i, p in enumerate(parameters) if p.grad is None or p.grad.layout is not torch.strided
+        )
+        what = "no gradient" if wanted.grad is None else "a sparse gradient"
+        named = (
+            (f"{root}.{key}", parameter)
+            for root, module in self.engine.modules.items()
+            for key, parameter in module.named_parameters()
+        )
+        name = next((key for key, p in named if p is wanted), f"parameter {place} of update {update.name!r}")
+        raise RuntimeError(
+            f"shard {self.state.shard} gives {what} to {name}: each shard has to give a dense one to each trained parameter. "
+            "Freeze what the forward does not use, with requires_grad_(False), or train with "
+            "DistributedDataParallel(find_unused_parameters=True)"
+        )
+
+    def add_up(self, update: UpdateState, part: _Part, earlier: list[Tensor | None]) -> None:
+        """Make the sums of this process those of all, and add them to what the window held before, which is ``earlier``."""
+        own = part.held, part.weighted, part.reason
+        parts = [own] if self.group.alone else self.group.exchange(own)
+        held = sum(one for one, *_ in parts)
+        reasons = [reason for *_, reason in parts if reason is not None]
+        parameters = _trained(update)
+        update.output, update.weight, update.share = None, ONE, ONE
+        update.raw_loss = update.backward_loss = update.skipped = None
+        for parameter, gradient in zip(parameters, earlier, strict=True):
+            parameter.grad = gradient
+        if reasons:
+            update.skip(reasons[0])  # that of the first shard that has one
+        if update.skipped is not None or held == 0:
+            return
+        *gradients, numbers = self.sum_of_all(part, [one > 0 for one, *_ in parts], parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        weight, share, loss, backward = numbers
+        dtype = torch.promote_types(torch.float32, parameters[0].dtype)
+        update.raw_loss, update.backward_loss = (loss / share).to(dtype), (backward / weight).to(dtype)
+        update.window.held += held
+        if any(weighted for _, weighted, _ in parts):
+            update.window.extra_weight = update.window.extra_weight + (weight - held)
+
+    def sum_of_all(self, part: _Part, has_sum: list[bool], parameters: list[Tensor]) -> list[Tensor]:
+        """The sums over all shards."""
+        sums = part.sums.total()
+        if not self.group.alone:
+            sums = [*parameters, _no_numbers(parameters)] if sums is None else sums
+            sums = sum_over_ranks(sums, has_sum[: self.shards.readers], self.processes)
+        assert sums is not None
+        return sums
+
+    def backward(self, update: UpdateState) -> None:
+        """The backward of one shard, of which nothing is sent."""
+        Step.backward(self, update)
+
+    def average(self, update: UpdateState) -> None:
+        """Divide the gradients of the window once, by the weights of all of its shards."""
+        if update.skipped is not None:
+            return
+        if update.window.held == 0:
+            update.skip(NO_GRADIENT)
+        elif not update.window.average(update.parameters):
+            update.skip(NO_WEIGHT)
+
+    # ---- shards ---------------------------------------------------------------------------------------------------
+
+    def evaluate(self, update: UpdateState, batch: Any, iteration: int, listened: bool) -> None:
+        """As `Step` does it, for each shard of this process."""
+        with closing(self.each_shard(iteration, listened)) as shards:
+            for there in shards:
+                if there:
+                    super().evaluate(update, self.state.batch, iteration, listened)
+
+    def each_shard(self, iteration: int, listened: bool) -> Generator[bool]:
+        """Go through the shards of this process: each with its batch, its random numbers, and the buffers of the step before.
+
+        Yields whether the shard has a batch. Afterwards, the batch in the state is the list of those of the shards.
+        """
+        state, shards = self.state, self.shards
+        batches = state.batch if isinstance(state.batch, Shards) else Shards([None] * len(shards.own))
+        run, seed, buffers = self.engine.current_run, self.engine.seed, _Buffers(self.buffers)
+        place = 0 if run is None else run.loop.made
+        try:
+            for index, shard in enumerate(shards.own):
+                shards.rank = state.shard = shard
+                state.batch = batches[index]
+                buffers.begin_shard(shard)
+                reseed(shard_seed(seed, iteration, shard, place, state.update.evaluation), self.generators)
+                if not batches.prepared and state.batch is not None:
+                    self.prepare(iteration, listened)
+                    batches[index] = state.batch
+                state.update.share = self.feed.share()
+                yield state.batch is not None or not self.feed.has_data
+                buffers.end_shard(shard)
+            batches.prepared = True
+            reseed(shard_seed(seed, iteration, None, place, state.update.evaluation), self.generators)
+        finally:
+            shards.rank = state.shard = 0
+            state.batch = batches if self.feed.has_data else None
+        buffers.end_step(several=not self.group.alone and self.engine.training)
+
+    def prepare(self, iteration: int, listened: bool) -> None:
+        """Emit the events of a batch, where receivers move and transform it."""
+        for signal in (self.signals.batch_started, self.signals.batch_completed):
+            if listened and signal.due <= iteration:
+                signal.emit(self.engine, iteration)
+
+
+def _trained(update: UpdateState) -> list[Tensor]:
+    return [parameter for parameter in update.parameters if parameter.requires_grad]
+
+
+def _numbers(update: UpdateState) -> Tensor:
+    """What is summed beside the gradients: weight, share, the share of the reported loss, the weight of that of the backward."""
+    window, share = update.window, update.share
+    weight = window.held + window.extra_weight
+    assert update.raw_loss is not None
+    loss, backward = update.raw_loss.detach(), update.backward_loss.detach()
+    if loss.device.type == "cpu":
+        numbers = float(weight), float(share), float(loss) * share, float(backward) * float(weight)
+        return torch.tensor(numbers, dtype=torch.float64)
+    read = [torch.as_tensor(one, dtype=torch.float64, device=loss.device) for one in (weight, share, loss, backward)]
+    return torch.stack((read[0], read[1], read[2] * read[1], read[3] * read[0]))
+
+
+def _no_numbers(parameters: Sequence[Tensor]) -> Tensor:
+    return torch.zeros(4, dtype=torch.float64, device=parameters[0].device)

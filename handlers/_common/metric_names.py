@@ -1,0 +1,77 @@
+"""What `Metrics` and `Validation` take, checked: metrics by name; and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from signalfire.authoring import map_leaves
+
+from .measures import Average
+
+__all__ = ["Metric", "copied", "named_metrics", "plain"]
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """The interface of torchmetrics metrics: any object with these three methods."""
+
+    def reset(self) -> None: ...
+    def update(self, *inputs: Any) -> None: ...
+    def compute(self) -> Any: ...
+
+
+def named_metrics(metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """All metrics by name, functions as averages."""
+    if metrics is not None and not isinstance(metrics, Mapping | torch.nn.ModuleDict):
+        raise TypeError(_without_names(metrics))
+    found = {key: _as_metric(key, metric) for key, metric in {**(metrics or {}), **named}.items()}
+    if not found:
+        raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
+    places: dict[int, str] = {}
+    for key, metric in found.items():
+        if (other := places.setdefault(id(metric), key)) != key:
+            raise ValueError(
+                f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
+                "batch twice; build one for each name"
+            )
+    return found
+
+
+def _without_names(metrics: Any) -> str:
+    """What is wrong with a metric, or anything else, in place of metrics by name."""
+    if isinstance(metrics, str):
+        known = {"accuracy": "Accuracy()", "loss": "Average()"}
+        return (
+            f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
+            f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
+        )
+    kind = type(metrics).__name__
+    if not callable(getattr(metrics, "update", metrics)):
+        return f"Metrics(metrics={metrics!r}): expected a mapping from names to metrics"
+    return f"Metrics(metrics={kind}()): a metric needs a name; write Metrics({kind.lower()}={kind}())"
+
+
+def _as_metric(key: str, metric: Any) -> Any:
+    if isinstance(metric, type):
+        raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
+    if not isinstance(metric, Metric) and not callable(metric):
+        raise TypeError(
+            f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
+            "torchmetrics metric, or a function (output, target) -> mean of the batch"
+        )
+    return metric if isinstance(metric, Metric) else Average(metric)
+
+
+def copied(item: Any) -> Any:
+    """A copy with copies of the tensors."""
+    return map_leaves(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, item)
+
+
+def plain(value: Any) -> Any:
+    """A value of one number as a Python number; any other as it is."""
+    return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value

@@ -1,0 +1,107 @@
+"""Elastic data parallel training: the same bits for any number of processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from signalfire import Engine, Events, Phase, on
+from signalfire.authoring import check_choice, check_int
+from signalfire.distributed.sums import broadcast
+
+from ._common.distribution import Distribution
+
+__all__ = ["ElasticDataParallel"]
+
+
+class ElasticDataParallel(Distribution):
+    """Trains with a step of a fixed number of shards, however many processes compute them: the weights are the same, bit for bit.
+
+    A step consists of ``shards`` batches. One process computes all of them in turn, two compute half of them each. What a rank
+    has with `DistributedDataParallel` belongs to the shard: its batch, its random numbers, its gradient. The gradients of the
+    shards are added in a binary tree whose form does not depend on the number of processes. So a run that loses a node continues
+    with those that are left as if nothing had happened, and a step of eight processes can be repeated on one.
+
+    Where there are more processes than shards, or their number is no power of two, the largest power of two of them computes the
+    shards. The others wait; they hold the same weights.
+
+    GET_BATCH_STARTED, GET_BATCH_COMPLETED and the events of forward, loss and backward are emitted once for each shard of this
+    process, with its number in ``state.shard``; all others once a step. From GRADIENTS_READY on, the gradients and
+    ``state.update.loss`` are those of all shards. A handler that acts at the events of a shard has to declare that it keeps
+    nothing from one shard to the next, with ``by_shard = True`` in its class; others are refused by name.
+
+    BatchNorm normalises over the batch of its shard; its running statistics after a step are those of shard 0.
+
+    Args:
+        shards: Number of shards, a power of two. The effective batch size is the loader's times this number.
+        shard_policy: How data is sharded: "auto" or "round_robin"; see `DistributedDataParallel`. Step t reads the batches
+            ``t * shards`` to ``(t + 1) * shards - 1``; the last step of an epoch may have fewer.
+        threads: Number of threads of torch during a run. It decides how sums are split, and launchers set it differently.
+        backend: Backend of torch.distributed; see `DistributedDataParallel`.
+        timeout: Seconds after which a rank that does not take part counts as lost; see `DistributedDataParallel`.
+
+    Source:
+        Li et al., "EasyScale: Elastic Training with Consistent Accuracy and Improved Utilization on GPUs" (SC 2023).
+
+    Example:
+        >>> import torch
+        >>> from signalfire import Engine, Update
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> _ = engine.attach(ElasticDataParallel(shards=4))
+        >>> engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 8, max_epochs=1).iteration  # of 1, 2 or 4 processes
+        2
+    """
+
+    _decisive = ("shards", "shard_policy", "threads")
+
+    def __init__(
+        self,
+        *,
+        shards: int,
+        shard_policy: str = "auto",
+        threads: int = 1,
+        backend: str | None = None,
+        timeout: float = 300.0,
+        name: str | None = None,
+    ) -> None:
+        check_choice(self, "shard_policy", shard_policy, ("auto", "round_robin"))
+        super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)  # type: ignore[arg-type]
+        self.shards = self._shards = check_int(self, "shards", shards)
+        if shards & (shards - 1):
+            raise ValueError(f"ElasticDataParallel(shards={shards}): expected a power of two, such as 8")
+        self.threads = check_int(self, "threads", threads)
+        self._threads_before: int | None = None
+
+    def attached(self, engine: Engine) -> None:
+        super().attached(engine)
+        self.loss_event = Events.LOSS_COMPUTED
+        self.buffers_event = None
+
+    @on(Events.MODEL_SETUP, reads=["device", "modules", "processes"], writes=["weights", "buffers"])
+    def broadcast_weights(self, engine: Engine) -> None:
+        """Broadcast the weights and buffers of rank 0, and set the number of threads."""
+        self._threads_before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        if self.processes.distributed and engine.training:
+            self._check_device(engine)
+            self._check_same_model(engine)
+            with torch.no_grad():
+                broadcast([t for module in engine.modules.values() for t in (*module.parameters(), *module.buffers())])
+
+    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["modules"], writes=["weights"])
+    def broadcast_free(self, engine: Engine) -> None:
+        """Broadcast the trained tensors that are in no module."""
+        if not self.processes.distributed or not engine.training:
+            return
+        known = {p for module in engine.modules.values() for p in module.parameters()}
+        free: list[Tensor] = [p for update in engine.updates for p in update.parameters if p not in known]
+        with torch.no_grad():
+            broadcast(free)
+
+    @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=[])
+    def put_threads_back(self, engine: Engine) -> None:
+        """Set the number of threads that it was before the run."""
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+            self._threads_before = None

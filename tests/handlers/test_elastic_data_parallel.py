@@ -1,0 +1,479 @@
+"""ElasticDataParallel in real processes: the same bits for any number of them, and those of a plain loop over the shards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # as in the test of DDP: once here instead of in every process that is forked
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torchmetrics.classification import MulticlassF1Score
+
+from signalfire import Engine, Events, Handler, Update, allow, on
+from signalfire.authoring import derived_seed
+from signalfire.distributed.shards import shard_seed
+from signalfire.handlers import (
+    EMA,
+    L1,
+    L2,
+    SWA,
+    Accuracy,
+    Average,
+    Checkpoint,
+    CSVLogger,
+    EarlyStopping,
+    ElasticDataParallel,
+    GradientAccumulation,
+    GradientClipping,
+    GradientNoise,
+    Guards,
+    LabelSmoothing,
+    Lookahead,
+    LRScheduling,
+    Metrics,
+    MicroBatching,
+    MixedPrecision,
+    MixUp,
+    MovingAverage,
+    NonFiniteGuard,
+    SharpnessAwareMinimization,
+    Validation,
+)
+from tests.kit import digest, linear
+from tests.processes import assert_alike, run_together
+
+SHARDS = 8
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+SGD = partial(torch.optim.SGD, lr=0.1)
+Batch = tuple[Tensor, Tensor]
+Grads = list[Tensor]
+
+
+# ---- three jobs, and a plain loop for all of them ----------------------------------------------------------------------
+
+
+class Images(Dataset[Batch]):
+    """Images that are shifted at random as they are read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Batch:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(1, 8, 8, generator=generator).roll(int(torch.randint(0, 3, ())), 2)
+        return image, torch.tensor(index % 3)
+
+
+class Transformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 16)
+        self.layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.layer(self.embedding(tokens)).mean(1))
+
+
+def table(seed: int = 0) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    data = TensorDataset(torch.randn(75, 6, generator=generator), torch.randint(0, 3, (75,), generator=generator))
+    return DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def texts() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randint(0, 11, (96, 5), generator=generator), torch.arange(96) % 3)
+    return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def images() -> DataLoader[Any]:
+    return DataLoader(Images(), batch_size=2, num_workers=1)
+
+
+@dataclass
+class Job:
+    model: Callable[[], nn.Module]
+    data: Callable[[], DataLoader[Any]]
+    handlers: Callable[[], list[Handler]]
+    mixes: bool = False
+    autocast: bool = False
+    window: int = 1
+    clip: float | None = None
+    epochs: int = 2
+
+
+JOBS = {
+    "mlp": Job(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3)),
+        table,
+        lambda: [MixUp(0.4)],
+        mixes=True,
+    ),
+    "cnn": Job(
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3)),
+        images,
+        list,
+    ),
+    "transformer": Job(
+        Transformer,
+        texts,
+        lambda: [
+            MixedPrecision("bf16"),
+            GradientAccumulation(4),
+            GradientClipping(max_norm=0.1),
+            EMA(0.9),
+        ],
+        autocast=True,
+        window=4,
+        clip=0.1,
+    ),
+}
+
+
+def built(job: Job) -> nn.Module:
+    torch.manual_seed(0)
+    return job.model()
+
+
+def read(job: Job) -> list[list[Batch]]:
+    """The batches of each epoch, as a single process reads them."""
+    epochs: list[list[Batch]] = []
+    engine = Engine(Update.supervised(F.cross_entropy, ADAM), model=built(job), seed=0)
+    engine.connect(Events.EPOCH_STARTED, lambda engine: epochs.append([]))
+    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: epochs[-1].append(engine.state.batch))
+    engine.run(job.data(), max_epochs=job.epochs)
+    return epochs
+
+
+def tree(leaves: Sequence[Grads | None]) -> Grads | None:
+    """The sum of 2**n leaves, of which some may be missing."""
+    if len(leaves) == 1:
+        return leaves[0]
+    left, right = tree(leaves[: len(leaves) // 2]), tree(leaves[len(leaves) // 2 :])
+    return (left or right) if left is None or right is None else [a + b for a, b in zip(left, right, strict=True)]
+
+
+def loss_of(job: Job, model: nn.Module, batch: Batch, step: int, shard: int) -> Tensor:
+    inputs, targets = batch
+    if not job.mixes:
+        with torch.autocast("cpu", torch.bfloat16) if job.autocast else nullcontext():
+            loss: Tensor = F.cross_entropy(model(inputs), targets)
+            return loss
+    generator = torch.Generator().manual_seed(derived_seed(0, "mixup", step, *([shard] if shard else [])))
+    first, second = torch._standard_gamma(torch.full((2,), 0.4, dtype=torch.float64), generator=generator).tolist()
+    partner = torch.randperm(len(inputs), generator=generator)
+    share = first / (first + second)
+    output = model(inputs * share + inputs[partner] * (1 - share))
+    return F.cross_entropy(output, targets) * share + F.cross_entropy(output, targets[partner]) * (1 - share)
+
+
+def plain(job: Job, epochs: Sequence[Sequence[Batch]]) -> dict[str, Any]:
+    """A plain loop: seeds by shard, backwards one by one, a tree, one step."""
+    model = built(job)
+    parameters, buffers = list(model.parameters()), list(model.buffers())
+    optimizer, step, losses = ADAM(parameters), 0, []
+    for data in epochs:
+        rounds = [data[start : start + SHARDS] for start in range(0, len(data), SHARDS)]
+        held, weight = None, 0.0
+        for place, batches in enumerate(rounds, 1):
+            step, before = step + 1, [b.clone() for b in buffers]
+            leaves: list[Any] = []
+            own: list[Any] = []
+            total = sum(len(x) for x, _ in batches)
+            for shard, batch in enumerate(batches):
+                if shard == 1:
+                    after = [b.clone() for b in buffers]
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+                torch.manual_seed(shard_seed(0, step, shard))
+                optimizer.zero_grad()
+                share = len(batch[0]) * SHARDS / total
+                loss = loss_of(job, model, batch, step, shard)
+                (loss * share if share != 1 else loss).backward()
+                leaves.append([p.grad for p in parameters])
+                own.append([torch.tensor([float(loss.detach()) * share, share], dtype=torch.float64)])
+                weight += share
+            for buffer, value in zip(buffers, after, strict=True):
+                buffer.copy_(value)
+            missing = [None] * (SHARDS - len(batches))
+            of_step, (reported,) = tree(leaves + missing), tree(own + missing) or []
+            losses.append(float((reported[0] / reported[1]).float()))
+            held = of_step if held is None else [a + b for a, b in zip(held, of_step or [], strict=True)]
+            if place % job.window == 0 or place == len(rounds):
+                for parameter, gradient in zip(parameters, held or [], strict=True):
+                    parameter.grad = gradient / weight
+                if job.clip is not None:
+                    nn.utils.clip_grad_norm_(parameters, job.clip)
+                optimizer.step()
+                held, weight = None, 0.0
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()["state"], "losses": losses}
+
+
+def trained(name: str) -> dict[str, Any]:
+    """What a process has after the job."""
+    job = JOBS[name]
+    engine = Engine(Update.supervised(F.cross_entropy, ADAM), model=built(job), seed=0)
+    engine.attach(ElasticDataParallel(shards=SHARDS), *job.handlers())
+    losses: list[float] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append(float(engine.loss)))
+    engine.run(job.data(), max_epochs=job.epochs)
+    return {
+        "model": engine.model.state_dict(),
+        "optimizer": engine.optimizer.state_dict()["state"],
+        "losses": losses,
+        "handlers": {
+            handler.name: handler.state_dict() for handler in job.handlers() for handler in [engine[type(handler)]]
+        },
+    }
+
+
+NAMES = ["mlp", *(pytest.param(name, marks=pytest.mark.moderate) for name in ("cnn", "transformer"))]
+SIZES = [2, pytest.param(3, marks=pytest.mark.moderate), *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_process_is_a_plain_loop_over_the_shards(name: str) -> None:
+    expected, found = plain(JOBS[name], read(JOBS[name])), trained(name)
+    assert len(found["losses"]) > 3
+    for part, value in expected.items():
+        assert digest(found[part]) == digest(value), part
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_number_of_processes_ends_with_the_bits_of_one(name: str, size: int) -> None:
+    assert digest(assert_alike(run_together(trained, size, name))) == digest(trained(name))
+
+
+# ---- resuming with another number ---------------------------------------------------------------------------------------
+
+
+class Lost(Exception):
+    """The processes are lost."""
+
+
+def lose(engine: Engine, until: int | None) -> None:
+    if engine.state.iteration == until:
+        raise Lost
+
+
+def lived(folder: Path, until: int | None) -> dict[str, Any]:
+    """What a process has after it has resumed from the newest checkpoint and gone on until an iteration."""
+    job = JOBS["mlp"]
+    engine = Engine(Update.supervised(F.cross_entropy, ADAM), model=built(job), seed=0)
+    engine.attach(
+        ElasticDataParallel(shards=SHARDS),
+        GradientAccumulation(3),
+        EMA(0.9),
+        Metrics(loss=Average(), accuracy=Accuracy()),
+        Validation(table(1), accuracy=Accuracy(), f1=MulticlassF1Score(3), every="4it"),
+        EarlyStopping("val_loss", patience=50),
+        LRScheduling(
+            lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), monitor="val_loss"
+        ),
+        CSVLogger(folder / "log.csv"),
+        Checkpoint(folder, every="2it", resume=True),
+    )
+    engine.connect(Events.UPDATE_STARTED, lambda engine: lose(engine, until))
+    with pytest.raises(Lost) if until is not None else nullcontext():
+        engine.run(job.data(), max_epochs=job.epochs * 2)
+    rows = (folder / "log.csv").read_text() if (folder / "log.csv").exists() else ""
+    return {
+        "model": engine.model.state_dict(),
+        "optimizer": engine.optimizer.state_dict()["state"],
+        "metrics": dict(engine.state.metrics),
+        "ema": engine["ema"].state_dict(),
+        "rows": rows if until is None and engine.processes.is_rank_zero else "",
+    }
+
+
+@pytest.mark.moderate
+def test_a_run_goes_on_with_any_number_of_processes_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    undisturbed = lived(tmp_path / "undisturbed", None)
+    for size, until in ((2, 3), (1, 6), (3, 10), (4, 11)):
+        run_together(lived, size, tmp_path / "moved", until)
+    first, *others = run_together(lived, 2, tmp_path / "moved", None)
+    assert undisturbed["rows"].count("\n") > 10
+    assert digest(first) == digest(undisturbed)
+    assert digest([other | {"rows": ""} for other in others]) == digest([first | {"rows": ""}])
+
+
+# ---- beside other handlers, and other data ------------------------------------------------------------------------------
+
+
+def numbers(*, spoilt: int | None = None, missing: Sequence[int] = ()) -> list[Batch | None]:
+    """30 batches, of which one is NaN, and some are missing."""
+    generator = torch.Generator().manual_seed(0)
+    data: list[Batch | None] = [
+        (torch.randn(3, 6, generator=generator), torch.randint(0, 3, (3,), generator=generator)) for _ in range(30)
+    ]
+    for place in missing:
+        data[place] = None
+    if spoilt is not None and (batch := data[spoilt]) is not None:
+        data[spoilt] = batch[0] * math.nan, batch[1]
+    return data
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(numbers())
+
+
+def pair_of_players() -> Engine:
+    """A generator and a discriminator, which draw noise."""
+    torch.manual_seed(0)
+
+    def noise(engine: Engine, batch: Batch) -> Tensor:
+        fake: Tensor = engine.modules["generator"](torch.randn(len(batch[0]), 4))
+        return fake
+
+    def generate(engine: Engine, batch: Batch) -> Tensor:
+        return F.softplus(-engine.modules["discriminator"](noise(engine, batch))).mean()
+
+    def discriminate(engine: Engine, batch: Batch) -> Tensor:
+        judge = engine.modules["discriminator"]
+        return (F.softplus(-judge(batch[0])) + F.softplus(judge(noise(engine, batch).detach()))).mean()
+
+    updates = [
+        Update.from_function(generate, ADAM, name="generate", parameters="generator"),
+        Update.from_function(discriminate, ADAM, name="discriminate", parameters="discriminator"),
+    ]
+    return Engine(updates, model={"generator": nn.Linear(4, 6), "discriminator": nn.Linear(6, 1)}, seed=0)
+
+
+def classifier(optimizer: Any = ADAM) -> Engine:
+    return Engine(Update.supervised(F.cross_entropy, optimizer), model=built(JOBS["mlp"]), seed=0)
+
+
+LBFGS = partial(torch.optim.LBFGS, lr=0.01, max_iter=3)
+CASES: dict[str, tuple[Callable[[], Engine], Callable[[], Any], Callable[[], list[Handler]]]] = {
+    "a step is computed twice": (classifier, table, lambda: [SharpnessAwareMinimization(), GradientAccumulation(2)]),
+    "a closure": (partial(classifier, LBFGS), table, list),
+    "two updates": (pair_of_players, table, list),
+    "a skipped step": (classifier, partial(numbers, spoilt=13), lambda: [NonFiniteGuard()]),
+    "missing batches": (classifier, partial(numbers, missing=[3, 9, 8, 28]), list),
+    "other handlers": (classifier, table, lambda: [L2(1e-2), LabelSmoothing(0.1), Lookahead(k=2), GradientNoise(0.1)]),
+    "averages": (classifier, table, lambda: [SWA(start=2), L1(1e-3)]),
+    "no length": (classifier, Unsized, list),
+}
+
+
+def composed(case: str) -> dict[str, Any]:
+    build, data, handlers = CASES[case]
+    engine = build()
+    engine.attach(ElasticDataParallel(shards=SHARDS, shard_policy="round_robin"), *handlers())
+    losses: list[Any] = []
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append([one.loss for one in engine.updates]))
+    with allow("W19"):  # of the step that is skipped
+        engine.run(data(), max_epochs=3)
+    modules = {name: module.state_dict() for name, module in engine.modules.items()}
+    return {"modules": modules, "losses": losses, "steps": [update.steps for update in engine.updates]}
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("case", CASES)
+def test_compositions_end_with_the_same_bits_on_one_two_and_three_processes(case: str) -> None:
+    alone = composed(case)
+    assert alone["steps"][0] >= 6
+    for size in (2, 3):
+        assert {digest(one) for one in run_together(composed, size, case)} == {digest(alone)}
+
+
+def test_a_skipped_step_is_skipped_by_all_and_a_missing_shard_adds_nothing() -> None:
+    engine = classifier()
+    engine.attach(ElasticDataParallel(shards=2), guard := NonFiniteGuard())
+    with allow("W19"):
+        engine.run(numbers(spoilt=13), max_epochs=1)
+    assert (guard.skipped, engine.updates[0].steps) == ({"main": 1}, 14)
+    given, missing = (Engine(Update.supervised(F.cross_entropy, SGD), model=linear(6, 3), seed=0) for _ in range(2))
+    for one in (given, missing):
+        one.attach(ElasticDataParallel(shards=2))
+    batch = numbers()[0]
+    given.run([batch, batch], max_epochs=1)
+    missing.run([batch, None], max_epochs=1)
+    assert digest(given.model.state_dict()) == digest(missing.model.state_dict())
+
+
+# ---- what is refused, by name -------------------------------------------------------------------------------------------
+
+
+class Counting(Handler):
+    """Counts forwards, on the process that makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    @on(Events.FORWARD_COMPLETED, reads=["output"], writes=[])
+    def add(self, engine: Engine) -> None:
+        self.count += 1
+
+
+class OfShards(Counting):
+    by_shard = True
+
+
+@pytest.mark.parametrize(
+    ("handler", "reason"),
+    [
+        (Counting, "'counting' acts at FORWARD_COMPLETED"),
+        (MicroBatching, "'micro_batching' computes the gradients of a batch"),
+        (Guards, "'guards' reads the batch or the output at"),
+        (lambda: Metrics(loss=MovingAverage()), "depends on the order of the batches"),
+    ],
+)
+def test_what_would_depend_on_the_number_of_processes_is_refused_by_name(handler: Any, reason: str) -> None:
+    engine = classifier()
+    engine.attach(ElasticDataParallel(shards=2), handler())
+    with pytest.raises(ValueError, match=reason):
+        engine.run(numbers(), max_epochs=1)
+
+
+def test_a_handler_that_declares_itself_is_called_once_for_each_shard() -> None:
+    engine = classifier()
+    places: list[tuple[int, int, int]] = []
+    engine.attach(ElasticDataParallel(shards=4), counting := OfShards())
+    engine.connect(
+        Events.GET_BATCH_COMPLETED(every=2),
+        lambda engine: places.append((engine.state.iteration, engine.state.shard, len(engine.state.batch[0]))),
+    )
+    engine.run(numbers()[:10], max_epochs=1)
+    assert counting.count == 10  # the last step has two shards
+    assert places == [(2, shard, 3) for shard in range(4)]
+
+
+def test_a_parameter_without_a_gradient_is_refused_by_name() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(6, 3), "spare": nn.Linear(1, 1)})
+    update = Update(lambda engine, batch: model["used"](batch[0]), lambda engine, output, batch: output.sum(), SGD)
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(ElasticDataParallel(shards=2))
+    with pytest.raises(RuntimeError, match=r"shard 0 gives no gradient to model\.spare\.weight"):
+        engine.run(numbers(), max_epochs=1, check=False)
+
+
+@pytest.mark.parametrize("shards", [0, 6, 2.0, True])
+def test_the_number_of_shards_is_a_power_of_two(shards: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match="shards"):
+        ElasticDataParallel(shards=shards)
+
+
+def test_a_state_of_other_shards_resumes_with_a_warning() -> None:
+    first = classifier()
+    first.attach(ElasticDataParallel(shards=4))
+    first.run(numbers(), max_iters=3)
+    for handlers, named in (([ElasticDataParallel(shards=2)], "steps of 2 shards"), ([], "steps without shards")):
+        engine = classifier()
+        engine.attach(handlers)
+        engine.load_state_dict(first.state_dict(), allow=["elastic_data_parallel"] if not handlers else [])
+        with allow("W32"), pytest.warns(RuntimeWarning, match=f"steps of 4 shards, and resumes with {named}"):
+            engine.run(numbers(), max_epochs=1)

@@ -1,0 +1,1 @@
+from engine.distributed.shard_step import *

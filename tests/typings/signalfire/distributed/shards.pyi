@@ -1,0 +1,1 @@
+from engine.distributed.shards import *

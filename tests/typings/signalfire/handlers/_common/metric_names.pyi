@@ -1,0 +1,1 @@
+from handlers._common.metric_names import *

@@ -1,0 +1,1 @@
+from handlers.elastic_data_parallel import *
