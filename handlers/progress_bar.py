@@ -271,7 +271,9 @@ class ProgressBar(Handler):
         counts = (
             first.spec.samples is None or line or not self._plain
         )  # a function of the user's may wait for the device
-        size = 0 if batch is None else first.samples_in(batch) * engine.group.data.readers if counts else None
+        group = engine.group
+        readers = group.data.world_size if group.shards is None else group.shards.readers
+        size = 0 if batch is None else first.samples_in(batch) * readers if counts else None
         self._pace.look(now, engine.state.iteration, size)
         if line:
             self._held = self._line(engine)

@@ -37,6 +37,7 @@ class Group(SingleProcess):
         processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
         alike: how many consecutive ranks read the same data; see `read_alike`.
         data: the ranks with regard to the data: the same, unless several read the same (`DataGroups`), or all (`SameData`).
+        shards: the shards that a step consists of, which are `data` then; None where each process computes what is its own.
         shard_policy: how data is sharded over them; see `join`.
         sync_skips: whether the ranks have to agree on skipping the step under way.
         asked: whether a rank asks for anything, as all of them know.
@@ -56,6 +57,7 @@ class Group(SingleProcess):
         self.processes: Processes = SINGLE_PROCESS
         self.alike = 1
         self.data: Processes = SINGLE_PROCESS
+        self.shards: VirtualShards | None = None
         self.shard_policy = "auto"
         self.sync_skips = False
         self.asked = False
@@ -111,7 +113,11 @@ class Group(SingleProcess):
 
     def _set_alike(self, ranks: int) -> None:
         self.alike = ranks
-        self.data = self.processes.of_data(ranks)
+        self._set_data(self.processes.of_data(ranks))
+
+    def _set_data(self, data: Processes) -> None:
+        self.data = data
+        self.shards = data if isinstance(data, VirtualShards) else None
 
     def leave(self) -> None:
         """Train as a single process again."""
@@ -120,7 +126,7 @@ class Group(SingleProcess):
     def use(self, processes: Processes, shard_policy: str, data: Processes | None = None) -> None:
         """Take these processes, and connect the handlers of rank 0 where this is rank 0 now."""
         before, self.processes, self.shard_policy = self.processes, processes, shard_policy
-        self.data = processes if data is None else data
+        self._set_data(processes if data is None else data)
         if processes is not before:
             self.carrier = SeparateCarrier(processes)
             self.engine.handlers.settle_rank_zero_only()
@@ -129,11 +135,6 @@ class Group(SingleProcess):
     def alone(self) -> bool:  # type: ignore[override]
         """Whether there is nobody to agree with."""
         return not self.processes.distributed
-
-    @property
-    def shards(self) -> VirtualShards | None:
-        """The shards that a step consists of; None where each process computes what is its own."""
-        return self.data if isinstance(self.data, VirtualShards) else None
 
     @property
     def parts(self) -> int:

@@ -74,11 +74,6 @@ class Processes:
     def is_rank_zero(self) -> bool:
         return self.rank == 0
 
-    @property
-    def readers(self) -> int:
-        """How many of the processes read batches of their own."""
-        return self.world_size
-
     def sum(self, *numbers: float) -> list[float]:
         """The sum of each number over all ranks, in double precision, bitwise equal on all ranks."""
         return [float(number) for number in numbers]

@@ -54,15 +54,11 @@ class VirtualShards(Processes):
         self.processes = processes
         self.world_size = count
         self.local_rank, self.timeout = processes.local_rank, processes.timeout
-        self._readers = 1 << (min(processes.world_size, count).bit_length() - 1)
-        each = count // self._readers
+        self.readers = 1 << (min(processes.world_size, count).bit_length() - 1)
+        each = count // self.readers
         self.own = (
-            range(processes.rank * each, (processes.rank + 1) * each) if processes.rank < self._readers else range(0)
+            range(processes.rank * each, (processes.rank + 1) * each) if processes.rank < self.readers else range(0)
         )
-
-    @property
-    def readers(self) -> int:
-        return self._readers
 
     @property
     def is_rank_zero(self) -> bool:

@@ -191,7 +191,7 @@ def test_a_batch_of_a_round_of_different_sizes_weighs_by_its_samples() -> None:
     shares: list[dict[int, float]] = [{}, {}]
     for rank in range(2):
         list(shard(data, 0, 7, None, rank_of(rank, 2), 0, 0, shares[rank]))
-    assert shares == [{1: 1.5, 2: 2.0, 3: 2.0}, {1: 0.5, 2: 0.0}]
+    assert shares == [{2: 1.5, 4: 2.0, 6: 2.0}, {3: 0.5, 5: 0.0}]  # by their places in the data
 
 
 def _until_all_end() -> list[list[Any]]:
