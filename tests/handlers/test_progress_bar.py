@@ -49,7 +49,8 @@ class Terminal(io.StringIO):
 
 def lines_on(file: io.StringIO) -> list[str]:
     """What is left on this terminal, which starts a line at the left as the driver of one does."""
-    return [line for line in screen(file.getvalue().replace("\n", "\r\n"), 200) if line]
+    written = re.sub(r"\x1b\]8;;.*?\x1b\\", "", file.getvalue())  # links are not seen
+    return [line for line in screen(written.replace("\n", "\r\n"), 200) if line]
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
