@@ -109,7 +109,9 @@ class StepAside:
         streams = [one.stream for one in self._watched]
         bars = list(tqdm._instances)  # type: ignore[attr-defined]
         drawn = [one for one in bars if hasattr(one, "start_t") and getattr(one, "sp", None) is not None]
-        return [one for one in drawn if any(one.fp == stream for stream in streams)]  # ours draw to a `Direct`
+        return [
+            one for one in drawn if any(getattr(one, "fp", None) == stream for stream in streams)
+        ]  # ours draw to a `Direct`
 
 
 class Watched:

@@ -196,9 +196,8 @@ class TqdmDisplay:
             return
         with _aside.drawing():
             self._bar.leave = keep
-            self._bar.clear(
-                nolock=True
-            )  # it stays on the first line of all bars, which may be another one than its own
+            # It stays on the first line of all bars, which may be another one than its own.
+            self._bar.clear(nolock=True)
             self._bar.close()
             _aside.remove(self._bar)
             self._bar = None
@@ -223,9 +222,10 @@ class RichDisplay(TqdmDisplay):
 
         super().__init__(file)
         self._console = Console(file=file, highlight=False)
+        self._columns = self._console.width - 1
 
     def _width(self) -> int:
-        return width_of(self.file) or self._console.width - 1
+        return width_of(self.file) or self._columns
 
     def _layout(self, line: Fitted, width: int | None) -> str:
         from rich.progress_bar import ProgressBar
@@ -233,6 +233,7 @@ class RichDisplay(TqdmDisplay):
         if not line.bar or width is None:
             return _literal(line.before + line.after)
         room = width - disp_len(line.before) - disp_len(line.after)
+        self._console.width = width
         with self._console.capture() as drawn:
             self._console.print(ProgressBar(1.0, line.done, width=room), end="")
         return _literal(line.before + drawn.get() + line.after)
