@@ -93,10 +93,10 @@ class StepAside:
         if self._unfinished is not None:
             self._unfinished.write("\n")
         for one in self._watched:
-            one.stream.flush()
+            one.flush()
         for one in self._watched[:1]:
             one.write(ERASE)
-            one.stream.flush()
+            one.flush()
         for bar in [*self._others(), *self._bars]:
             bar.refresh(nolock=True)
 
@@ -105,13 +105,11 @@ class StepAside:
         self._astray = self._stale = False
 
     def _others(self) -> list[tqdm[Any]]:
-        """The bars that the program itself has drawn by tqdm on this terminal."""
+        """The bars that the program itself has drawn by tqdm on this terminal; ours draw to a `Direct`."""
         streams = [one.stream for one in self._watched]
         bars = list(tqdm._instances)  # type: ignore[attr-defined]
         drawn = [one for one in bars if hasattr(one, "start_t") and getattr(one, "sp", None) is not None]
-        return [
-            one for one in drawn if any(getattr(one, "fp", None) == stream for stream in streams)
-        ]  # ours draw to a `Direct`
+        return [one for one in drawn if any(getattr(one, "fp", None) == stream for stream in streams)]
 
 
 class Watched:
@@ -134,6 +132,11 @@ class Watched:
             if text:
                 self._notice(self, text)
             return self.write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered; an object that stands in for a stream may have no such method."""
+        if hasattr(self.stream, "flush"):
+            self.stream.flush()
 
     def put_back(self) -> None:
         """Leave the stream as it was."""
@@ -165,7 +168,7 @@ def _lock() -> AbstractContextManager[Any]:
 
 def _is_terminal(stream: TextIO | None) -> bool:
     """Whether this is a terminal (a program without a console has no streams), as an object that can be given a method."""
-    return stream is not None and stream.isatty() and hasattr(stream, "__dict__")
+    return stream is not None and hasattr(stream, "isatty") and stream.isatty() and hasattr(stream, "__dict__")
 
 
 def _ignore(written: Watched, text: str) -> None:

@@ -473,7 +473,7 @@ class PrintsWhenFree:
 
 @pytest.mark.parametrize("style", STYLES)
 def test_another_thread_prints_nothing_into_a_bar(style: str) -> None:
-    lock, before = PrintsWhenFree(), StandardBar.get_lock()
+    lock, before = PrintsWhenFree(), StandardBar.get_lock()  # type: ignore[no-untyped-call]
     with one_terminal() as terminal:
         engine = engine_of(ProgressBar(interval=0.0, style=style))
         StandardBar.set_lock(lock)
@@ -487,18 +487,38 @@ def test_another_thread_prints_nothing_into_a_bar(style: str) -> None:
     assert len(lines) == len(lock.texts) + 1
 
 
-def test_a_file_needs_only_to_write() -> None:
-    class Lines:
-        def __init__(self) -> None:
-            self.text = ""
+class OnlyWrites:
+    """An object that stands in for a stream."""
 
-        def write(self, text: str) -> int:
-            self.text += text
-            return len(text)
+    def __init__(self) -> None:
+        self.text = ""
 
-    file: Any = Lines()
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+
+class WritesToTerminal(OnlyWrites):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [OnlyWrites, WritesToTerminal])
+def test_a_file_needs_only_to_write(kind: type[OnlyWrites]) -> None:
+    file: Any = kind()
     engine_of(ProgressBar(file=file)).run(BATCHES, max_epochs=1)
-    assert file.text.startswith("epoch 1/1")
+    assert "epoch 1/1" in file.text
+
+
+@pytest.mark.parametrize("kind", [OnlyWrites, WritesToTerminal])
+def test_standard_output_needs_only_to_write(kind: type[OnlyWrites]) -> None:
+    output = kind()
+    engine = engine_of(ProgressBar(file=Terminal(), interval=0.0))
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: print("one"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", output)
+        engine.run(BATCHES, max_epochs=1)
+    assert "one\n" in output.text
 
 
 def test_without_standard_error_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
