@@ -24,7 +24,7 @@ from signalfire.authoring import (
 )
 from signalfire.core.state import as_number
 
-from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, of_notebook
+from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, is_drawing, of_notebook, printable
 from ._common.progress import Bound, Forecast, Pace, SmoothedLoss
 
 __all__ = ["ProgressBar"]
@@ -41,11 +41,15 @@ class ProgressBar(Handler):
     """Shows how far the run is, the iterations and samples per second, the time left, and the metrics.
 
     In a terminal each epoch has a bar; there is one over the run where epochs are short, or where its bounds are iterations,
-    steps or a time. It fits into the terminal: the rates and what nobody asked for are left out first, the metrics last. What is
-    printed while a bar is drawn appears above it. In a notebook one output is updated, and its last line stays. Elsewhere (a
-    file, a pipe) there are plain lines: after an epoch, at most one in ``line_interval`` seconds and in 2 % of the time since the
-    run began; within an epoch, or without a value to show, one a minute. At the end of a run there is always a bar or a line that
-    stays, with the time of the whole run.
+    steps or a time. It fits into the terminal: the rates and what nobody asked for are left out first, the metrics last. What
+    this process writes to ``sys.stdout`` and ``sys.stderr`` while a bar is drawn appears above it; the text of child processes
+    cannot be noticed. In a notebook one output is updated, and its last line stays. Elsewhere (a file, a pipe) there are plain
+    lines: after an epoch, at most one in ``line_interval`` seconds and in 2 % of the time since the run began; within an epoch,
+    or without a value to show, one a minute.
+
+    At the end of a training there is always a bar or a line that stays, with the time of the whole run. After an error or an
+    interrupt, the bar stays as it was drawn last. The bar of an evaluation stays, too, unless another one was on the terminal
+    when it began. Its lines come no faster where one evaluation follows another.
 
     The time left is that of the run up to its nearest bound, by the mean time of an iteration. Where that depends on the
     iterations of a step, or of an epoch of data without a length, they are those of this run so far. During an evaluation the
@@ -125,7 +129,7 @@ class ProgressBar(Handler):
         self.clock = clock
         if style == "rich" and importlib.util.find_spec("rich") is None:
             raise ImportError("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")
-        self._plain = self._stays = False
+        self._plain = self._stays = self._within = False
         self._bar: Display | None = None
         self._view = View("")
         self._smoothed: dict[str, SmoothedLoss] = {}  # by update
@@ -147,6 +151,7 @@ class ProgressBar(Handler):
         file = self.file or sys.stderr
         self._stays = self.leave and not self._in_notebook()
         self._plain = not self._in_notebook() and not (hasattr(file, "isatty") and file.isatty())
+        self._within = not engine.training and is_drawing()  # an evaluation during a training with a bar
         self._began = self._epoch_began = now = self.clock()
         self._held = None
         # Lines come no faster for one evaluation after another.
@@ -231,7 +236,7 @@ class ProgressBar(Handler):
     def end(self, engine: Engine) -> None:
         """Show where the run ended, and how long it took."""
         early = self._continued and self.clock() - self._lined_at < self._spacing()
-        if self._bar is not None and engine.training:
+        if self._bar is not None and not self._within:
             self._draw(engine, values=True, finished=True, note=self._elapsed(engine, last=True))
             self._close(keep=True)
         elif self._bar is not None and (engine.state.epoch_open or self._covers_run(engine)):
@@ -242,9 +247,11 @@ class ProgressBar(Handler):
 
     @on(Events.ENDED, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
-        """Close the bar, also after an error."""
+        """Close the bar; after an error it stays as it was drawn last."""
         self._write_held()
-        self._close()
+        if self._bar is not None and not self._within:
+            self._bar.show(replace(self._view, left="", note=""))
+        self._close(keep=not self._within)
 
     def attached(self, engine: Engine) -> None:
         self._smoothed.clear()
@@ -347,12 +354,16 @@ class ProgressBar(Handler):
         rate, samples, left = self._rates(self._forecast.bounds(engine, now))
         facts = [_title(engine), f"iteration {engine.state.iteration}", self._elapsed(engine, last=last)]
         facts += [one for one in (rate, samples, "" if last else left) if one]
-        return "  ".join([*facts, *(f"{name} {value}" for name, value in values.items())])
+        return "  ".join([*facts, *(f"{printable(name)} {value}" for name, value in values.items())])
 
     def _write_held(self) -> None:
         line, self._held = self._held, None
-        if line is not None:
-            print(line, file=self.file or sys.stderr, flush=True)
+        file = self.file or sys.stderr
+        if line is None or file is None:  # a program whose standard error is closed has none
+            return
+        print(line, file=file)
+        if hasattr(file, "flush"):
+            file.flush()
 
     def _elapsed(self, engine: Engine, *, last: bool) -> str:
         """The time of the epoch, or of the run at its end."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TextIO
 
 from tqdm import tqdm
 
 __all__ = ["StepAside"]
+
+STILL = re.compile(r"\x1b\[[\d;:?]*[mKhl]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+"""Escape sequences that leave the cursor where it is: colours, erasing to the end of the line, modes, links."""
+ERASE = "\r\x1b[J"
+"""Erases the line of the cursor, and what is below it."""
 
 
 class StepAside:
@@ -27,6 +33,8 @@ class StepAside:
         self._watched: list[Watched] = []
         self._away = False
         self._unfinished: Watched | None = None  # where the last text ended within a line
+        self._stale = False  # whether lines below the cursor may hold something that another bar drew
+        self._astray = False  # whether the line of the cursor may
 
     def direct(self, stream: TextIO) -> TextIO | Direct:
         """The stream, for bars to draw to."""
@@ -38,38 +46,70 @@ class StepAside:
     def add(self, bar: tqdm[Any]) -> None:
         """Watch the standard streams for this bar, too."""
         if not self._bars:
-            self._away, self._unfinished = False, None
+            self._start()
             streams = [one for one in dict.fromkeys((sys.stdout, sys.stderr)) if _is_terminal(one)]
             self._watched = [Watched(one, self.leave) for one in streams]
         self._bars.append(bar)
 
     def remove(self, bar: tqdm[Any]) -> None:
         """Forget this bar; without bars nothing is watched."""
-        self._bars.remove(bar)
+        self._bars = [one for one in self._bars if one is not bar]  # tqdm compares bars by their positions
         while self._watched and not self._bars:
             self._watched.pop().put_back()
+
+    def is_empty(self) -> bool:
+        """Whether there are no bars."""
+        return not self._bars
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Draw the bars again, below what was written; other threads write nothing until the caller has drawn, too."""
+        with _lock():
+            self._come_back()
+            yield
+            self._start()
 
     def leave(self, written: Watched, text: str) -> None:
         """Take the bars off the terminal, since this text is written now."""
         if not self._away:
+            self._away = True
+            self._astray = self._stale = bool(self._others())
             for bar in self._bars:
                 bar.clear(nolock=True)
-        self._away = True
-        moves = "\r" in text or "\x1b" in text  # the cursor: another bar, which minds its line itself
-        self._unfinished = None if moves or text.endswith("\n") else written
+        visible = STILL.sub("", text)
+        if "\x1b" in visible:  # another bar, which moves the cursor and minds its lines itself
+            self._astray, self._stale, self._unfinished = True, True, None
+            return
+        if self._astray and visible.strip("\n") and not visible.startswith("\r"):
+            written.write(ERASE)
+            self._stale = False
+        if visible:
+            self._astray = self._stale and visible.endswith("\n")
+            self._unfinished = None if "\r" in visible or visible.endswith("\n") else written
 
-    def come_back(self) -> None:
-        """Draw the bars again, below what was written."""
-        with _lock():
-            if not self._away:
-                return
-            if self._unfinished is not None:
-                self._unfinished.write("\n")
-            for one in self._watched:
-                one.stream.flush()
-            self._away, self._unfinished = False, None
-            for bar in self._bars:
-                bar.refresh(nolock=True)
+    def _come_back(self) -> None:
+        if not self._away:
+            return
+        if self._unfinished is not None:
+            self._unfinished.write("\n")
+        for one in self._watched:
+            one.flush()
+        for one in self._watched[:1]:
+            one.write(ERASE)
+            one.flush()
+        for bar in [*self._others(), *self._bars]:
+            bar.refresh(nolock=True)
+
+    def _start(self) -> None:
+        self._away, self._unfinished = False, None
+        self._astray = self._stale = False
+
+    def _others(self) -> list[tqdm[Any]]:
+        """The bars that the program itself has drawn by tqdm on this terminal; ours draw to a `Direct`."""
+        streams = [one.stream for one in self._watched]
+        bars = list(tqdm._instances)  # type: ignore[attr-defined]
+        drawn = [one for one in bars if hasattr(one, "start_t") and getattr(one, "sp", None) is not None]
+        return [one for one in drawn if any(getattr(one, "fp", None) == stream for stream in streams)]
 
 
 class Watched:
@@ -92,6 +132,11 @@ class Watched:
             if text:
                 self._notice(self, text)
             return self.write(text)
+
+    def flush(self) -> None:
+        """Write what is buffered; an object that stands in for a stream may have no such method."""
+        if hasattr(self.stream, "flush"):
+            self.stream.flush()
 
     def put_back(self) -> None:
         """Leave the stream as it was."""
@@ -123,7 +168,7 @@ def _lock() -> AbstractContextManager[Any]:
 
 def _is_terminal(stream: TextIO | None) -> bool:
     """Whether this is a terminal (a program without a console has no streams), as an object that can be given a method."""
-    return stream is not None and stream.isatty() and hasattr(stream, "__dict__")
+    return stream is not None and hasattr(stream, "isatty") and stream.isatty() and hasattr(stream, "__dict__")
 
 
 def _ignore(written: Watched, text: str) -> None:

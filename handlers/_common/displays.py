@@ -8,10 +8,11 @@ from __future__ import annotations
 import html
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol, TextIO
 
 from tqdm import tqdm
 from tqdm.utils import disp_len, disp_trim
@@ -27,7 +28,9 @@ __all__ = [
     "WidgetDisplay",
     "fitted",
     "in_notebook",
+    "is_drawing",
     "of_notebook",
+    "printable",
 ]
 
 NARROWEST_BAR = 6
@@ -71,12 +74,20 @@ class Display(Protocol):
 
 
 class Fitted(NamedTuple):
-    """A view as it fits into a line: the texts before and after the bar, whether there is a bar, and how much was left out."""
+    """A view as it fits into a line.
+
+    Attributes:
+        before, after: The texts before and after the bar.
+        bar: Whether there is a bar.
+        omitted: How much was left out.
+        done: The fraction that the bar shows.
+    """
 
     before: str
     after: str = ""
     bar: bool = False
     omitted: int = 0
+    done: float = 0.0
 
 
 def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
@@ -110,7 +121,7 @@ def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
         before, after = (f"{before}|", f"| {after}") if bar else (f"{before} {after}".rstrip(), "")
         taken = disp_len(before) + disp_len(after) + (NARROWEST_BAR if bar else 0)
         if width is None or (taken <= width and number >= omit):
-            return Fitted(before, after, bar, number)
+            return Fitted(before, after, bar, number, view.fraction or 0.0)
     return Fitted(disp_trim(before, width or 0), omitted=len(least_first))
 
 
@@ -127,7 +138,7 @@ def _parts_of(view: View) -> dict[str, str]:
     """What is in brackets behind the bar, by what it is; a value has the key ``=name``."""
     known = {"rate": view.rate, "samples": view.samples, "left": view.left, "note": view.note}
     parts = {key: text for key, text in known.items() if text}
-    return parts | {f"={name}": f"{name}={value}" for name, value in view.values.items()}
+    return parts | {f"={name}": f"{printable(name)}={value}" for name, value in view.values.items()}
 
 
 class Fit:
@@ -168,82 +179,64 @@ class TqdmDisplay:
         self._fit = Fit()
 
     def show(self, view: View) -> None:
-        _aside.come_back()
-        width = width_of(self.file)
-        line = self._fit(view, width)
-        layout = _literal(line.before) + ("{bar}" if line.bar else "") + _literal(line.after)
+        width = self._width()
+        layout = self._layout(self._fit(view, width), width)
         done = 0.0 if view.fraction is None else view.fraction
-        if self._bar is None:
-            self._bar = self.kind(
-                total=1.0,
-                initial=done,
-                bar_format=layout,
-                ncols=width,
-                file=_aside.direct(self.file),
-            )
-            _aside.add(self._bar)
-            return
-        self._bar.n, self._bar.bar_format, self._bar.ncols = done, layout, width
-        self._bar.refresh()
+        with _aside.drawing():
+            if self._bar is None:
+                file = _aside.direct(self.file)
+                self._bar = self.kind(total=1.0, initial=done, bar_format=layout, ncols=width, file=file)
+                _aside.add(self._bar)
+                return
+            self._bar.n, self._bar.bar_format, self._bar.ncols = done, layout, width
+            self._bar.refresh(nolock=True)
 
     def close(self, *, keep: bool = False) -> None:
-        if self._bar is not None:
-            _aside.come_back()
+        if self._bar is None:
+            return
+        with _aside.drawing():
             self._bar.leave = keep
-            self._bar.clear()  # it stays on the first line of all bars, which may be another one than its own
+            # It stays on the first line of all bars, which may be another one than its own.
+            self._bar.clear(nolock=True)
             self._bar.close()
             _aside.remove(self._bar)
             self._bar = None
 
+    def _width(self) -> int | None:
+        return width_of(self.file)
 
-class RichDisplay:
-    """A bar drawn by rich; what is printed meanwhile appears above it.
+    def _layout(self, line: Fitted, width: int | None) -> str:
+        """The line as a format of tqdm."""
+        return _literal(line.before) + ("{bar}" if line.bar else "") + _literal(line.after)
+
+
+class RichDisplay(TqdmDisplay):
+    """A bar that looks as rich draws it; tqdm puts it on the terminal.
 
     Args:
         file: A terminal.
     """
 
-    _open: ClassVar[list[RichDisplay]] = []  # those on one terminal have one console, which draws them below each other
-
     def __init__(self, file: TextIO) -> None:
         from rich.console import Console
-        from rich.live import Live
 
-        file = getattr(file, "rich_proxied_file", file)  # standard error, as rich replaces it while a bar is drawn
-        self.file: TextIO = file
-        others = [one for one in self._open if one.file is file]
-        self._console: Console = others[0]._console if others else Console(file=file, highlight=False)
-        self._open.append(self)
-        self._live = Live(
-            console=self._console,
-            auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # what goes to a file or a pipe stays there
-            redirect_stderr=sys.stderr.isatty(),
-        )
-        self._fit = Fit()
+        super().__init__(file)
+        self._console = Console(file=file, highlight=False)
+        self._columns = self._console.width - 1
 
-    def show(self, view: View) -> None:
+    def _width(self) -> int:
+        return width_of(self.file) or self._columns
+
+    def _layout(self, line: Fitted, width: int | None) -> str:
         from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
 
-        if not self._live.is_started:
-            self._live.start()
-        width = min(self._console.width - 1, width_of(self.file) or sys.maxsize)  # rich believes COLUMNS
-        line = self._fit(view, width)
-        row = Table.grid()
-        if line.bar:
-            room = width - disp_len(line.before) - disp_len(line.after)
-            row.add_row(Text(line.before), ProgressBar(1.0, view.fraction or 0.0, width=room), Text(line.after))
-        else:
-            row.add_row(Text(line.before))
-        self._live.update(row, refresh=True)
-
-    def close(self, *, keep: bool = False) -> None:
-        self._live.transient = not keep
-        self._live.stop()
-        if self in self._open:
-            self._open.remove(self)
+        if not line.bar or width is None:
+            return _literal(line.before + line.after)
+        room = width - disp_len(line.before) - disp_len(line.after)
+        self._console.width = width
+        with self._console.capture() as drawn:
+            self._console.print(ProgressBar(1.0, line.done, width=room), end="")
+        return _literal(line.before + drawn.get() + line.after)
 
 
 class NotebookDisplay:
@@ -306,6 +299,21 @@ def in_notebook() -> bool:
 def of_notebook() -> Display:
     """A widget where ipywidgets is installed, else an output that is updated."""
     return WidgetDisplay() if importlib.util.find_spec("ipywidgets") is not None else NotebookDisplay()
+
+
+def is_drawing() -> bool:
+    """Whether a bar is on the terminal now."""
+    return not _aside.is_empty()
+
+
+def printable(text: str) -> str:
+    """A text on one line: with escapes in place of control characters and ends of lines.
+
+    Example:
+        >>> print(printable("a\\nb"))
+        a\\nb
+    """
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
 
 
 def _literal(text: str) -> str:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import fcntl
 import gc
 import io
+import logging
 import os
 import pty
 import re
 import struct
+import sys
 import termios
+import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm.auto import tqdm
+from tqdm.std import tqdm as StandardBar
 
 from signalfire import Engine, Events, Phase
 from signalfire.handlers import Average, GradientAccumulation, Metrics, ProgressBar, Validation
@@ -39,6 +45,12 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+
+def lines_on(file: io.StringIO) -> list[str]:
+    """What is left on this terminal, which starts a line at the left as the driver of one does."""
+    written = re.sub(r"\x1b\]8;;.*?\x1b\\", "", file.getvalue())  # links are not seen
+    return [line for line in screen(written.replace("\n", "\r\n"), 200) if line]
 
 
 def engine_of(*handlers: Any, model: nn.Module | None = None) -> Engine:
@@ -307,6 +319,252 @@ def test_the_standard_streams_are_left_as_they_were(ends: str, monkeypatch: pyte
         engine.run(BATCHES, max_epochs=2)
     assert watched[:2] == [True, True]
     assert not any("write" in vars(one) for one in streams)
+
+
+@contextmanager
+def one_terminal() -> Iterator[Terminal]:
+    """A terminal that is both standard output and standard error."""
+    terminal = Terminal()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TERM", "xterm")
+        patch.setenv("COLUMNS", "100")
+        patch.setattr("sys.stdout", terminal)
+        patch.setattr("sys.stderr", terminal)
+        yield terminal
+
+
+def left_by(act: Callable[[Engine], None], *, style: str = "tqdm") -> list[str]:
+    """The lines on the terminal after a run in which this is called after the second iteration."""
+    with one_terminal() as terminal:
+        engine = engine_of(ProgressBar(interval=0.0, style=style))
+        engine.connect(Events.ITERATION_COMPLETED(once=2), act)
+        engine.run(BATCHES, max_epochs=1)
+    return lines_on(terminal)
+
+
+def print_in_colours(engine: Engine) -> None:
+    print("\x1b[31mone\x1b[0m", end="")
+    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: print("\x1b[1mtwo\n\x1b[0m", end=""))
+
+
+def print_a_link(engine: Engine) -> None:
+    print("\x1b]8;;https://example.org\x1b\\one\x1b]8;;\x1b\\", end="")
+    engine.connect(Events.ITERATION_COMPLETED(once=3), lambda engine: print("two"))
+
+
+def print_after_a_bar(engine: Engine, leave: bool) -> None:
+    for _ in tqdm(range(3), leave=leave, mininterval=0, desc="its own"):
+        pass
+    print("one")
+    print("two")
+
+
+def print_beside_a_bar(engine: Engine) -> None:
+    inner = tqdm(total=3, leave=False, mininterval=0)
+    for text in ("one", "two"):
+        inner.update()
+        print(text)
+    inner.close()
+
+
+def print_parts(engine: Engine) -> None:
+    print("\ro", end="")
+    print("\ron", "e", sep="", end="")
+    print()
+    print("two")
+
+
+STYLES = ["tqdm", pytest.param("rich", marks=pytest.mark.skipif(find_spec("rich") is None, reason="needs rich"))]
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "act",
+    [print_in_colours, print_a_link, partial(print_after_a_bar, leave=False), print_beside_a_bar, print_parts],
+    ids=["colours", "link", "after a bar", "beside a bar", "parts"],
+)
+def test_each_text_has_a_line_of_its_own_above_the_bar(act: Callable[[Engine], None], style: str) -> None:
+    one, two, bar = left_by(act, style=style)
+    assert (one, two) == ("one", "two")
+    assert bar.startswith("epoch 1/1: 100%")
+
+
+def test_text_after_a_bar_that_stays_begins_below_it() -> None:
+    own, one, two, bar = left_by(partial(print_after_a_bar, leave=True))
+    assert own.startswith("its own: 100%")
+    assert (one, two) == ("one", "two")
+    assert bar.startswith("epoch 1/1: 100%")
+
+
+def test_a_bar_around_the_run_stays_beside_what_is_printed() -> None:
+    with one_terminal() as terminal:
+        engine = engine_of(ProgressBar(interval=0.0))
+        engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: print("one"))
+        shown: list[list[str]] = []
+        engine.connect(
+            Events.ITERATION_COMPLETED(once=3),
+            lambda engine: shown.append(lines_on(terminal)),
+            phase=Phase.CONTROL,
+        )
+        with tqdm(total=2, desc="seeds", leave=False) as seeds:
+            engine.run(BATCHES, max_epochs=1)
+            seeds.update()
+    text, outer, inner = shown[0][:3]
+    assert text == "one"
+    assert outer.startswith("seeds:   0%")
+    assert inner.startswith("epoch 1/1:  75%")
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_messages_of_logging_appear_above_the_bar(when: str, style: str) -> None:
+    logger = logging.Logger("one that has its own handlers")
+    streams: list[Any] = []
+
+    def speak(engine: Engine) -> None:
+        if when == "within":
+            logger.addHandler(logging.StreamHandler())
+        streams.append(logger.handlers[0].stream)  # type: ignore[attr-defined]
+        logger.warning("one")
+        logger.warning("two")
+
+    with one_terminal() as terminal:
+        if when == "before":
+            logger.addHandler(logging.StreamHandler())
+        engine = engine_of(ProgressBar(interval=0.0, style=style))
+        engine.connect(Events.ITERATION_COMPLETED(once=2), speak)
+        engine.run(BATCHES, max_epochs=1)
+    one, two, bar = lines_on(terminal)
+    assert (one, two) == ("one", "two")
+    assert bar.startswith("epoch 1/1: 100%")
+    assert streams == [terminal]
+
+
+class PrintsWhenFree:
+    """A lock that lets another thread print each time the first one has released it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._first = threading.get_ident()
+        self.texts: list[str] = []
+
+    def acquire(self, *args: Any, **keywords: Any) -> bool:
+        acquired = self._lock.acquire(*args, **keywords)
+        self._depth += acquired
+        return acquired
+
+    def release(self) -> None:
+        self._depth -= 1
+        free = self._depth == 0
+        self._lock.release()
+        if free and threading.get_ident() == self._first:
+            self.texts.append(f"text {len(self.texts)}")
+            thread = threading.Thread(target=sys.stdout.write, args=[f"{self.texts[-1]}\n"])
+            thread.start()
+            thread.join()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_another_thread_prints_nothing_into_a_bar(style: str) -> None:
+    lock, before = PrintsWhenFree(), StandardBar.get_lock()  # type: ignore[no-untyped-call]
+    with one_terminal() as terminal:
+        engine = engine_of(ProgressBar(interval=0.0, style=style))
+        StandardBar.set_lock(lock)
+        try:
+            engine.run(BATCHES, max_epochs=2)
+        finally:
+            StandardBar.set_lock(before)
+    lines = lines_on(terminal)
+    assert len(lock.texts) > 8
+    assert [line for line in lines if not line.startswith("epoch 2/2: 100%")] == lock.texts
+    assert len(lines) == len(lock.texts) + 1
+
+
+class OnlyWrites:
+    """An object that stands in for a stream."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+
+class WritesToTerminal(OnlyWrites):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kind", [OnlyWrites, WritesToTerminal])
+def test_a_file_needs_only_to_write(kind: type[OnlyWrites]) -> None:
+    file: Any = kind()
+    engine_of(ProgressBar(file=file)).run(BATCHES, max_epochs=1)
+    assert "epoch 1/1" in file.text
+
+
+@pytest.mark.parametrize("kind", [OnlyWrites, WritesToTerminal])
+def test_standard_output_needs_only_to_write(kind: type[OnlyWrites]) -> None:
+    output = kind()
+    engine = engine_of(ProgressBar(file=Terminal(), interval=0.0))
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: print("one"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdout", output)
+        engine.run(BATCHES, max_epochs=1)
+    assert "one\n" in output.text
+
+
+def test_without_standard_error_nothing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stderr", None)
+        engine_of(ProgressBar(line_interval=0.0)).run(BATCHES, max_epochs=2)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+def test_the_bar_of_an_evaluation_by_itself_stays(kind: type[io.StringIO]) -> None:
+    file = kind()
+    evaluator = evaluator_of(linear(3, 1))
+    evaluator.attach(ProgressBar(file=file, interval=0.0))
+    evaluator.run(BATCHES)
+    (line,) = lines_on(file)
+    assert line.startswith("evaluation")
+    assert f" loss{'=' if kind is Terminal else ' '}" in line
+
+
+@pytest.mark.parametrize("raised", [ArithmeticError, KeyboardInterrupt])
+def test_the_bar_of_a_run_that_was_cut_short_stays_as_it_was(raised: type[BaseException]) -> None:
+    file = Terminal()
+    engine = engine_of(ProgressBar(file=file, interval=0.0))
+
+    def fail(engine: Engine) -> None:
+        raise raised
+
+    engine.connect(Events.ITERATION_COMPLETED(once=6), fail, phase=Phase.CONTROL)
+    with pytest.raises(raised):
+        engine.run(BATCHES, max_epochs=3)
+    (line,) = lines_on(file)
+    assert line.startswith("epoch 2/3:  50%")
+    assert "left" not in line
+
+
+@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+@pytest.mark.parametrize("name", ["x\ny", "x\ry", "x\x1b[2Ay", "x\u2028y"])
+def test_control_characters_in_a_name_are_escaped(kind: type[io.StringIO], name: str) -> None:
+    file = kind()
+    engine = engine_of(ProgressBar(file=file, interval=0.0))
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log({name: 3.0}))
+    engine.run(BATCHES, max_epochs=1)
+    (line,) = lines_on(file)
+    assert f"{name!r}"[1:-1] in line
+    assert name not in file.getvalue()
 
 
 def test_standard_error_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
@@ -645,7 +903,6 @@ def test_rich_draws_on_request() -> None:
     assert "| 4/4 [" in drawn
     assert "smooth_loss=" in drawn
     assert file.getvalue().count("\n") == 2
-    assert file.getvalue().endswith("\x1b[?25h"), "the cursor is visible again"
 
 
 def test_rich_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -693,9 +950,8 @@ def speak(engine):
     if iteration == 3:
         print("unfinished", end="")
     if iteration == 4:
-        if sys.argv[1] == "tqdm":  # the bars of rich do not notice them
-            logging.warning("logged")
-            tqdm.write("by tqdm")
+        logging.warning("logged")
+        tqdm.write("by tqdm")
         print("a\\nb")
         if "error" in sys.argv:
             raise KeyboardInterrupt
@@ -741,6 +997,8 @@ def screen(written: str, columns: int) -> list[str]:
             row -= int(number or 1)
         elif command == "K":
             rows[row] = [" "] * columns
+        elif command == "J":
+            rows[row:] = [[*rows[row][:column], *" " * (columns - column)]]
         elif control == "\r":
             column = 0
         elif control == "\n" or letter:
@@ -780,13 +1038,11 @@ def test_what_is_printed_appears_above_the_bar(style: str, leave: list[str], end
         needs("rich", "rich")
     written = on_terminal(tmp_path, 100, style, *leave, *ends, text=PRINTING)
     lines = [line for line in screen(written, 100) if line]
-    texts = ["one two", "three", "unfinished", *(["logged", "by tqdm"] if style == "tqdm" else []), "a", "b"]
-    if style == "rich":  # it waits for the end of the line
-        texts[2:4] = ["unfinisheda"]
+    texts = ["one two", "three", "unfinished", "logged", "by tqdm", "a", "b"]
     shown = [line for line in lines if not line.startswith("epoch ")]
     assert shown == [*texts, *(["interrupted"] if ends else []), "the end"]
     bars = [line[:9] for line in lines if line.startswith("epoch ")]
-    assert bars == (["epoch 1/2"] * bool(leave) if ends else ["epoch 1/2"] * bool(leave) + ["epoch 2/2"])
+    assert bars == (["epoch 1/2"] if ends else ["epoch 1/2"] * bool(leave) + ["epoch 2/2"])
 
 
 @pytest.mark.slow
@@ -809,7 +1065,7 @@ def test_what_goes_to_a_file_has_the_same_bytes_with_a_bar(style: str, tmp_path:
     output = tmp_path / "output"
     output.touch()
     on_terminal(tmp_path, 100, style, text=PRINTING, output=output)
-    assert output.read_text() == "one two\nunfinished" + "by tqdm\n" * (style == "tqdm") + "a\nb\nthe end\n"
+    assert output.read_text() == "one two\nunfinishedby tqdm\na\nb\nthe end\n"
 
 
 def test_eighty_columns_suffice_for_a_loss_and_the_metrics_of_a_validation() -> None:
