@@ -55,6 +55,7 @@ WRITTEN = (
     "publishing",
     "contributing",
     "processes",
+    "elastic",
     "costs",
     "stable",
     "changelog",
