@@ -64,11 +64,14 @@ Grads = list[Tensor]
 class Images(Dataset[Batch]):
     """Images that are shifted at random as they are read."""
 
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
     def __len__(self) -> int:
         return 64
 
     def __getitem__(self, index: int) -> Batch:
-        generator = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(index + 1000 * self.seed)
         image = torch.randn(1, 8, 8, generator=generator).roll(int(torch.randint(0, 3, ())), 2)
         return image, torch.tensor(index % 3)
 
@@ -90,20 +93,20 @@ def table(seed: int = 0) -> DataLoader[Any]:
     return DataLoader(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
-def texts() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(0)
+def texts(seed: int = 0) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
     data = TensorDataset(torch.randint(0, 11, (96, 5), generator=generator), torch.arange(96) % 3)
     return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
-def images() -> DataLoader[Any]:
-    return DataLoader(Images(), batch_size=2, num_workers=1)
+def images(seed: int = 0) -> DataLoader[Any]:
+    return DataLoader(Images(seed), batch_size=2, num_workers=1)
 
 
 @dataclass
 class Job:
     model: Callable[[], nn.Module]
-    data: Callable[[], DataLoader[Any]]
+    data: Callable[..., DataLoader[Any]]
     handlers: Callable[[], list[Handler]]
     mixes: bool = False
     autocast: bool = False
@@ -267,16 +270,16 @@ def lose(engine: Engine, until: int | None) -> None:
         raise Lost
 
 
-def lived(folder: Path, until: int | None) -> dict[str, Any]:
+def lived(folder: Path, until: int | None, name: str = "mlp") -> dict[str, Any]:
     """What a process has after it has resumed from the newest checkpoint and gone on until an iteration."""
-    job = JOBS["mlp"]
+    job = JOBS[name]
     engine = Engine(Update.supervised(F.cross_entropy, ADAM), model=built(job), seed=0)
     engine.attach(
         ElasticDataParallel(shards=SHARDS),
-        GradientAccumulation(3),
-        EMA(0.9),
+        *([GradientAccumulation(3), EMA(0.9)] if job.window == 1 else []),
+        *job.handlers(),
         Metrics(loss=Average(), accuracy=Accuracy()),
-        Validation(table(1), accuracy=Accuracy(), f1=MulticlassF1Score(3), every="4it"),
+        Validation(job.data(1), accuracy=Accuracy(), f1=MulticlassF1Score(3), every="4it"),
         EarlyStopping("val_loss", patience=50),
         LRScheduling(
             lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0), monitor="val_loss"
