@@ -54,6 +54,48 @@ def test_a_class_of_handlers(name: str) -> None:
     assert first in handlers.__all__ or not first[0].isupper(), first
 
 
+IMPORTS = {
+    "from signalfire.handlers import ModelCheckpoint": "here it is Checkpoint",
+    "from signalfire.handlers import Engine": "it is in signalfire",
+    "from signalfire.handlers import Trainer": "here it is Engine, in signalfire",
+    "from signalfire.handlers import Precision": "here it is MixedPrecision, or TruePrecision",
+    "from signalfire.handlers import Chekpoint": "did you mean 'Checkpoint'?",
+    "from signalfire import Checkpoint": "it is in signalfire.handlers",
+    "from signalfire import Engine, ProgressBar": "it is in signalfire.handlers",
+    "from signalfire import EarlyStopping": "it is in signalfire.handlers",
+    "from signalfire import ModelCheckpoint": "here it is Checkpoint, in signalfire.handlers",
+    "from signalfire import Trainer": "here it is Engine",
+    "from signalfire import Callback": "here it is Handler",
+    "from signalfire import set_seed": "here it is seed_everything",
+    "from signalfire import Claim": "it is in signalfire.authoring",
+    "from signalfire import Chekpoint": "did you mean 'Checkpoint'? It is in signalfire.handlers",
+    "from signalfire.authoring import Checkpoint": "it is in signalfire.handlers",
+}
+
+
+@pytest.mark.parametrize(("line", "hint"), IMPORTS.items())
+def test_an_import_says_where_a_name_is_or_what_it_is_called_here(line: str, hint: str) -> None:
+    package, name = line.split()[1], line.split()[-1]
+    with pytest.raises(ImportError) as error:
+        exec(line)
+    assert str(error.value) == f"cannot import name {name!r} from {package!r}; {hint}"
+    module = import_module(package)
+    assert not hasattr(module, name)
+    if package != "signalfire.authoring":
+        with pytest.raises(AttributeError) as missing:
+            getattr(module, name)
+        assert str(missing.value) == f"module {package!r} has no attribute {name!r}; {hint}"
+
+
+def test_other_names_are_errors_of_python() -> None:
+    with pytest.raises(ImportError, match=r"^cannot import name 'xyzzy' from 'signalfire' \("):
+        exec("from signalfire import xyzzy")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'signalfire\.handlers\.xyzzy'$"):
+        import_module("signalfire.handlers.xyzzy")
+    with pytest.raises(AttributeError, match=r"^module 'signalfire' has no attribute 'exact'; it is a module: import "):
+        vars(signalfire)["__getattr__"]("exact")
+
+
 EVENTS: dict[str, str] = vars(import_module("signalfire.core.events"))["_ELSEWHERE"] | {
     "on_train_batch_end": "ITERATION_COMPLETED",
     "ON_FIT_START": "STARTED",
