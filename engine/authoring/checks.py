@@ -94,7 +94,7 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
     if not callable(function):
         raise TypeError(f"{_call(owner, argument, function)}: expected a function, called as {call}")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # a built-in without a signature
         return function
     try:

@@ -13,7 +13,17 @@ from types import ModuleType
 
 from ..core.words import did_you_mean
 
-__all__ = ["CLASSES", "CONSTRUCTOR", "ENGINE", "HANDLERS", "RUN", "install", "instead", "missing_attribute", "unknown_name"]
+__all__ = [
+    "CLASSES",
+    "CONSTRUCTOR",
+    "ENGINE",
+    "HANDLERS",
+    "RUN",
+    "install",
+    "instead",
+    "missing_attribute",
+    "unknown_name",
+]
 
 ENGINE = {
     "add_callback": "engine.attach(handler)",
@@ -203,7 +213,9 @@ class _Names(MetaPathFinder):
     It is raised from here since Python replaces an AttributeError of the module by an ImportError of its own.
     """
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         package, _, name = fullname.rpartition(".")
         if package in _PACKAGES and (hint := unknown_name(package, name)):
             raise ImportError(f"cannot import name {name!r} from {package!r}{hint}", name=fullname)

@@ -249,11 +249,6 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
     if not callable(receiver):
         attach = "; attach a handler with engine.attach(handler)" if hasattr(receiver, "subscriptions") else ""
         raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine){attach}")
-    if inspect.isfunction(receiver) and next(iter(inspect.signature(receiver).parameters), "") == "self":
-        raise TypeError(
-            f"{where}: {receiver!r} takes self and has no object, so that the engine would be passed as self; connect the "
-            "method of an instance, or declare it with `on` in a Handler"
-        )
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
@@ -264,13 +259,18 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
                 f"{where}: {receiver!r} is a generator function, whose body would never run; give a plain function"
             )
     try:
-        signature = inspect.signature(receiver)
+        signature = inspect.signature(receiver, follow_wrapped=False)
     except ValueError:
         if inspect.ismethod(receiver):
             raise TypeError(
                 f"{where}: {receiver!r} has no self; declare it as {receiver.__name__}(self, engine)"
             ) from None
         return  # a built-in without a signature
+    if inspect.isfunction(receiver) and next(iter(signature.parameters), "") == "self":
+        raise TypeError(
+            f"{where}: {receiver!r} takes self and has no object, so that the engine would be passed as self; connect the "
+            "method of an instance, or declare it with `on` in a Handler"
+        )
     try:
         signature.bind(None)
     except TypeError as error:

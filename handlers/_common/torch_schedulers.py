@@ -137,7 +137,7 @@ def missing_total(factory: Any) -> str | None:
     if own is not None:
         return "total_steps" if own() else None
     try:
-        parameters = inspect.signature(factory).parameters
+        parameters = inspect.signature(factory, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return None
     if isinstance(factory, partial) and {"epochs", "steps_per_epoch"} <= set(factory.keywords):

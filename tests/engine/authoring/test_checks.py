@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from signalfire.ablation.store import Store
 from signalfire.authoring.checks import check_bool, check_choice, check_function, check_int, check_local, check_number
@@ -117,6 +118,25 @@ def test_functions_are_refused_that_cannot_be_called_as_they_will_be() -> None:
             check_function("Reporting", "report", function, "value", "step")
     with pytest.raises(TypeError, match=rf"Reporting\(report=3\): expected a function, called as {call}"):
         check_function("Reporting", "report", 3, "value", "step")
+
+
+def test_a_decorated_function_is_checked_as_it_is_called_and_not_as_the_one_inside() -> None:
+    """`functools.wraps` shows the signature of the function inside, which the decorator may call with more or fewer arguments."""
+
+    def inner(value: Any, step: Any, more: Any) -> None: ...
+
+    @wraps(inner)
+    def fills_in(value: Any, step: Any) -> None:
+        inner(value, step, 1)
+
+    @wraps(print)
+    def needs_more(value: Any, step: Any, more: Any) -> None: ...
+
+    wrapped: Any
+    for wrapped in (fills_in, torch.no_grad()(fills_in)):
+        assert check_function("Reporting", "report", wrapped, "value", "step") is wrapped
+    with pytest.raises(TypeError, match=r"it is called as report\(value, step\): missing a required argument: 'more'"):
+        check_function("Reporting", "report", needs_more, "value", "step")
 
 
 def test_of_a_file_url_the_error_gives_the_path() -> None:
