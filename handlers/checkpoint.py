@@ -98,6 +98,7 @@ class Checkpoint(Handler):
     files: checkpoints.Files = checkpoints.Files()  # tests record them or make them fail
     other_names = {
         "save_top_k": "keep=", "n_saved": "keep=", "save_total_limit": "keep=", "dirpath": "the first argument, the folder",
+        "save_last": 'a second Checkpoint(folder, name="last")', "save_best_only": "monitor=", "score_function": "monitor=",
         "every_n_epochs": 'every="2ep"', "every_n_train_steps": 'every="100st"', "save_weights_only": "weights_only=",
     }  # fmt: skip
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 from ..core.words import did_you_mean
 
 __all__ = [
+    "BOUNDS",
     "CLASSES",
     "CONSTRUCTOR",
     "ENGINE",
@@ -22,6 +24,7 @@ __all__ = [
     "install",
     "instead",
     "missing_attribute",
+    "misuse",
     "unknown_name",
 ]
 
@@ -141,6 +144,9 @@ CLASSES = {
 }
 """Classes and functions of the package."""
 
+BOUNDS = ("max_epochs", "max_iters", "max_steps", "max_time", "min_epochs", "min_iters", "epoch_length")
+"""The bounds of `Engine.run`, which `Engine.check` takes, too."""
+
 HANDLERS = {
     "AMP": "MixedPrecision",
     "BackboneFinetuning": "Freezing",
@@ -165,6 +171,34 @@ HANDLERS = {
     "Timer": "run(..., max_time=)",
 }
 """Classes of handlers."""
+
+
+def misuse(call: str, unnamed: Sequence[Any], unknown: Iterable[str], own: Iterable[str]) -> str:
+    """The error about arguments that a run, its check or an engine does not take.
+
+    Args:
+        call: What was called.
+        unnamed: Positional arguments after those that it takes.
+        unknown: Names of keyword arguments.
+        own: Those that it takes.
+
+    Example:
+        >>> misuse("run()", [], ["epochs"], [])
+        "run() got an unexpected keyword argument 'epochs'; write max_epochs="
+    """
+    if unnamed and isinstance(unnamed[0], int | float):
+        return f"{call} takes only the data without a name; name the bound, such as max_epochs={unnamed[0]}"
+    if unnamed:
+        return (
+            f"{call} takes only the data to train on without a name; to evaluate on other data, attach Validation(data)"
+        )
+    name = next(iter(unknown))
+    table = CONSTRUCTOR if call == "Engine()" else RUN
+    hint = f"; {table[name]}" if name in table else did_you_mean(name, own)
+    if call == "Engine()" and (name in RUN or name in BOUNDS) and name not in table:
+        hint = f"; it is for run: {RUN.get(name, f'engine.run(data, {name}=...)')}"
+    return f"{call} got an unexpected keyword argument {name!r}{hint}"
+
 
 _PACKAGES = ("signalfire", "signalfire.handlers", "signalfire.authoring")
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import Files, load
-from ..core.words import listed
+from ..core.words import did_you_mean, listed
 from ..distributed.sharded import read_shards
 from ..resuming.changeable import own_parameters
 from ..resuming.loads import ModuleTensors
@@ -84,6 +84,9 @@ def _path_of(engine: Engine, weights: Any) -> Path:
                 f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; give weights= one, or a path"
             )
         weights = next(iter(writers.values()))
+    if isinstance(weights, str) and not os.path.lexists(weights):
+        way_out = did_you_mean(weights, ["best"]) or "; give 'best', an attached Checkpoint, or the path of one"
+        raise FileNotFoundError(f"test(weights={weights!r}): no such checkpoint{way_out}")
     if isinstance(weights, str | os.PathLike):
         return Path(weights)
     if not hasattr(weights, "best") or not hasattr(weights, "last"):
