@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         print(*written, sep="\n")
-        print(f"\nNext: cd {given.folder}; python train.py; python -m pytest; python study.py")
+        print(f"\nNext: cd {shlex.quote(given.folder)}; python train.py; python -m pytest; python study.py")
         return 0
     from .commands.demo import demo
 

@@ -17,7 +17,7 @@ from signalfire.ablation.store import Store
 from signalfire.authoring.checks import check_bool, check_choice, check_function, check_int, check_local, check_number
 from signalfire.commands.new import new_project
 from signalfire.exact import CheckpointFolder
-from signalfire.handlers import Checkpoint
+from signalfire.handlers import Checkpoint, CSVLogger, Export
 from signalfire.weights import average_weights, export_weights, read_weights
 from tests.kit import build, linear
 
@@ -93,6 +93,28 @@ def test_the_owner_may_be_an_object() -> None:
 def test_a_function_that_takes_a_path_refuses_a_url(call: Callable[[Any], Any], address: Any) -> None:
     with pytest.raises(ValueError, match=r"='s3:.*a URL is not a path.*Checkpoints in an object store"):
         call(address)
+
+
+WRITERS = (Checkpoint, CSVLogger, partial(export_weights, build(linear(5, 1))), CheckpointFolder, Store, new_project)
+
+
+@pytest.mark.parametrize("call", [*WRITERS, Checkpoint.load, Checkpoint.hyperparameters, read_weights])
+def test_an_empty_path_is_refused(call: Callable[[Any], Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"=''\): expected a path"):
+        call("")
+
+
+@pytest.mark.parametrize("call", [Checkpoint.load, Checkpoint.hyperparameters])
+def test_what_is_no_path_is_refused_by_what_was_called(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=rf"^{call.__qualname__}\(path=None\): expected a path$"):
+        call(None)
+
+
+@pytest.mark.parametrize("call", [CheckpointFolder, Checkpoint, CSVLogger, lambda path: Export(path / "a.pt2")])
+def test_a_path_below_a_file_is_refused_where_it_is_given(call: Callable[[Any], Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"\w\(\w+='.*/file/.*'\): '.*/file' is a file, and not a folder"):
+        call(tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize("path", ["C:/runs", "runs:1/x", "a/s3:/b", "./s3:/b", "s3:b", b"s3://b", Path("/tmp/s3://b")])
