@@ -131,7 +131,7 @@ def test_an_event_of_a_catalogue_that_ends_its_names_otherwise() -> None:
         STEP_ENDED = "ended"
 
     with pytest.raises(AttributeError, match=r"Steps has no event 'STEP_END'; did you mean 'STEP_ENDED'\?"):
-        Steps.STEP_END  # type: ignore[attr-defined]  # noqa: B018
+        Steps.STEP_END  # noqa: B018
 
 
 def test_the_filter_of_another_engine() -> None:
