@@ -219,14 +219,18 @@ def unknown_name(package: str, name: str) -> str:
     for place, there in names.items():
         if name in there:
             return f"; it is in {place}" if place != package else ""
-    if known := instead(name, CLASSES | HANDLERS):
-        new = (CLASSES | HANDLERS)[name].split(",")[0]
-        place = next((place for place, there in names.items() if new in there), package)
-        return known if place == package else f"{known}, in {place}"
+    if name in CLASSES | HANDLERS:
+        return _other_name(package, name, names)
     for place, there in names.items():
         if meant := did_you_mean(name, there):
             return meant if place == package else f"{meant} It is in {place}"
     return ""
+
+
+def _other_name(package: str, name: str, names: dict[str, Sequence[str]]) -> str:
+    new = (CLASSES | HANDLERS)[name].split(",")[0]
+    place = next((place for place, there in names.items() if new in there), package)
+    return instead(name, CLASSES | HANDLERS) + (f", in {place}" if place != package else "")
 
 
 def missing_attribute(package: str, name: str) -> AttributeError:
