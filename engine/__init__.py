@@ -6,6 +6,10 @@ if __name__ != "signalfire":
         "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
     )
 
+from typing import TYPE_CHECKING
+
+from .authoring.elsewhere import install as _hint_at_names
+from .authoring.elsewhere import missing_attribute as _missing_attribute
 from .authoring.interval import Interval
 from .authoring.randomness import seed_everything
 from .commands.moved import install as _find_moved
@@ -26,6 +30,7 @@ from .updates.spec import Update
 __version__ = "0.3.0"
 
 _find_moved()
+_hint_at_names()
 
 __all__ = [
     "AnyEvent",
@@ -58,3 +63,8 @@ __all__ = [
     "on",
     "seed_everything",
 ]
+
+if not TYPE_CHECKING:  # type checkers would accept any name of a module that has a __getattr__
+
+    def __getattr__(name: str) -> object:
+        raise _missing_attribute(__name__, name)

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             return 2
         print(*written, sep="\n")
-        print(f"\nNext: cd {given.folder}; python train.py; python -m pytest; python study.py")
+        print(f"\nNext: cd {shlex.quote(given.folder)}; python train.py; python -m pytest; python study.py")
         return 0
     from .commands.demo import demo
 
@@ -63,15 +64,14 @@ def main(arguments: list[str] | None = None) -> int:
 def _upgrade(paths: list[Path]) -> int:
     from .commands.upgrade import upgrade
 
-    try:
-        found = upgrade(paths)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        print(error, file=sys.stderr)
-        return 2
+    found, unread = upgrade(paths)
     for one in found:
         print(one.shown())
-    print(f"{len(found)} names of earlier versions", file=sys.stderr)
-    return 1 if found else 0
+    for sentence in unread:
+        print(sentence, file=sys.stderr)
+    not_read = f"; {len(unread)} files could not be read" if unread else ""
+    print(f"{len(found)} names of earlier versions{not_read}", file=sys.stderr)
+    return 2 if unread else 1 if found else 0
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Never, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from .authoring.checks import did_you_mean
+from .authoring.elsewhere import BOUNDS, ENGINE, instead, misuse
 from .authoring.interval import Interval, event_of, seconds_of
 from .authoring.log import Log
 from .authoring.randomness import check_seed
@@ -97,7 +98,11 @@ class Engine(Kernel):
         training: bool | None = None,
         streams: Streams = "shared",
         allow: Sequence[str] = (),
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            own = ("update", "model", "seed", "training", "streams", "allow")
+            raise TypeError(misuse("Engine()", (), unknown, own))
         self.findings = Reports(self, allow)
         self.streams = streams
         specs, seed = _checked_specs(update), None if seed is None else check_seed("Engine", seed)
@@ -118,18 +123,14 @@ class Engine(Kernel):
         """The seconds of `run`'s ``max_time``."""
         return None if max_time is None else seconds_of(max_time)
 
-    def _instead(self, name: str) -> str:
-        from .authoring.elsewhere import RUN  # only errors have a use for it
-
-        return f"; {RUN[name]}" if name in RUN else super()._instead(name)
+    def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
+        return misuse("run()", unnamed, unknown, (*BOUNDS, "data", "check"))
 
     if not TYPE_CHECKING:  # type checkers would accept any attribute
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)  # a property: the error inside it says what is missing
-            from .authoring.elsewhere import ENGINE, instead
-
             hint = "" if name.startswith("_") else instead(name, ENGINE) or did_you_mean(name, dir(type(self)))
             raise AttributeError(f"Engine has no attribute {name!r}{hint}", name=name)
 

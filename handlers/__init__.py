@@ -10,8 +10,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
-from signalfire.authoring import did_you_mean
-from signalfire.authoring.elsewhere import HANDLERS, instead
+from signalfire.authoring.elsewhere import missing_attribute
 
 if TYPE_CHECKING:
     from .activation_checkpointing import ActivationCheckpointing
@@ -222,9 +221,7 @@ if not TYPE_CHECKING:  # type checkers would accept any name of a module that ha
         if name in _SUBMODULES:
             return import_module(f".{name}", __name__)
         if name not in _MODULES:
-            # Given the name, Python adds no suggestion of its own to this one.
-            hint = instead(name, HANDLERS) or did_you_mean(name, __all__)
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}", name=name)
+            raise missing_attribute(__name__, name)
         value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
         globals()[name] = value  # found without this function from now on
         return value

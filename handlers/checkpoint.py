@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, checkpoints, on
-from signalfire.authoring import Monitor, check_bool, check_choice, check_every, check_int, comes_up, plain_mapping
+from signalfire.authoring import Monitor, check_bool, check_every, check_int, comes_up, plain_mapping
 from signalfire.authoring.devices import DeviceFeature
 from signalfire.authoring.interval import saving_events, unfiltered
 from signalfire.distributed import lost_another
@@ -98,6 +98,7 @@ class Checkpoint(Handler):
     files: checkpoints.Files = checkpoints.Files()  # tests record them or make them fail
     other_names = {
         "save_top_k": "keep=", "n_saved": "keep=", "save_total_limit": "keep=", "dirpath": "the first argument, the folder",
+        "save_last": 'a second Checkpoint(folder, name="last")', "save_best_only": "monitor=", "score_function": "monitor=",
         "every_n_epochs": 'every="2ep"', "every_n_train_steps": 'every="100st"', "save_weights_only": "weights_only=",
     }  # fmt: skip
 
@@ -120,7 +121,7 @@ class Checkpoint(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        self._check_selection(monitor, mode, every)
+        checkpoint_findings.check_selection(self, monitor, mode, every)
         self.folder = check_folder(self, folder)
         self.monitor = None if monitor is None else Monitor("Checkpoint", monitor, mode)
         keep = check_int(self, "keep", (2 if monitor is None else 1) if keep is None else keep)
@@ -150,22 +151,11 @@ class Checkpoint(Handler):
         self.hold_event, self.exception_event = events_if(on_exception, _DONE, error | Events.INTERRUPTED)
         self.resume_event, self.failure_event = events_if(resume, Events.MODEL_SETUP, error)
 
-    def _check_selection(self, monitor: str | None, mode: str | None, every: object) -> None:
-        if monitor is not None and every is not None:
-            raise ValueError(
-                f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
-                "metric; remove every="
-            )
-        if mode is not None:
-            check_choice(self, "mode", mode, ("min", "max"))
-            if monitor is None:
-                kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
-                raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
-
     def _choose_events(self) -> None:
         selects, due = self.monitor is not None, unfiltered(self.every or "1ep")
-        self.select_event, self.monitor_event = events_if(selects, _DONE, Events.STARTED)
-        self.check_event = Events.EPOCH_COMPLETED if selects or self.filename.metrics else None
+        self.select_event = _DONE if selects else None
+        checks = events_if(selects or bool(self.filename.metrics), Events.STARTED, Events.EPOCH_COMPLETED)
+        self.monitor_event, self.check_event = checks
         self.save_event = self.select_event or saving_events(due)
         self.between_event = None if selects or self.save_event == due else due
         waits = events_if(self.asynchronous, _DONE, Events.COMPLETED, Events.ENDED)
@@ -319,9 +309,10 @@ class Checkpoint(Handler):
 
     @on("monitor_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metric(self, engine: Engine) -> None:
-        """Find the metric's direction; raise an error for a name that nobody announced or writes."""
-        assert self.monitor is not None
-        self.monitor.start(engine, self.name)
+        """Find the metric's direction; raise an error for a name, also one in the filename, that nobody announced or writes."""
+        if self.monitor is not None:
+            self.monitor.start(engine, self.name)
+        checkpoint_findings.check_filename(engine, self.filename)
 
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["step", "metrics"], writes=[])
     def select_last(self, engine: Engine) -> None:

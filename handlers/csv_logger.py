@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import time as clock
 from functools import cache
+
+from signalfire import Interval
 
 from ._common.scalars import Record
 from ._common.text_logs import TextLogger
@@ -56,9 +59,20 @@ class CSVLogger(TextLogger):
 
     other_names = {
         "save_dir": "the first argument, the path",
+        "every_n_steps": 'every="10it"',
         "log_every_n_steps": 'every="10it"',
         "flush_logs_every_n_steps": 'every="10it"',
     }
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        time: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(path, every=every, time=time, name=name)
 
     @property
     def header(self) -> str:

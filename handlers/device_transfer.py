@@ -75,10 +75,7 @@ class DeviceTransfer(Handler):
         name: str | None = None,
     ) -> None:
         super().__init__(name=name)
-        try:
-            self.device = _default_device() if device is None else torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise ValueError(f"DeviceTransfer(device={device!r}): {str(error).splitlines()[0]}") from None
+        self.device = _default_device() if device is None else _device_of(device)
         if (absent := unavailable(self.device)) is not None:
             raise ValueError(f"DeviceTransfer(device={device!r}): {absent}; omit device= to use the available one")
         self.non_blocking = check_bool(self, "non_blocking", non_blocking)
@@ -176,6 +173,17 @@ class DeviceTransfer(Handler):
 def _has_known_tensors(value: Any) -> bool:
     """Whether the tensors in a value can be found, so that their memory can be kept while it is in use."""
     return isinstance(value, Tensor | PackedSequence)
+
+
+def _device_of(device: Any) -> torch.device:
+    """The device that is meant; torch's own errors list names that no user knows."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"DeviceTransfer(device={device!r}): expected a device, such as 'cuda', 'cuda:1', 'mps' or 'cpu'; omit device= to "
+            "use the available one"
+        ) from None
 
 
 def _default_device() -> torch.device:

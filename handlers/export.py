@@ -10,6 +10,7 @@ from torch import Tensor
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.authoring import Monitor, check_choice, check_every, check_local, warn
+from signalfire.authoring.checks import check_parents
 from signalfire.checkpoints import Files
 from signalfire.distributed import is_sharded
 from signalfire.weights import (
@@ -109,6 +110,7 @@ class Export(Handler):
         if not isinstance(path, str | os.PathLike) or not path:
             raise TypeError(f"Export(path={path!r}): expected a path, such as 'model.safetensors'")
         self.path = check_local(self, "path", path)
+        check_parents(self, "path", self.path)
         if self.path.suffix not in (".safetensors", *_PROGRAMS):
             raise ValueError(
                 f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2' or "

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time as clock
+
+from signalfire import Interval
 
 from ._common.scalars import Record
 from ._common.text_logs import TextLogger
@@ -53,6 +56,22 @@ class JSONLinesLogger(TextLogger):
         {"epoch": 1, "iteration": 2, "step": 2, "train/loss": 0.25, "lr": 0.25}
         {"epoch": 2, "iteration": 4, "step": 4, "train/loss": 0.015625, "lr": 0.25}
     """
+
+    other_names = {
+        "every_n_steps": 'every="10it"',
+        "log_every_n_steps": 'every="10it"',
+        "save_dir": "the first argument, the path",
+    }
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        time: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(path, every=every, time=time, name=name)
 
     def lines(self, record: Record) -> str:
         """The record as one JSON object."""

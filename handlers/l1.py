@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ._common.parameter_penalties import ParameterPenalty
+from ._common.penalties import Weight
 
 __all__ = ["L1"]
 
@@ -42,6 +45,17 @@ class L1(ParameterPenalty):
         >>> state.metrics["l1"], model.weight.tolist()
         (tensor(2.5000), [[3.5, -0.5]])
     """
+
+    def __init__(
+        self,
+        weight: Weight,
+        *,
+        parameters: str | Sequence[str] | None = None,
+        norms_and_biases: bool = False,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, parameters=parameters, norms_and_biases=norms_and_biases, update=update, name=name)
 
     def size(self, parameter: Tensor) -> Tensor:
         return parameter.abs().sum()

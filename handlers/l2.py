@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ._common.parameter_penalties import ParameterPenalty
+from ._common.penalties import Weight
 
 __all__ = ["L2"]
 
@@ -46,6 +49,17 @@ class L2(ParameterPenalty):
     """
 
     factor = 0.5
+
+    def __init__(
+        self,
+        weight: Weight,
+        *,
+        parameters: str | Sequence[str] | None = None,
+        norms_and_biases: bool = False,
+        update: str | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(weight, parameters=parameters, norms_and_biases=norms_and_biases, update=update, name=name)
 
     def size(self, parameter: Tensor) -> Tensor:
         return (torch.view_as_real(parameter) if parameter.is_complex() else parameter).square().sum()

@@ -61,6 +61,11 @@ class LabelSmoothing(Handler):
     capture = Capture.INSIDE
     trains = True
 
+    other_names = {
+        "label_smoothing": "alpha=",
+        "smoothing": "alpha=",
+    }
+
     def __init__(self, alpha: float = 0.1, *, update: str | None = None, dim: int = 1, name: str | None = None) -> None:
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0, most=1)

@@ -22,6 +22,7 @@ from ._common.ranks import CHECK_METRIC
 from ._common.schedule_findings import ScheduledRun, schedule_findings
 from ._common.simulated_rates import plot_rates, steps_of_scheduler
 from ._common.torch_schedulers import (
+    SCHEDULER_OPTIONS,
     base_of,
     check_drivable,
     check_factory,
@@ -95,8 +96,8 @@ class LRScheduling(Handler):
     other_names = {
         "interval": 'every="1it" or "1ep"',
         "frequency": 'every="1it" or "1ep"',
-        "lr_scheduler": "the first argument, scheduler",
-    }
+        "lr_scheduler": "the first argument, scheduler", **SCHEDULER_OPTIONS,
+    }  # fmt: skip
 
     def __init__(
         self,

@@ -71,6 +71,11 @@ class MixedPrecision(Handler):
     decides_alike = True
     device_features = frozenset({DeviceFeature.AUTOCAST, DeviceFeature.SCALER})
 
+    other_names = {
+        "dtype": 'precision="bf16"',
+        "mixed_precision": 'precision="bf16"',
+    }
+
     def __init__(
         self,
         precision: Literal["bf16", "fp16"] | str | torch.dtype = "bf16",

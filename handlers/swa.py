@@ -94,6 +94,15 @@ class SWA(AveragedWeights):
         (0.125, 0.1875)
     """
 
+    other_names = {
+        "annealing_epochs": "anneal_epochs=",
+        "annealing_strategy": "anneal=",
+        "swa_epoch_start": "start=",
+        "swa_lr": "lr=",
+        "swa_lrs": "lr=",
+        "swa_start": "start=",
+    }
+
     def __init__(
         self,
         start: int,

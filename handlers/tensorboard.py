@@ -72,6 +72,7 @@ class TensorBoardLogger(ScalarLogger):
     other_names = {
         "save_dir": "the first argument, the folder",
         "log_dir": "the first argument, the folder",
+        "every_n_steps": 'every="10it"',
         "log_every_n_steps": 'every="10it"',
         "log_graph": "graph=",
     }

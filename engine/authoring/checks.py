@@ -25,6 +25,7 @@ __all__ = [
     "check_local",
     "check_name",
     "check_number",
+    "check_parents",
     "check_stream",
     "did_you_mean",
     "shown_path",
@@ -94,7 +95,7 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
     if not callable(function):
         raise TypeError(f"{_call(owner, argument, function)}: expected a function, called as {call}")
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # a built-in without a signature
         return function
     try:
@@ -131,7 +132,7 @@ def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> in
 
 
 def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> Path:
-    """Check that a path is not a URL, which would become a folder with the name of the scheme.
+    """Check that a path is one, and not a URL, which would become a folder with the name of the scheme.
 
     ``Path("s3://bucket")`` is "s3:/bucket", so one slash is enough. A folder that is really named so is written as "./s3:/bucket"
     in a string, or with an absolute path. A scheme has at least two letters: "C:/runs" is a path.
@@ -141,14 +142,19 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> P
         home folder for "~".
 
     Raises:
-        ValueError: if it is a URL.
+        TypeError: if it is not a path.
+        ValueError: if it is empty, or a URL.
 
     Example:
         >>> check_local("Checkpoint", "folder", "file:///tmp/runs")
         Traceback (most recent call last):
         ValueError: Checkpoint(folder='file:///tmp/runs'): a URL is not a path; write '/tmp/runs'
     """
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"{_call(owner, argument, path)}: expected a path")
     address = os.fspath(path)
+    if not address:
+        raise ValueError(f"{_call(owner, argument, address)}: expected a path; for the working folder, write '.'")
     if not isinstance(address, str) or not _URL.match(address):
         return Path(os.path.abspath(os.path.expanduser(os.fsdecode(path))))
     if address[:5].lower() == "file:":
@@ -159,6 +165,15 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> P
             "object store' in the guide shows how"
         )
     raise ValueError(f"{_call(owner, argument, address)}: a URL is not a path; {hint}")
+
+
+def check_parents(owner: object, argument: str, path: Path) -> None:
+    """Raise NotADirectoryError for a path to be written whose folder cannot be created, since there is a file above it."""
+    there = next((one for one in path.parents if os.path.exists(one)), None)
+    if there is not None and not there.is_dir():
+        raise NotADirectoryError(
+            f"{_call(owner, argument, str(path))}: {str(there)!r} is a file, and not a folder; give another path"
+        )
 
 
 def check_number(
@@ -213,9 +228,11 @@ _BOUNDS = (("above {:g}", gt), ("of {:g} or more", ge), ("below {:g}", lt), ("of
 
 
 def shown_path(path: Path) -> Path:
-    """A path as people write it in messages: relative where it lies below the working folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+    """A path as people write it in messages: relative where it lies below the working folder, if there still is one."""
+    try:
+        return path.relative_to(Path.cwd())
+    except (ValueError, OSError):
+        return path
 
 
 def check_name(owner: object, argument: str, value: Any) -> str | None:

@@ -13,7 +13,7 @@ from .checks import check_bool, check_choice, check_number, did_you_mean
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["Monitor", "check_announced", "find_mode", "find_name", "no_direction"]
+__all__ = ["Monitor", "check_announced", "find_mode", "find_name", "is_announced", "no_direction", "users_may_write"]
 
 
 def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
@@ -105,16 +105,21 @@ def check_announced(engine: Engine, metric: str, *, by: str, verb: str = "monito
     Raises:
         KeyError: if it was not, and nobody else can write it.
     """
-    metrics = engine.state.metrics
-    known = sorted({*metrics, *metrics.owners})
-    if metrics.under(metric) in known or any(metric.startswith(f"{one}/") for one in known):
+    if is_announced(engine, metric):
         return True
-    if not _users_may_write(engine):
+    if not users_may_write(engine):
         raise KeyError(_no_such(engine, metric, f"{by} {verb}", "no such metric is announced"))
     return False
 
 
-def _users_may_write(engine: Engine) -> bool:
+def is_announced(engine: Engine, metric: str) -> bool:
+    """Whether a handler announced this metric, or one of which it is a part, or it has a value."""
+    metrics = engine.state.metrics
+    known = {*metrics, *metrics.owners}
+    return metrics.under(metric) in known or any(metric.startswith(f"{one}/") for one in known)
+
+
+def users_may_write(engine: Engine) -> bool:
     """Whether code of the user's runs in the engine that may write metrics: receivers, handlers, forwards and losses."""
     functions = [f for u in engine.updates for f in (u.spec.forward, u.spec.loss, u.spec.function) if f is not None]
     modules = [str(getattr(function, "__module__", "")) for function in functions]
@@ -126,7 +131,7 @@ def _users_may_write(engine: Engine) -> bool:
         if not type(handler).__module__.startswith("signalfire."):
             return True
         evaluator: Any = getattr(handler, "evaluator", None)
-        if hasattr(evaluator, "handlers") and _users_may_write(evaluator):
+        if hasattr(evaluator, "handlers") and users_may_write(evaluator):
             return True
     return False
 
@@ -140,7 +145,7 @@ def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:
     )
     return (
         f"{by} {metric!r}, but {fact}. There are: {', '.join(there) or 'none; attach Metrics or Validation'}"
-        f"{did_you_mean(metric, there) or '.'}{by_function if _users_may_write(engine) else ''}"
+        f"{did_you_mean(metric, there) or '.'}{by_function if users_may_write(engine) else ''}"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import keyword
+import re
+from importlib.metadata import distribution
 from pathlib import Path
 
 from ..authoring.checks import check_local
@@ -19,15 +21,20 @@ def new_project(folder: str) -> list[Path]:
         folder: The folder; created, or there already and empty.
 
     Raises:
-        ValueError: if its name cannot be that of a package: letters, digits and underscores.
+        ValueError: if its name cannot be that of a package, or is that of one that the project needs.
         FileExistsError: if there is something in it.
     """
     check_local("new", "folder", folder)
     path = Path(folder).expanduser()
     name = path.resolve().name
-    if not name.isidentifier() or keyword.iskeyword(name):
+    if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?", name) or keyword.iskeyword(name):
         raise ValueError(
-            f"new {folder!r}: the name {name!r} is not one for Python: use letters, digits and underscores"
+            f"new {folder!r}: the name {name!r} is not one for a Python package: use ASCII letters, digits and underscores, "
+            "beginning with a letter and not ending with an underscore"
+        )
+    if name.lower() in _taken():
+        raise ValueError(
+            f"new {folder!r}: {name!r} is the name of a package or module that the project needs; choose another one"
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"new {folder!r}: it is there already; choose another name, or an empty folder")
@@ -39,3 +46,13 @@ def new_project(folder: str) -> list[Path]:
             target.write_text(source.read_text(encoding="utf-8").replace("my_project", name), encoding="utf-8")
             written.append(target)
     return written
+
+
+def _taken() -> set[str]:
+    """Names that would replace or hide what a project needs: packages that it is installed and run with, and its own files."""
+    required = [
+        re.split(r"[^\w.-]", one)[0] for one in distribution("signalfire").requires or () if "extra ==" not in one
+    ]
+    own = [source.stem for source in TEMPLATE.glob("*.py")]
+    names = {"signalfire", "pytest", "pip", "setuptools", *required, *own}
+    return {name.lower().replace("-", "_") for name in names}

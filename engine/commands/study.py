@@ -147,7 +147,7 @@ def find_function(name: str, argument: str, call: str) -> Callable[..., Any]:
     if isinstance(found, Engine) or not callable(found):
         raise TypeError(f"{argument} {name!r} is {found!r}; expected a function {attribute}{call}")
     try:
-        inspect.signature(found).bind(0)
+        inspect.signature(found, follow_wrapped=False).bind(0)
     except TypeError as error:
         raise TypeError(f"{argument} {name!r} cannot be called as {attribute}{call}: {error}") from None
     except ValueError:  # no signature, as of some functions in C

@@ -1,8 +1,12 @@
-"""``python -m signalfire upgrade FILE...`` lists names of earlier versions in files, each with the one of today."""
+"""``python -m signalfire upgrade FILE...`` lists names of earlier versions in files and notebooks, each with the one of today."""
 
 from __future__ import annotations
 
 import ast
+import json
+import os
+import re
+import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +54,10 @@ CLAIMS = {
 """The arguments of the claim of today by the member of the earlier `Override`, of those that several handlers share."""
 
 
+_MAGIC = re.compile(r"^(\s*)([%!?].*|\w+\s*=\s*[%!].*|.*\?)$", re.MULTILINE)
+"""A line of a notebook that IPython reads, and Python does not."""
+
+
 class OldName(NamedTuple):
     """A name of an earlier version in a file.
 
@@ -58,33 +66,87 @@ class OldName(NamedTuple):
         line: its line, from 1.
         old: the name there.
         new: what to write.
+        cell: the cell of a notebook, from 1, in which the line is; 0 for other files.
     """
 
     path: Path
     line: int
     old: str
     new: str
+    cell: int = 0
 
     def shown(self) -> str:
         """The line that the command prints."""
-        return f"{self.path}:{self.line}: {self.old} -> {self.new}"
+        cell = f"cell {self.cell}:" if self.cell else ""
+        return f"{self.path}:{cell}{self.line}: {self.old} -> {self.new}"
+
+
+def upgrade(paths: Iterable[Path]) -> tuple[list[OldName], list[str]]:
+    """`old_names` of files and of all files in folders, and a sentence on each file that could not be read."""
+    found: list[OldName] = []
+    unread: list[str] = []
+    for file in _files(paths, unread):
+        try:
+            found += old_names(file)
+        except SyntaxError as error:
+            unread.append(f"{file}:{error.lineno or 1}: it is no Python: {error.msg}")
+        except OSError as error:
+            unread.append(f"{file}: it cannot be read: {error.strerror}")
+        except (ValueError, RecursionError, MemoryError) as error:
+            unread.append(f"{file}: it cannot be read: {error or 'it is nested too deeply'}")
+    return found, unread
+
+
+def _files(paths: Iterable[Path], unread: list[str]) -> Iterator[Path]:
+    """Files, and those in folders: neither what is hidden nor what is installed, such as ``.venv``, is the user's own."""
+    for path in paths:
+        if not path.is_dir():
+            yield path
+            continue
+        for folder, inner, names in os.walk(path, onerror=lambda error: unread.append(f"it cannot be read: {error}")):
+            inner[:] = sorted(name for name in inner if not _is_installed(Path(folder, name)))
+            yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
+
+
+def _is_installed(folder: Path) -> bool:
+    return folder.name.startswith(".") or (folder / "pyvenv.cfg").exists() or (folder / "conda-meta").is_dir()
 
 
 def old_names(path: Path) -> list[OldName]:
-    """The names of earlier versions in a file, by line; nothing is changed.
+    """The names of earlier versions in a file or a notebook, by line; nothing is changed.
 
     Raises:
         OSError: for a file that cannot be read.
-        SyntaxError: for one that is no Python.
+        SyntaxError, ValueError: for one that is no Python, or no notebook.
     """
-    found = (OldName(path, node.lineno, old, new) for node, old, new in _found(ast.parse(path.read_text(), str(path))))
-    return sorted(found, key=lambda one: one.line)
+    cells = _cells(path) if path.suffix == ".ipynb" else [(0, _parsed(path.read_bytes()))]
+    found = (OldName(path, node.lineno, old, new, cell) for cell, tree in cells for node, old, new in _found(tree))
+    return sorted(found, key=lambda one: (one.cell, one.line))
 
 
-def upgrade(paths: Iterable[Path]) -> list[OldName]:
-    """`old_names` of files, and of all files in folders."""
-    files = [file for path in paths for file in (sorted(path.rglob("*.py")) if path.is_dir() else [path])]
-    return [one for file in files for one in old_names(file)]
+def _parsed(source: str | bytes) -> ast.Module:
+    """Of bytes, since Python finds their encoding itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the user's strings, say, which is no matter here
+        return ast.parse(source)
+
+
+def _cells(path: Path) -> Iterator[tuple[int, ast.Module]]:
+    """The cells of a notebook that hold Python, with their numbers."""
+    try:
+        cells = json.loads(path.read_bytes())["cells"]
+        code = [(k, "".join(cell["source"])) for k, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
+    except (LookupError, TypeError, ValueError):
+        raise ValueError("it is no notebook of nbformat 4; convert it with jupyter nbconvert --to notebook") from None
+    for number, source in code:
+        try:
+            yield number, _parsed(source)
+        except SyntaxError:
+            try:
+                yield number, _parsed(_MAGIC.sub(r"\1pass", source))
+            except SyntaxError as error:
+                if not source.lstrip().startswith("%%"):  # such a cell may be in another language
+                    raise SyntaxError(f"{error.msg}, in line {error.lineno} of cell {number}") from None
 
 
 Found = Iterator[tuple[ast.expr | ast.stmt | ast.keyword, str, str]]

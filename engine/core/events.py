@@ -60,12 +60,9 @@ class Filter:
         return ", ".join(parts)
 
 
-_ELSEWHERE = {  # what other engines call events, without "on" and "train"
-    "BATCH_START": "ITERATION_STARTED", "BATCH_STARTED": "ITERATION_STARTED", "BATCH_END": "ITERATION_COMPLETED",
-    "BATCH_COMPLETED": "ITERATION_COMPLETED", "STEP_END": "ITERATION_COMPLETED", "START": "STARTED", "FIT_START": "STARTED",
-    "END": "COMPLETED", "FIT_END": "COMPLETED", "EPOCH_BEGIN": "EPOCH_STARTED", "EPOCH_START": "EPOCH_STARTED",
-    "EPOCH_END": "EPOCH_COMPLETED", "VALIDATION_START": "EVALUATION_STARTED", "VALIDATION_END": "EVALUATION_COMPLETED",
-}  # fmt: skip
+_LAST = {"BEGIN": "STARTED", "START": "STARTED", "END": "COMPLETED"}  # what other engines call the words of an event
+_FIRST = {"BATCH": "ITERATION", "STEP": "ITERATION", "EVAL": "EVALUATION", "EVALUATE": "EVALUATION", "TEST": "EVALUATION",
+          "VAL": "EVALUATION", "VALIDATE": "EVALUATION", "VALIDATION": "EVALUATION"}  # fmt: skip
 
 
 class _Catalogue(EnumMeta):
@@ -75,8 +72,12 @@ class _Catalogue(EnumMeta):
             return members[name]
         if name.startswith("_"):
             raise AttributeError(name)
-        meant = _ELSEWHERE.get(name.upper().removeprefix("ON_").removeprefix("TRAIN_"), name.upper())
-        raise AttributeError(f"{cls.__name__} has no event {name!r}{did_you_mean(meant, members)}")
+        *words, last = name.upper().removeprefix("ON_").removeprefix("TRAIN_").removeprefix("FIT_").split("_")
+        first, *rest = [*words, _LAST.get(last, last)]
+        meant = "_".join([_FIRST.get(first, first), *rest])
+        known = any(member.startswith(meant) for member in members)
+        hint = did_you_mean(meant if known else name.upper(), members)
+        raise AttributeError(f"{cls.__name__} has no event {name!r}{hint}")
 
 
 class EventEnum(Enum, metaclass=_Catalogue):
@@ -180,7 +181,7 @@ def _several(event: EventEnum, once: Any) -> frozenset[int] | None:
 def _no_filters(unnamed: tuple[Any, ...], unknown: dict[str, Any]) -> str:
     """What is wrong with arguments that are no filters."""
     given = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in unknown.items())])
-    hint = did_you_mean(next(iter(unknown), ""), _FILTERS)
+    hint = did_you_mean(next(iter(unknown), "").replace("event_filter", "when"), _FILTERS)
     return f"{given} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
 
 
@@ -249,11 +250,6 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
     if not callable(receiver):
         attach = "; attach a handler with engine.attach(handler)" if hasattr(receiver, "subscriptions") else ""
         raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine){attach}")
-    if inspect.isfunction(receiver) and next(iter(inspect.signature(receiver).parameters), "") == "self":
-        raise TypeError(
-            f"{where}: {receiver!r} takes self and has no object, so that the engine would be passed as self; connect the "
-            "method of an instance, or declare it with `on` in a Handler"
-        )
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
@@ -264,13 +260,18 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
                 f"{where}: {receiver!r} is a generator function, whose body would never run; give a plain function"
             )
     try:
-        signature = inspect.signature(receiver)
+        signature = inspect.signature(receiver, follow_wrapped=False)
     except ValueError:
         if inspect.ismethod(receiver):
             raise TypeError(
                 f"{where}: {receiver!r} has no self; declare it as {receiver.__name__}(self, engine)"
             ) from None
         return  # a built-in without a signature
+    if inspect.isfunction(receiver) and next(iter(signature.parameters), "") == "self":
+        raise TypeError(
+            f"{where}: {receiver!r} takes self and has no object, so that the engine would be passed as self; connect the "
+            "method of an instance, or declare it with `on` in a Handler"
+        )
     try:
         signature.bind(None)
     except TypeError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Never, TypeVar
@@ -25,7 +24,6 @@ from .signals import Signal
 from .single_process import SingleProcess
 from .state import State
 from .update import UpdateState
-from .words import did_you_mean
 
 __all__ = ["Kernel"]
 
@@ -79,9 +77,9 @@ class Kernel:
         seconds: float | None = max_time
         return seconds
 
-    def _instead(self, name: str) -> str:
-        """What an unknown argument of `run` may mean; rooms know what other engines call it, too."""
-        return did_you_mean(name, inspect.signature(self.run).parameters)
+    def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
+        """The error about what `run` does not take; rooms say what is meant, too."""
+        return f"run() takes the data and its bounds by name, and not {[*unnamed, *unknown]}"
 
     def _furnish(self) -> None:
         self.boundary = Boundary(self)
@@ -91,7 +89,7 @@ class Kernel:
     def run(
         self,
         data: Iterable[Any] | None = None,
-        *,
+        *unnamed: Never,
         max_epochs: int | None = None,
         max_iters: int | None = None,
         max_steps: int | None = None,
@@ -123,9 +121,8 @@ class Kernel:
             Exception: any error of a handler, of the model or of the data, once EXCEPTION_RAISED (or INTERRUPTED) and ENDED were
                 emitted. Its notes name the handler, the event, the epoch and the iteration.
         """
-        if unknown:
-            name = next(iter(unknown))
-            raise TypeError(f"run() got an unexpected keyword argument {name!r}{self._instead(name)}")
+        if unnamed or unknown:
+            raise TypeError(self._misuse(unnamed, unknown))
         if self.running:
             raise RuntimeError("run() was called during a run; to evaluate, call engine.evaluate(evaluator, data)")
         with self.without(*(self.handlers.writers() if self.dry_run else ())):

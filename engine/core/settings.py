@@ -46,7 +46,7 @@ def check_arguments(kind: type, given: Mapping[str, Any], other_names: Mapping[s
         given: the keyword arguments.
         other_names: what other libraries call an argument, and what it is here.
     """
-    parameters = _signature(kind).parameters
+    parameters = inspect.signature(kind, follow_wrapped=False).parameters
     if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
         return
     for name in given:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..authoring.checks import check_bool, check_int, check_local
+from ..authoring.checks import check_bool, check_int, check_local, check_parents
 from ..checkpoints import Files, Taken, clean, commit, find, make_folders, open_version
 from ..checkpoints.manifest import NewVersion, environment, read_manifest_or_none
 from ..checkpoints.state_file import SerializedState
@@ -66,6 +66,7 @@ class CheckpointFolder:
         self.keep = None if keep is None else check_int("CheckpointFolder", "keep", keep, least=1)
         self.sync = check_bool("CheckpointFolder", "sync", sync)
         self.files = Files() if files is None else files
+        check_parents(self, "path", self.path)
         if self.path.exists() and not self.path.is_dir():
             raise NotADirectoryError(f"CheckpointFolder({str(path)!r}): this path exists and is not a folder")
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from ..authoring.elsewhere import BOUNDS, misuse
 from ..authoring.randomness import unchanged_random_state
 from ..data.extent import known_length
 from .composition import Composition
@@ -81,10 +82,9 @@ def _bounded(engine: Engine, data: Any, bounds: dict[str, Any]) -> Iterator[Any]
     try:
         if engine.overrides.data is not None and data is not None:
             data = engine.overrides.data(engine, data)
-        arguments: dict[str, Any] = dict.fromkeys(("max_epochs", "max_iters", "max_steps", "max_time", "epoch_length"))
-        arguments |= {"min_epochs": 0, "min_iters": 0}
+        arguments: dict[str, Any] = dict.fromkeys(BOUNDS) | {"min_epochs": 0, "min_iters": 0}
         if unknown := sorted(set(bounds) - set(arguments)):
-            raise TypeError(f"check({unknown[0]}=): expected the bounds of run(): {', '.join(arguments)}")
+            raise TypeError(misuse("check()", (), unknown, BOUNDS))
         if bounds:
             given = arguments | bounds
             given["seconds"] = engine.seconds_in(given.pop("max_time"))

@@ -57,7 +57,7 @@ def _options_of(optimizer: Any) -> list[str] | None:
     if optimizer is None or isinstance(optimizer, Optimizer) or not callable(optimizer):
         return None
     try:
-        parameters = list(inspect.signature(optimizer).parameters.values())
+        parameters = list(inspect.signature(optimizer, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
         return None
     if any(one.kind is one.VAR_KEYWORD for one in parameters):

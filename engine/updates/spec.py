@@ -330,7 +330,7 @@ def _check_signature(where: str, function: Callable[..., Any], places: int) -> N
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"{where}={function!r} is a coroutine function; pass a plain function")
     try:
-        inspect.signature(function).bind(*[None] * places)
+        inspect.signature(function, follow_wrapped=False).bind(*[None] * places)
     except ValueError:  # a built-in without a signature
         return
     except TypeError as error:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoints import Files, load
-from ..core.words import listed
+from ..core.words import did_you_mean, listed
 from ..distributed.sharded import read_shards
 from ..resuming.changeable import own_parameters
 from ..resuming.loads import ModuleTensors
@@ -85,7 +85,7 @@ def _path_of(engine: Engine, weights: Any) -> Path:
             )
         weights = next(iter(writers.values()))
     if isinstance(weights, str | os.PathLike):
-        return Path(weights)
+        return _existing(weights)
     if not hasattr(weights, "best") or not hasattr(weights, "last"):
         raise TypeError(f"test(weights={weights!r}): expected 'best', a Checkpoint, or the path of one")
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
@@ -95,6 +95,14 @@ def _path_of(engine: Engine, weights: Any) -> Path:
             f"{os.fspath(weights.folder)!r}"
         )
     return Path(path)
+
+
+def _existing(weights: str | os.PathLike[str]) -> Path:
+    """The path of a checkpoint; a word that is no path may be a slip."""
+    if isinstance(weights, str) and not os.path.lexists(weights):
+        way_out = did_you_mean(weights, ["best"]) or "; give 'best', an attached Checkpoint, or the path of one"
+        raise FileNotFoundError(f"test(weights={weights!r}): no such checkpoint{way_out}")
+    return Path(weights)
 
 
 def _chooses(handler: Any) -> bool:

@@ -10,14 +10,17 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from signalfire import AnyEvent, Engine, Interval, checkpoints
-from signalfire.authoring import Monitor, warn
+from signalfire import AnyEvent, Engine, Handler, Interval, checkpoints
+from signalfire.authoring import Monitor, check_choice, warn
 from signalfire.authoring.checks import shown_path
+from signalfire.authoring.monitor import is_announced, users_may_write
 from signalfire.checkpoints.manifest import read_manifest_or_none
 from signalfire.distributed import is_sharded
 from signalfire.resuming.frozen import FrozenBase
 
 __all__ = [
+    "check_filename",
+    "check_selection",
     "refuse_shards",
     "report_base",
     "report_folder",
@@ -26,6 +29,26 @@ __all__ = [
     "say_nothing_to_resume",
     "warn_unsynced",
 ]
+
+
+def check_selection(handler: Handler, monitor: str | None, mode: str | None, every: object) -> None:
+    """Raise ValueError for arguments of `Checkpoint` that select both the last and the best versions, or for a wrong mode."""
+    if monitor is not None and every is not None:
+        raise ValueError(
+            f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
+            "metric; remove every="
+        )
+    if mode is not None:
+        check_choice(handler, "mode", mode, ("min", "max"))
+        if monitor is None:
+            kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
+            raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
+
+
+def check_filename(engine: Engine, filename: checkpoints.NameTemplate) -> None:
+    """Raise KeyError as a run starts for a field that nobody announced and nobody can write: users' code may write one later."""
+    if not users_may_write(engine) and not all(is_announced(engine, metric) for metric in filename.metrics):
+        filename.require(engine.state.metrics)
 
 
 def refuse_shards(engine: Engine, name: str) -> None:

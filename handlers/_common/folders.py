@@ -11,7 +11,7 @@ from typing import Any
 
 from signalfire import Handler
 from signalfire.authoring import check_local
-from signalfire.authoring.checks import shown_path
+from signalfire.authoring.checks import check_parents, shown_path
 from signalfire.checkpoints import hidden_name
 from signalfire.distributed import Processes
 
@@ -23,12 +23,13 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         TypeError: If it is not a path.
-        ValueError: If it is a URL.
-        NotADirectoryError: If the path exists and is not a folder.
+        ValueError: If it is empty, or a URL.
+        NotADirectoryError: If the path exists and is not a folder, or is below a file.
     """
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"{type(handler).__name__}(folder={folder!r}): expected a path, such as 'runs/first'")
     path = check_local(handler, "folder", folder)
+    check_parents(handler, "folder", path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
             f"{type(handler).__name__}(folder={str(folder)!r}): this path exists and is not a folder; give another one"

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.authoring import check_bool, check_local
+from signalfire.authoring.checks import check_parents
 from signalfire.checkpoints import Files
 
 from .claims import FILE
@@ -52,6 +53,7 @@ class TextLogger(ScalarLogger):
         if not isinstance(path, str | os.PathLike):
             raise TypeError(f"{type(self).__name__}(path={path!r}): expected the path of a file")
         self.path = check_local(self, "path", path)
+        check_parents(self, "path", self.path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
             raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): this is a folder; give a file in it")

@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from signalfire import Interval
 from signalfire.updates.optimizers import optimizers_of
 
 __all__ = [
+    "SCHEDULER_OPTIONS",
     "base_of",
     "check_drivable",
     "check_factory",
@@ -42,6 +43,14 @@ _TOTALS = {
     "t_initial": (),  # timm
 }
 """The names of the argument for the number of steps, each with those that may be given in its place."""
+
+SCHEDULER_OPTIONS = {
+    option: f"an option of the scheduler: partial({kind.__name__}, {option}=...)"
+    for kind in reversed(vars(lr_scheduler).values())
+    if isinstance(kind, type) and issubclass(kind, LRScheduler)
+    for option in list(inspect.signature(kind).parameters)[1:]
+}
+"""What a handler says about an option of torch's schedulers that it is given itself."""
 
 
 def base_of(factory: Any) -> Any:
@@ -137,7 +146,7 @@ def missing_total(factory: Any) -> str | None:
     if own is not None:
         return "total_steps" if own() else None
     try:
-        parameters = inspect.signature(factory).parameters
+        parameters = inspect.signature(factory, follow_wrapped=False).parameters
     except (TypeError, ValueError):
         return None
     if isinstance(factory, partial) and {"epochs", "steps_per_epoch"} <= set(factory.keywords):

@@ -530,12 +530,36 @@ def test_a_template_with_an_unknown_metric_is_refused_at_the_first_look(tmp_path
         KeyError, match=r"no 'acuracy'; there are: accuracy, epoch, iteration, name, step; did you mean 'accu"
     ):
         engine.run(DATA, max_epochs=2)
-    assert engine.state.iteration == 1
-    # Before it would be written: at the end of the first epoch at the latest.
+    assert engine.state.iteration == 0
+    # Where code of the user may write it, at the end of the first epoch at the latest: before it would be in a name.
     engine = engine_of(Checkpoint(tmp_path, every="3ep", filename="{epcoh}"))
+    engine.connect(Events.STARTED, lambda engine: None)
     with pytest.raises(KeyError, match=r"no 'epcoh'.*did you mean 'epoch'"):
         engine.run(DATA, max_epochs=3)
     assert engine.state.epoch == 1
+
+
+def test_a_template_with_a_field_that_nobody_can_write_is_refused_as_the_run_starts(tmp_path: Path) -> None:
+    engine = build(linear(5, 1), Checkpoint(tmp_path, filename="{epok}"))
+    with pytest.raises(KeyError, match=r"Checkpoint\(filename='{epok}'\): there is no 'epok'.*did you mean 'epoch'"):
+        engine.run(batches(1), max_epochs=1)
+    assert engine.state.iteration == 0
+    other = build(linear(5, 1), Checkpoint(tmp_path, filename="{epok}"))
+    other.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log("epok", 1.0), phase=Phase.PREPARE)
+    other.run(batches(1), max_epochs=1)
+    assert files(tmp_path) == ["1.0"]
+
+
+def test_in_a_working_folder_that_was_removed_an_absolute_folder_still_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    for epochs in (1, 2):
+        engine = build(linear(5, 1), Checkpoint(tmp_path / "runs", resume=True))
+        engine.run(batches(1), max_epochs=epochs)
+    assert engine.state.epoch == 2
 
 
 def test_a_metric_that_is_announced_and_has_no_value_yet_is_nan(tmp_path: Path) -> None:
@@ -973,10 +997,14 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError, match="not a folder"):
         Checkpoint(tmp_path / "file")
-    engine = engine_of(Checkpoint(tmp_path / "file" / "below"))
-    with pytest.raises(NotADirectoryError):
-        engine.run(list(DataLoader(dataset(), batch_size=22)), max_epochs=1)
-    assert engine.state.iteration == 0
+    with pytest.raises(
+        NotADirectoryError, match=r"Checkpoint\(folder='.*/file/below/it'\): '.*/file' is a file, and not a "
+    ):
+        Checkpoint(tmp_path / "file" / "below" / "it")
+    with pytest.raises(
+        NotADirectoryError, match=r"CSVLogger\(path='.*/file/log.csv'\): '.*/file' is a file, and not a folder"
+    ):
+        CSVLogger(tmp_path / "file" / "log.csv")
 
 
 @pytest.mark.parametrize(

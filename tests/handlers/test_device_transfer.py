@@ -270,10 +270,21 @@ def test_the_default_is_the_accelerator_that_there_is() -> None:
     assert DeviceTransfer().device == expected
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:x", ""])
-def test_devices_that_do_not_exist_are_refused(device: str) -> None:
-    with pytest.raises(ValueError, match="DeviceTransfer"):
+@pytest.mark.parametrize("device", ["gpu", "GPU", "cuda:x", "", True, 1.5])
+def test_devices_that_do_not_exist_are_refused_and_the_error_says_what_to_write(device: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"^DeviceTransfer\(device={device!r}\): expected a device, such as 'cuda', .* omit "
+    ):
         DeviceTransfer(device)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, whose first device it is")
+def test_a_number_is_no_device_without_an_accelerator() -> None:
+    number: Any = 0
+    with pytest.raises(
+        ValueError, match=r"^DeviceTransfer\(device=0\): expected a device, such as 'cuda', .*; omit device="
+    ):
+        DeviceTransfer(number)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -8,7 +8,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import (
     ExponentialLR,
     LambdaLR,
     LinearLR,
+    LRScheduler,
     OneCycleLR,
     ReduceLROnPlateau,
     SequentialLR,
@@ -1075,3 +1076,15 @@ def test_arguments_inside_of_a_factory_that_the_state_replaces_are_reported(fact
     same.load_state_dict(first.state_dict())
     same.run(batches(), max_epochs=2)
     assert rates == expected
+
+
+def test_a_decorated_factory_may_fill_in_the_total() -> None:
+    @wraps(cosine_of)
+    def factory(optimizer: Optimizer) -> LRScheduler:
+        return cosine_of(optimizer, total_steps=4)
+
+    assert LRScheduling(factory).simulate(4, lr=1.0) == pytest.approx(LRScheduling(cosine_of).simulate(4, lr=1.0))
+
+
+def cosine_of(optimizer: Optimizer, total_steps: int) -> LRScheduler:
+    return CosineAnnealingLR(optimizer, total_steps)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from signalfire.ablation.store import Store
 from signalfire.authoring.checks import check_bool, check_choice, check_function, check_int, check_local, check_number
 from signalfire.commands.new import new_project
 from signalfire.exact import CheckpointFolder
-from signalfire.handlers import Checkpoint
+from signalfire.handlers import Checkpoint, CSVLogger, Export
 from signalfire.weights import average_weights, export_weights, read_weights
 from tests.kit import build, linear
 
@@ -94,6 +95,28 @@ def test_a_function_that_takes_a_path_refuses_a_url(call: Callable[[Any], Any], 
         call(address)
 
 
+WRITERS = (Checkpoint, CSVLogger, partial(export_weights, build(linear(5, 1))), CheckpointFolder, Store, new_project)
+
+
+@pytest.mark.parametrize("call", [*WRITERS, Checkpoint.load, Checkpoint.hyperparameters, read_weights])
+def test_an_empty_path_is_refused(call: Callable[[Any], Any]) -> None:
+    with pytest.raises((ValueError, TypeError), match=r"=''\): expected a path"):
+        call("")
+
+
+@pytest.mark.parametrize("call", [Checkpoint.load, Checkpoint.hyperparameters])
+def test_what_is_no_path_is_refused_by_what_was_called(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=rf"^{call.__qualname__}\(path=None\): expected a path$"):
+        call(None)
+
+
+@pytest.mark.parametrize("call", [CheckpointFolder, Checkpoint, CSVLogger, lambda path: Export(path / "a.pt2")])
+def test_a_path_below_a_file_is_refused_where_it_is_given(call: Callable[[Any], Any], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=r"\w\(\w+='.*/file/.*'\): '.*/file' is a file, and not a folder"):
+        call(tmp_path / "file" / "below")
+
+
 @pytest.mark.parametrize("path", ["C:/runs", "runs:1/x", "a/s3:/b", "./s3:/b", "s3:b", b"s3://b", Path("/tmp/s3://b")])
 def test_other_paths_with_a_colon_are_paths(path: Any) -> None:
     check_local("Checkpoint", "folder", path)
@@ -117,6 +140,25 @@ def test_functions_are_refused_that_cannot_be_called_as_they_will_be() -> None:
             check_function("Reporting", "report", function, "value", "step")
     with pytest.raises(TypeError, match=rf"Reporting\(report=3\): expected a function, called as {call}"):
         check_function("Reporting", "report", 3, "value", "step")
+
+
+def test_a_decorated_function_is_checked_as_it_is_called_and_not_as_the_one_inside() -> None:
+    """`functools.wraps` shows the signature of the function inside, which the decorator may call with more or fewer arguments."""
+
+    def inner(value: Any, step: Any, more: Any) -> None: ...
+
+    @wraps(inner)
+    def fills_in(value: Any, step: Any) -> None:
+        inner(value, step, 1)
+
+    @wraps(print)
+    def needs_more(value: Any, step: Any, more: Any) -> None: ...
+
+    wrapped: Any
+    for wrapped in (fills_in, torch.no_grad()(fills_in)):
+        assert check_function("Reporting", "report", wrapped, "value", "step") is wrapped
+    with pytest.raises(TypeError, match=r"it is called as report\(value, step\): missing a required argument: 'more'"):
+        check_function("Reporting", "report", needs_more, "value", "step")
 
 
 def test_of_a_file_url_the_error_gives_the_path() -> None:

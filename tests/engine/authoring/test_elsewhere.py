@@ -6,10 +6,12 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import signalfire
-from signalfire import Engine, Events, handlers
-from signalfire.authoring.elsewhere import ENGINE, HANDLERS, RUN
+from signalfire import Engine, EventEnum, Events, Update, handlers
+from signalfire.authoring.elsewhere import CONSTRUCTOR, ENGINE, HANDLERS, RUN
 from tests.kit import batches, build, linear
 
 
@@ -54,7 +56,63 @@ def test_a_class_of_handlers(name: str) -> None:
     assert first in handlers.__all__ or not first[0].isupper(), first
 
 
-EVENTS: dict[str, str] = vars(import_module("signalfire.core.events"))["_ELSEWHERE"] | {
+IMPORTS = {
+    "from signalfire.handlers import ModelCheckpoint": "here it is Checkpoint",
+    "from signalfire.handlers import Engine": "it is in signalfire",
+    "from signalfire.handlers import Trainer": "here it is Engine, in signalfire",
+    "from signalfire.handlers import Precision": "here it is MixedPrecision, or TruePrecision",
+    "from signalfire.handlers import Chekpoint": "did you mean 'Checkpoint'?",
+    "from signalfire import Checkpoint": "it is in signalfire.handlers",
+    "from signalfire import Engine, ProgressBar": "it is in signalfire.handlers",
+    "from signalfire import EarlyStopping": "it is in signalfire.handlers",
+    "from signalfire import ModelCheckpoint": "here it is Checkpoint, in signalfire.handlers",
+    "from signalfire import Trainer": "here it is Engine",
+    "from signalfire import Callback": "here it is Handler",
+    "from signalfire import set_seed": "here it is seed_everything",
+    "from signalfire import Claim": "it is in signalfire.authoring",
+    "from signalfire import Chekpoint": "did you mean 'Checkpoint'? It is in signalfire.handlers",
+    "from signalfire.authoring import Checkpoint": "it is in signalfire.handlers",
+}
+
+
+@pytest.mark.parametrize(("line", "hint"), IMPORTS.items())
+def test_an_import_says_where_a_name_is_or_what_it_is_called_here(line: str, hint: str) -> None:
+    package, name = line.split()[1], line.split()[-1]
+    with pytest.raises(ImportError) as error:
+        exec(line)
+    assert str(error.value) == f"cannot import name {name!r} from {package!r}; {hint}"
+    module = import_module(package)
+    assert not hasattr(module, name)
+    if package != "signalfire.authoring":
+        with pytest.raises(AttributeError) as missing:
+            getattr(module, name)
+        assert str(missing.value) == f"module {package!r} has no attribute {name!r}; {hint}"
+
+
+def test_other_names_are_errors_of_python() -> None:
+    with pytest.raises(ImportError, match=r"^cannot import name 'xyzzy' from 'signalfire' \("):
+        exec("from signalfire import xyzzy")
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'signalfire\.handlers\.xyzzy'$"):
+        import_module("signalfire.handlers.xyzzy")
+    with pytest.raises(AttributeError, match=r"^module 'signalfire' has no attribute 'exact'; it is a module: import "):
+        vars(signalfire)["__getattr__"]("exact")
+
+
+EVENTS = {
+    "BATCH_END": "ITERATION_COMPLETED",
+    "STEP_END": "ITERATION_COMPLETED",
+    "ITERATION_END": "ITERATION_COMPLETED",
+    "ITERATION_BEGIN": "ITERATION_STARTED",
+    "BATCH_STARTED": "ITERATION_STARTED",
+    "EPOCH_BEGIN": "EPOCH_STARTED",
+    "EPOCH_END": "EPOCH_COMPLETED",
+    "TRAIN_END": "COMPLETED",
+    "FIT_END": "COMPLETED",
+    "VALIDATION_START": "EVALUATION_STARTED",
+    "TEST_END": "EVALUATION_COMPLETED",
+    "UPDATE_END": "UPDATE_COMPLETED",
+    "BACKWARD_BEGIN": "BACKWARD_STARTED",
+    "OPTIMIZER_STEP_END": "OPTIMIZER_STEP_COMPLETED",
     "on_train_batch_end": "ITERATION_COMPLETED",
     "ON_FIT_START": "STARTED",
 }
@@ -65,6 +123,55 @@ def test_an_event(name: str, event: str) -> None:
     with pytest.raises(AttributeError, match=rf"Events has no event {name!r}; did you mean '{event}'") as error:
         getattr(Events, name)
     assert event in Events.__members__, error
+
+
+def test_an_event_of_a_catalogue_that_ends_its_names_otherwise() -> None:
+    class Steps(EventEnum):
+        STEP_STARTED = "started"
+        STEP_ENDED = "ended"
+
+    with pytest.raises(AttributeError, match=r"Steps has no event 'STEP_END'; did you mean 'STEP_ENDED'\?"):
+        Steps.STEP_END  # noqa: B018
+
+
+def test_the_filter_of_another_engine() -> None:
+    arguments: dict[str, Any] = {"event_filter": bool}
+    with pytest.raises(TypeError, match=r"event_filter=.* is no filter; .*; did you mean 'when'\?"):
+        Events.STARTED(**arguments)
+
+
+def test_what_is_given_to_run_by_position() -> None:
+    run: Any = build(linear(5, 1)).run
+    with pytest.raises(
+        TypeError, match=r"^run\(\) takes only the data without a name; name the bound, such as max_epochs=2$"
+    ):
+        run(batches(1), 2)
+    with pytest.raises(TypeError, match=r"^run\(\) takes only the data .* attach Validation\(data\)$"):
+        run(batches(1), batches(2))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), {"epochs": "write max_epochs=", "max_iter": "did you mean 'max_iters'?"}.items()
+)
+def test_an_argument_of_check(name: str, hint: str) -> None:
+    with pytest.raises(TypeError) as error:
+        build(linear(5, 1)).check(batches(1), **{name: 2})
+    assert str(error.value) == f"check() got an unexpected keyword argument {name!r}; {hint}"
+
+
+CONSTRUCTED = CONSTRUCTOR | {
+    "max_epochs": "it is for run: engine.run(data, max_epochs=...)",
+    "val_loader": "it is for run: attach Validation(data)",
+    "sed": "did you mean 'seed'?",
+}
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_an_argument_of_an_engine(name: str) -> None:
+    arguments: dict[str, Any] = {name: 3}
+    with pytest.raises(TypeError) as error:
+        Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), **arguments)
+    assert str(error.value) == f"Engine() got an unexpected keyword argument {name!r}; {CONSTRUCTED[name]}"
 
 
 OTHER_NAMES = [
@@ -80,6 +187,32 @@ def test_an_argument_of_a_handler(kind: Any, name: str, here: str) -> None:
     with pytest.raises(TypeError) as error:
         kind(**{name: 3})
     assert str(error.value) == f"{kind.__name__}() got an unexpected keyword argument {name!r}; here it is {here}"
+
+
+def test_arguments_of_other_libraries() -> None:
+    """Of the table above, those that are typed most: none of them is missing."""
+    known = {(kind.__name__, name) for kind, name, _ in OTHER_NAMES}
+    assert known >= {
+        ("CSVLogger", "every_n_steps"),
+        ("Checkpoint", "save_best_only"),
+        ("Checkpoint", "save_last"),
+        ("Checkpoint", "score_function"),
+        ("LRScheduling", "gamma"),
+        ("LRScheduling", "step_size"),
+        ("LabelSmoothing", "smoothing"),
+        ("MixedPrecision", "dtype"),
+        ("SWA", "swa_lrs"),
+    }
+
+
+@pytest.mark.parametrize(
+    "kind", {kind for kind, *_ in OTHER_NAMES} | {handlers.JSONLinesLogger, handlers.L1, handlers.L2}
+)
+def test_an_error_about_arguments_names_the_class_that_is_written(kind: Any) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{kind.__name__}\.__init__\(\) takes .* positional arguments? but 10 were given$"
+    ):
+        kind(*range(9))
 
 
 def test_a_slip_in_an_argument_of_a_handler() -> None:

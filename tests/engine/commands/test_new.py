@@ -23,13 +23,28 @@ def test_a_project_is_written_under_its_name(tmp_path: Path, capsys: pytest.Capt
     assert all(str(folder / name) in printed for name in FILES)
 
 
-@pytest.mark.parametrize("name", ["my-project", "class", "1st"])
+@pytest.mark.parametrize("name", ["my-project", "class", "1st", "_x", "x_", "ünïcode", "x\n"])
 def test_a_name_that_python_does_not_take_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["new", str(tmp_path / name)]) == 2
-    assert f"the name {name!r} is not one for Python" in capsys.readouterr().err
+    assert f"the name {name!r} is not one for a Python package: use ASCII" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("name", ["torch", "Torch", "numpy", "signalfire", "train", "test_loss_spikes", "pytest"])
+def test_a_name_that_would_hide_a_module_that_is_needed_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["new", str(tmp_path / name)]) == 2
+    assert f"{name!r} is the name of a package or module that the project needs" in capsys.readouterr().err
+    assert not (tmp_path / name).exists()
+
+
+def test_what_to_do_next_can_be_pasted_into_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(tmp_path / "sub dir" / "ok")
+    assert main(["new", folder]) == 0
+    assert f"Next: cd '{folder}'; python train.py" in capsys.readouterr().out
 
 
 def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

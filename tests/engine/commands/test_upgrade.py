@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from pathlib import Path
 
@@ -75,6 +76,86 @@ def test_the_command_lists_folders_and_says_by_its_code_whether_there_is_anythin
     assert main(["upgrade", str(tmp_path / "c.py")]) == 2
 
 
+OLD = "from signalfire.monitor import Monitor\n"
+
+
+def test_a_file_that_cannot_be_read_is_named_and_the_others_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"a": b"def\n", "b": OLD.encode(), "c": b"x = 1\0", "d": b"# coding: nothing\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.py").write_bytes(text)
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nothing")
+    (tmp_path / "x.py").mkdir()
+    (tmp_path / "x.py" / "in.py").write_text(OLD)
+    assert main(["upgrade", str(tmp_path)]) == 2
+    out, err = capsys.readouterr()
+    assert [line.split(":")[0] for line in out.splitlines()] == [
+        str(tmp_path / "b" / "train.py"),
+        str(tmp_path / "x.py" / "in.py"),
+    ]
+    *sentences, last = err.splitlines()
+    assert [line.split(":")[0] for line in sentences] == [
+        str(tmp_path / name) for name in ("gone.py", "a/train.py", "c/train.py", "d/train.py")
+    ]
+    assert last == "2 names of earlier versions; 4 files could not be read"
+
+
+def test_what_is_hidden_or_installed_is_left_out_unless_it_is_named(tmp_path: Path) -> None:
+    for name in (".venv", "env", "conda", ".git", "mine"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.py").write_text(OLD)
+    (tmp_path / "env" / "pyvenv.cfg").touch()
+    (tmp_path / "conda" / "conda-meta").mkdir()
+    assert [one.path.parent.name for one in upgrade([tmp_path])[0]] == ["mine"]
+    assert [one.path.parent.name for one in upgrade([tmp_path / ".venv"])[0]] == [".venv"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        b"\xef\xbb\xbf" + OLD.encode(),
+        b"# -*- coding: latin-1 -*-\n# \xe9\n" + OLD.encode(),
+        "# \u00e9 \u4f60\n".encode() + OLD.encode(),
+        b"x = '\\d'\n" + OLD.encode(),
+    ],
+    ids=["a mark of UTF-8", "latin-1", "UTF-8", "an escape that Python warns of"],
+)
+def test_each_file_that_python_compiles_is_read(source: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(source)
+    found, unread = upgrade([tmp_path])
+    assert ([one.old for one in found], unread) == (["from signalfire.monitor import"], [])
+
+
+def notebook(*cells: str | list[str]) -> bytes:
+    code = [{"cell_type": "code", "source": source} for source in cells]
+    return json.dumps({"cells": [{"cell_type": "markdown", "source": "from x"}, *code]}).encode()
+
+
+def test_the_cells_of_notebooks_are_read_in_folders_too(tmp_path: Path) -> None:
+    cells = (
+        ["%matplotlib inline\n", "!pip install x\n", OLD],
+        "%%bash\nls | wc\n",
+        "%%time\n" + OLD,
+        "await f('a'\n% 3)\n",
+        "files = !ls\nfiles?\n" + OLD,
+    )
+    (tmp_path / "a.ipynb").write_bytes(notebook(*cells))
+    found, unread = upgrade([tmp_path])
+    assert [(one.cell, one.line) for one in found] == [(2, 3), (4, 2), (6, 3)]
+    assert not unread
+    assert found[0].shown().startswith(f"{tmp_path / 'a.ipynb'}:cell 2:3: from signalfire.monitor import -> ")
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{}", b"{", b'{"cells": [3]}', b"\xff", notebook("def")])
+def test_what_is_no_notebook_is_no_all_clear(text: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.ipynb"
+    path.write_bytes(text)
+    found, (sentence,) = upgrade([path])
+    assert not found
+    assert sentence.startswith(f"{path}:")
+
+
 def test_the_sources_of_the_package_have_no_old_name() -> None:
     root = Path(__file__).parents[3]
-    assert upgrade([root / "engine", root / "handlers", root / "examples"]) == []
+    assert upgrade([root / "engine", root / "handlers", root / "examples"]) == ([], [])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
 from torch import Tensor
 
 from signalfire import AnyEvent, Engine, EventEnum, Events, EventUnion, FilteredEvent, Update
+from tests import kit
 
 
 def nothing(engine: Engine, batch: Any) -> Tensor | None:
@@ -468,3 +470,34 @@ def test_two_engines_do_not_hear_each_other() -> None:
     two.connect(Talk.SPOKEN, lambda engine: heard.append("two"))
     one.run(max_iters=1)
     assert heard == ["one"]
+
+
+def test_a_decorated_receiver_is_checked_as_it_is_called() -> None:
+    engine = kit.build(kit.linear(5, 1))
+    seen: list[int] = []
+
+    def inner(engine: Any, extra: int) -> bool:
+        seen.append(extra)
+        return True
+
+    @wraps(inner)
+    def fills_in(engine: Any) -> bool:
+        return inner(engine, 3)
+
+    @wraps(fills_in)
+    def needs_more(engine: Any, extra: int) -> None: ...
+
+    class Counter:
+        def method(self, engine: Any) -> None:
+            seen.append(4)
+
+    @wraps(Counter.method)
+    def of_an_object(engine: Any) -> None:
+        Counter().method(engine)
+
+    engine.connect(Events.STARTED(when=fills_in), fills_in)
+    engine.connect(Events.STARTED, of_an_object)
+    with pytest.raises(TypeError, match="called as receiver\\(engine\\): missing a required argument: 'extra'"):
+        engine.connect(Events.STARTED, needs_more)
+    engine.run(kit.batches(1), max_epochs=1)
+    assert sorted(seen) == [3, 3, 4]

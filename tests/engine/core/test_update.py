@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from signalfire import Engine, Events, Phase, Update
 from signalfire.handlers import GradientAccumulation
@@ -466,3 +467,30 @@ def test_what_was_asked_before_an_error_is_not_answered_in_the_next_run() -> Non
     failing.detach()
     trainer.run(make_data(), max_iters=3)
     assert reported == [1, 2, 3]
+
+
+def test_decorated_functions_are_checked_as_they_are_called() -> None:
+    def inner(output: Any, target: Any, extra: Any) -> Tensor:
+        return mse(output, target) * float(extra)
+
+    @wraps(inner)
+    def loss(output: Any, target: Any) -> Tensor:
+        return inner(output, target, 1)
+
+    def of_group(parameters: Any, group: Any, rate: float) -> Optimizer:
+        return torch.optim.SGD(parameters, lr=rate)
+
+    @wraps(of_group)
+    def optimizer(parameters: Any, lr: float = 0.1) -> Optimizer:
+        return of_group(parameters, None, lr)
+
+    engine = Engine(Update.supervised(loss, optimizer, lr=0.5), model=nn.Linear(5, 1), seed=0)
+    engine.run(kit.batches(1), max_epochs=1)
+    assert engine.optimizer.param_groups[0]["lr"] == 0.5
+
+    @wraps(mse)
+    def needs_more(output: Any, target: Any, weight: Any) -> Tensor: ...  # type: ignore[empty-body]
+
+    refused: Any = needs_more
+    with pytest.raises(TypeError, match=r"loss=.*must accept two arguments: missing a required argument: 'weight'"):
+        Update.supervised(refused, SGD)

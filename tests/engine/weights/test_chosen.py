@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -226,3 +227,12 @@ def test_averages_whose_handler_is_gone_are_not_left_out_in_silence(tmp_path: Pa
         FindingWarning, match=r"W56: the checkpoint .* holds averages of the weights, of its handler 'ema'"
     ):
         engine.test(VALIDATION, weights="best")
+
+
+@pytest.mark.parametrize(
+    ("slip", "hint"), {"bestt": "did you mean 'best'?", "last": "give 'best', an attached Checkpoint"}.items()
+)
+def test_a_slip_in_what_is_chosen(slip: str, hint: str) -> None:
+    engine = trainer_of()
+    with pytest.raises(FileNotFoundError, match=rf"test\(weights='{slip}'\): no such checkpoint; {re.escape(hint)}"):
+        engine.test(VALIDATION, weights=slip)
