@@ -14,7 +14,7 @@ from signalfire import AnyEvent, Engine, Events, Finding, FindingError, Handler,
 from signalfire.authoring import Capture, check_every, widened
 from signalfire.findings import check_codes
 from signalfire.findings.codes import Severity
-from signalfire.findings.dropout import is_compiled
+from signalfire.findings.dropout import has_other_path
 from signalfire.findings.epoch_checks import counts_versions, names_of, rates_of, shown, trainable
 
 from ._common.look import LOOKS_AT, Look, looking
@@ -445,7 +445,7 @@ class Guards(Handler):
                 "make one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
             )
         look.statistics = statistics_of(engine)
-        if not is_compiled(engine):
+        if not has_other_path(engine):
             engine.regions.enter(look.dropout)
 
     def _see_forward_end(self, engine: Engine) -> None:

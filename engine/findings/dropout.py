@@ -11,7 +11,9 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["ActiveDropout", "EagerMode", "is_compiled"]
+__all__ = ["ActiveDropout", "EagerMode", "has_other_path", "is_compiled"]
+
+_FUSED = nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer
 
 
 class EagerMode(TorchFunctionMode):
@@ -69,6 +71,15 @@ class ActiveDropout(EagerMode):
         elif name == "scaled_dot_product_attention":
             self.seen = self.seen or bool(named.get("dropout_p", args[4] if len(args) > 4 else 0))
         return func(*args, **named)
+
+
+def has_other_path(engine: Engine) -> bool:
+    """Whether a mode around the forward would change it: what is compiled is compiled again, and attention is not fused.
+
+    In eval mode, attention and encoders of torch compute in one function, with other rounding, but not inside a mode.
+    """
+    fused = (part for root in engine.modules.values() for part in root.modules() if isinstance(part, _FUSED))
+    return any(not part.training for part in fused) or is_compiled(engine)
 
 
 def is_compiled(engine: Engine) -> bool:

@@ -20,7 +20,7 @@ from ..core.words import listed
 from ..distributed.sharded import is_sharded, local_part
 from ..resuming.saving import OF_MICRO_STEPS
 from .calls import FirstCalls
-from .dropout import ActiveDropout, is_compiled
+from .dropout import ActiveDropout, has_other_path
 from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, report_other_scale
 from .given_gradients import GivenGradients
@@ -116,7 +116,7 @@ class FirstEvaluation:
         """Look at what follows, up to the loss."""
         self._leave()
         engine.findings.look(report_other_scale, engine, engine.state.batch)
-        if not is_compiled(engine):  # a mode around it would have it compiled again
+        if not has_other_path(engine):
             engine.regions.enter(self._looking(engine, engine.state.update))
 
     @contextmanager
@@ -189,7 +189,7 @@ class _Look:
         first = update.name not in self._seen
         if first:
             self._streams[update.name] = [torch.get_rng_state()]
-        return first and engine is not None and not is_compiled(engine)
+        return first and engine is not None and not has_other_path(engine)
 
     def note_means(self, update: UpdateState, means: list[Mean]) -> None:
         """Note what a loss is a mean over, once the receivers of LOSS_COMPUTED have weighted it."""

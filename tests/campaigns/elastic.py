@@ -6,8 +6,8 @@
 Each job draws a recipe: an MLP with dropout and MixUp, a CNN with BatchNorm and augmentation, or a transformer with bf16,
 clipping, accumulation and averages. All of its processes are ended by SIGKILL at a moment that is drawn by chance; then they are
 started again, as many as are drawn from 1 to 8, up to six times, and at last until the end. Checkpoints are written every second
-iteration, also inside windows. A failure is an end that differs from that of one undisturbed process in one bit of weights, optimizer,
-averages, metrics or rows of the log, or a start that ends with an error without having been killed.
+iteration, also inside windows. A failure is an end that differs from that of one undisturbed process in one bit of weights,
+optimizer, averages, metrics or rows of the log, or a start that ends with an error without having been killed.
 """
 
 from __future__ import annotations
