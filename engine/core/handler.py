@@ -300,14 +300,15 @@ class Handler:
         Args:
             engine: The running engine.
             device: Device of the random numbers.
-            of_rank: The rank, if the numbers should differ between ranks.
+            of_rank: The rank, if the numbers should differ between ranks. Those of the shards of a step always do.
         """
         if self._generators is None:
             self._generators = {}
         generator = self._generators.get(str(device))
         if generator is None:
             generator = self._generators[str(device)] = torch.Generator(device)
-        parts = (engine.seed, self.name, engine.state.iteration, *(() if of_rank is None else (of_rank,)))
+        rank = (engine.state.shard or None) if of_rank is None else of_rank
+        parts = (engine.seed, self.name, engine.state.iteration, *(() if rank is None else (rank,)))
         return generator.manual_seed(derived_seed(*parts))
 
     def __getstate__(self) -> dict[str, Any]:

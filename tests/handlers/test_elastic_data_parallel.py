@@ -425,6 +425,14 @@ class Counting(Handler):
 class OfShards(Counting):
     by_shard = True
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[tuple[int, float]] = []
+
+    @on(Events.FORWARD_STARTED, reads=[], writes=[])
+    def draw(self, engine: Engine) -> None:
+        self.drawn.append((engine.state.shard, torch.rand((), generator=self.generator(engine)).item()))
+
 
 @pytest.mark.parametrize(
     ("handler", "reason"),
@@ -453,6 +461,8 @@ def test_a_handler_that_declares_itself_is_called_once_for_each_shard() -> None:
     engine.run(numbers()[:10], max_epochs=1)
     assert counting.count == 10  # the last step has two shards
     assert places == [(2, shard, 3) for shard in range(4)]
+    assert len({number for _, number in counting.drawn}) == 10
+    assert [shard for shard, _ in counting.drawn] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
 
 
 def test_a_parameter_without_a_gradient_is_refused_by_name() -> None:
