@@ -698,3 +698,14 @@ def test_an_update_that_reads_another_ones_output_says_that_the_evaluator_has_on
     notes = " ".join(error.value.__notes__)
     assert "has only update 'b' of the trainer's" in notes
     assert "Validation(evaluator, data)" in notes
+
+
+def test_a_run_resumes_with_the_other_spelling_of_its_monitor() -> None:
+    def monitored(name: str) -> Engine:
+        return classifying(Validation(labelled(1, 1)), EarlyStopping(name, patience=1, restore_best=False))
+
+    first, second = monitored("val_loss"), monitored("val/loss")
+    first.run(labelled(1), max_epochs=1)
+    second.load_state_dict(first.state_dict())
+    second.run(labelled(1), max_epochs=2)
+    assert "W32" not in {one.code for one in second.findings.of_run()}

@@ -200,19 +200,13 @@ def test_what_a_handler_has_overridden_is_given_back_whatever_fails_meanwhile() 
 
 def test_a_run_inside_a_region_leaves_the_regions_as_they_were() -> None:
     trainer = make_engine()
-    evaluator = Engine(trainer.updates[0].spec.evaluation(), model=trainer.model)
-    runs: list[int] = []
-
-    @evaluator.on(Events.STARTED)
-    def train(engine: Engine) -> None:
-        runs.append(trainer.run(make_data(), max_epochs=1).iteration)
-
-    trainer.evaluate(evaluator, make_data())
+    with trainer.regions.region():
+        iterations = trainer.run(make_data(), max_epochs=1).iteration
     entered: list[str] = []
     region = contextlib.nullcontext("entered")
     trainer.connect(Events.STARTED, lambda engine: entered.append(engine.regions.enter(region)))
     trainer.run(make_data(), max_epochs=2)
-    assert (runs, entered) == ([3], ["entered"])
+    assert (iterations, entered) == (3, ["entered"])
     with pytest.raises(RuntimeError, match="no region is open outside a run"):
         trainer.regions.enter(contextlib.nullcontext())
 
