@@ -164,7 +164,8 @@ class Engine(Kernel):
         """The model as an evaluation would see it, for a ``with`` block: to sample text or images inside a run, or after it.
 
         It is in eval mode and without gradients, with averages in place of the weights, in the precision of the training.
-        Afterwards the modes, the weights and the random generators are as before. With several ranks each has to enter the block,
+        Afterwards the modes, the weights and the random generators are as before. Training, and taking or loading a state, are
+        errors in the block: the weights in place are not those that are trained. With several ranks each has to enter the block,
         since they may have to gather the weights.
 
         Example:
@@ -177,7 +178,7 @@ class Engine(Kernel):
 
     def test(
         self,
-        data: Iterable[Any],
+        data: Iterable[Any] | Mapping[str, Iterable[Any]],
         *,
         weights: Any = None,
         validation: str | None = None,
@@ -191,7 +192,8 @@ class Engine(Kernel):
         ranks each has to call it.
 
         Args:
-            data: its data.
+            data: its data; or several data sets by name, whose metrics are named as those of a `Validation` without the first
+                prefix: "clean_loss" of the data set "clean".
             weights: those of a checkpoint, as evaluations saw them when it was written, with averages in their place: "best" for
                 that of the one attached `Checkpoint` with a monitor, or a `Checkpoint`, or a path. By default those that the
                 engine has.
@@ -205,8 +207,7 @@ class Engine(Kernel):
         """
         from .weights.chosen import test  # what reads checkpoints is loaded only where one is read
 
-        given = {**(metrics or {}), **named}
-        return test(self, data, weights, validation=validation, metrics=given, inherit=inherit)
+        return test(self, data, weights, validation=validation, metrics=metrics, named=named, inherit=inherit)
 
     @property
     def processes(self) -> Processes:
@@ -261,6 +262,14 @@ class Engine(Kernel):
                 f"engine[{handler!r}]: give the name or the class of a handler, such as engine['ema'] or engine[EMA]"
             )
         return self.find(handler)
+
+    def __contains__(self, handler: object) -> bool:
+        """Whether a handler of this name or class is attached: ``"ema" in engine``, ``EMA in engine``."""
+        if isinstance(handler, str):
+            return handler in self.handlers
+        return isinstance(handler, type) and any(isinstance(one, handler) for one in self.handlers.values())
+
+    __iter__ = None  # else `list(engine)` would ask for engine[0]
 
     def wiring(self) -> Wiring:
         """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
@@ -336,6 +345,7 @@ class Engine(Kernel):
         """Begin anew: counters, handlers and optimizers as new (but for optimizers that were given built), weights kept."""
         if self.running:
             raise RuntimeError("reset() was called during a run; call it between runs")
+        self.snapshots.check_trained_weights("reset()")
         for part in (self.snapshots, self.feed, self.boundary, self.state, self.signals, self.past, self.unfinished):
             part.reset()
         for update in self.updates:

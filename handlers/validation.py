@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 from torch import nn
@@ -126,14 +126,14 @@ class Validation(Handler):
                 (evaluator, data) if isinstance(evaluator, Engine) else (None, evaluator if data is None else data)
             )
         self._given = None if evaluator is None else _checked_evaluator(evaluator)
-        self.metrics = _checked_metrics(metrics, named)
+        self.metrics = _checked_metrics("Validation", _ARGUMENTS, metrics, named)
         self.update = check_name(self, "update", update)
         beside = [*self.metrics, *(["update"] if update is not None else [])]
         if self._given is not None and beside:
             raise TypeError(
                 f"Validation({beside[0]}=) beside an evaluator, which has its own; attach Metrics({beside[0]}=...) to it"
             )
-        self.data_sets = _data_sets(data)
+        self.data_sets = _data_sets("Validation", data)
         self.data = data
         self.every = check_every(self, every)
         if not isinstance(prefix, str | None):
@@ -166,9 +166,16 @@ class Validation(Handler):
     def detached(self, engine: Engine) -> None:
         self._built = None
 
-    def evaluator_for(self, engine: Engine, metrics: Mapping[str, Any]) -> Engine:
-        """The engine that measures these metrics, or those of the validation if there are none."""
-        return self._evaluator_of(engine, _checked_metrics(None, metrics)) if metrics else self.evaluator
+    def evaluator_for(self, engine: Engine, metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -> Engine:
+        """The engine that measures these metrics for `Engine.test`, or those of the validation if there are none."""
+        measured = _checked_metrics("test", _ARGUMENTS_OF_TEST, metrics, named)
+        return self._evaluator_of(engine, measured) if measured else self.evaluator
+
+    def data_sets_of(self, data: Any) -> dict[str, Any]:
+        """The data sets of `Engine.test`, by the prefix that each gives to the names of its metrics."""
+        if not isinstance(data, Mapping):
+            return {"": data}
+        return {f"{key}{self._joint}": one for key, one in _data_sets("test", data).items()}
 
     def _evaluator_of(self, engine: Engine, metrics: Mapping[str, Any]) -> Engine:
         """An engine that evaluates an update of this one, with its model."""
@@ -240,21 +247,26 @@ class Validation(Handler):
             self.validate(engine)
 
     def _prefix(self, key: str) -> str:
-        return f"{self.prefix}{key}{'/' if self._given is not None else '_'}" if key else self.prefix
+        return f"{self.prefix}{key}{self._joint}" if key else self.prefix
+
+    @property
+    def _joint(self) -> str:
+        """What is between the name of a data set and that of a metric."""
+        return "_" if self._given is None else "/"
 
 
-def _data_sets(data: Any) -> dict[str, Any]:
+def _data_sets(where: str, data: Any) -> dict[str, Any]:
     """The data sets by name; the name of a single one is empty."""
     found = dict(data) if isinstance(data, Mapping) else {"": data}
     if not found:
-        raise ValueError("Validation(data={}): there is nothing to evaluate; give at least one data set")
+        raise ValueError(f"{where}(data={{}}): there is nothing to evaluate; give at least one data set")
     for key, one in found.items():
         if key == "":
-            check_data("Validation(data=", one)
+            check_data(f"{where}(data=", one)
         else:
-            check_data(f"Validation(data={{{key!r}: ", one, "})")
+            check_data(f"{where}(data={{{key!r}: ", one, "})")
     if isinstance(data, Mapping) and not all(isinstance(key, str) and key for key in data):
-        raise TypeError(f"Validation(data=...): the names {list(data)} must be non-empty strings")
+        raise TypeError(f"{where}(data=...): the names {list(data)} must be non-empty strings")
     return found
 
 
@@ -269,20 +281,42 @@ def _checked_evaluator(evaluator: Any) -> Engine:
 
 
 _ARGUMENTS = ("evaluator", "data", "metrics", "update", "every", "prefix", "at_start", "sanity", "inherit", "name")
+_ARGUMENTS_OF_TEST = ("data", "weights", "validation", "inherit", "metrics")
 _NO_METRICS = (EventEnum, AnyEvent, Interval, str, int, float, Engine)
 
 
-def _checked_metrics(metrics: Any, named: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_metrics(where: str, arguments: Sequence[str], metrics: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """All metrics by name, checked as `Metrics` does it."""
     for key, value in named.items():
         if isinstance(value, _NO_METRICS) or value is None:
-            hint = did_you_mean(key, _ARGUMENTS) or f"; the arguments are {', '.join(_ARGUMENTS)}"
-            raise TypeError(f"Validation({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
+            hint = did_you_mean(key, arguments) or f"; the arguments are {', '.join(arguments)}"
+            raise TypeError(f"{where}({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
     if metrics is None and not named:
         return {}
     by_name = metrics is None or isinstance(metrics, Mapping | nn.ModuleDict)
     if not by_name:
         raise TypeError(
-            f"Validation(metrics={metrics!r}): expected a mapping from names to metrics: {{'accuracy': Accuracy()}}"
+            f"{where}(metrics=a {type(metrics).__name__}): expected a mapping from names to metrics: "
+            "{'accuracy': Accuracy()}"
         )
-    return Metrics(metrics, **named).metrics
+    if twice := [key for key in metrics or () if key in named]:
+        raise TypeError(
+            f"{where}({twice[0]}=): {twice[0]!r} is given twice: in metrics=, and beside it; omit one of them"
+        )
+    if not metrics and not named:
+        return {}
+    found = Metrics(metrics, **named).metrics
+    _refuse_another_loss(where, found)
+    return found
+
+
+def _refuse_another_loss(where: str, metrics: Mapping[str, Any]) -> None:
+    """Raise ValueError for a metric in place of the loss that is surely no mean of a loss."""
+    metric = metrics.get("loss")
+    if getattr(metric, "higher_is_better", None) is not True and not isinstance(metric, nn.ModuleDict):
+        return
+    kind = type(metric).__name__
+    raise ValueError(
+        f"{where}(loss={kind}()): 'loss' is the mean loss of the update, which {kind}() would replace; give it another name: "
+        f"{kind.lower()}={kind}()"
+    )

@@ -29,6 +29,7 @@ __all__ = ["Kernel"]
 
 F = TypeVar("F", bound=Receiver)
 H = TypeVar("H", bound=Handler)
+_ONE = (Handler, str, Mapping)  # what `attach` takes as one handler, though it may be iterable
 
 
 class Kernel:
@@ -67,10 +68,9 @@ class Kernel:
     def _modules_of(self, model: Any, specs: Sequence[Any]) -> dict[str, nn.Module]:
         return {} if model is None else dict(model) if isinstance(model, Mapping) else {"model": model}
 
-    def event_of(self, every: Any) -> AnyEvent:
+    def event_of(self, every: AnyEvent) -> AnyEvent:
         """The event of a handler's attribute that holds an event; rooms know of intervals, too."""
-        event: AnyEvent = every
-        return event
+        return every
 
     def seconds_in(self, max_time: Any) -> float | None:
         """The seconds of `run`'s ``max_time``; rooms know of intervals, too."""
@@ -191,11 +191,11 @@ class Kernel:
     def attach(self, *handlers: Handler | Iterable[Handler]) -> Attachment:
         """Attach all of these handlers, or none if one fails; the order never matters for those that come with Signalfire.
 
-        A list or tuple stands for the handlers in it. The returned handle detaches them, by ``handle.detach()`` or as a context
-        manager.
+        An iterable, such as a list, stands for the handlers in it. The returned handle detaches them, by ``handle.detach()`` or
+        as a context manager.
         """
-        several: list[Any] = [one if isinstance(one, list | tuple) else [one] for one in handlers]
-        return self.handlers.attach([handler for group in several for handler in group])
+        given: Any = [[one] if isinstance(one, _ONE) or not isinstance(one, Iterable) else one for one in handlers]
+        return self.handlers.attach([handler for several in given for handler in several])
 
     def detach(self, handler: Handler | str | Receiver) -> None:
         """Detach a handler, by itself or by name, or a function from all of its events; an error if it is not attached."""

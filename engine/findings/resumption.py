@@ -144,9 +144,14 @@ def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: froz
         found += [
             f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
             for key in now
-            if key in then and now[key] != then[key]
+            if key in then and now[key] != then[key] and not (key == "monitor" and _spells_alike(now[key], then[key]))
         ]
     return found
+
+
+def _spells_alike(monitor: object, other: object) -> bool:
+    """Whether two monitors spell the name of one metric: "val/loss" is "val_loss"."""
+    return str(monitor).replace("/", "_") == str(other).replace("/", "_")
 
 
 def _shown(setting: Any) -> str:

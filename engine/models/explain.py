@@ -37,6 +37,23 @@ def _meaning_without_model(error: Exception, part: str, engine: Engine) -> str |
     return "the engine has no model, which this forward calls; pass model= to Engine"
 
 
+def _meaning_without_update(error: Exception, engine: Engine) -> str | None:
+    """For an update that the trainer has, and the engine that evaluates does not."""
+    trainer = engine.findings.parent
+    if (
+        trainer is None
+        or len(trainer.updates) == 1
+        or not isinstance(error, KeyError)
+        or "no update is named" not in str(error)
+    ):
+        return None
+    names = ", ".join(repr(update.name) for update in engine.updates)
+    return (
+        f"the engine that evaluates has only update {names} of the trainer's; build one with all that this needs: "
+        "Validation(evaluator, data)"
+    )
+
+
 def _shapes(error: Exception, engine: Engine) -> str | None:
     """The tensors of the batch, for what torch raises for wrong shapes and dtypes."""
     if not isinstance(error, RuntimeError | IndexError | ValueError):
@@ -98,6 +115,7 @@ class ErrorHints(Service):
             meanings = [
                 _meaning_of_dtypes(error, engine),
                 _meaning_without_model(error, part, engine),
+                _meaning_without_update(error, engine),
                 _shapes(error, engine),
             ]
         for meaning in (*meanings, _meaning_of_devices(engine)):

@@ -21,7 +21,7 @@ from ..distributed.group import PROCESS_GROUP
 from ..distributed.processes import lost_another
 from ..distributed.sharded import SHARDS, is_sharded, read_shards
 from ..models.modules import bare_state, unwrapped
-from ..updates.optimizer_modes import weights_to_evaluate
+from ..updates.optimizer_modes import has_modes, weights_to_evaluate
 from .changeable import Unsaved, given_parameters, going_back, own_parameters
 from .copies import Copies, Copy
 from .frozen import fill_in, leave_out, without
@@ -69,6 +69,7 @@ class Snapshots(Part["Engine"]):
         self._in_place: dict[str, Any] = {}  # those, as far as the modules have them as they are in the state
         self._changed = False  # whether the loaded weights were changed before the run
         self._accepting = False  # whether a state may be loaded though the run has begun
+        self._evaluations = 0  # how many are under way, with averages in place of the weights
         engine.signals.between_events = self.drop
         self.begin_lineage(None)
 
@@ -81,6 +82,7 @@ class Snapshots(Part["Engine"]):
             at_once: True if the caller writes it immediately: its tensors are then the engine's own, and not copied.
         """
         engine = self.engine
+        self.check_trained_weights("state_dict()")
         if engine.state.completed != engine.state.iteration:
             raise RuntimeError(
                 "state_dict() was called inside an iteration, where half of it would be saved; call it at ITERATION_COMPLETED or "
@@ -98,6 +100,32 @@ class Snapshots(Part["Engine"]):
             raise
         engine.signals.notify(engine, Lifecycle.STATE_TAKEN, state, at_once)
         return state
+
+    @contextmanager
+    def evaluated_weights(self) -> Iterator[None]:
+        """The block in which the model has the weights that evaluations see: neither a state is taken nor weights are put in.
+
+        Without averages they are the trained ones, with which everything may be done.
+        """
+        others = self._has_averages()
+        self._evaluations += others
+        try:
+            yield
+        finally:
+            self._evaluations -= others
+
+    def _has_averages(self) -> bool:
+        """Whether a handler, or an optimizer, puts other weights in place for evaluations."""
+        swaps = (one.writes or () for one in self.engine.signal(Events.EVALUATION_STARTED).connections)
+        return any("weights" in writes for writes in swaps) or has_modes(self.engine)
+
+    def check_trained_weights(self, call: str) -> None:
+        """Raise RuntimeError while the model has the weights that evaluations see, which may be averages."""
+        if self._evaluations:
+            raise RuntimeError(
+                f"{call} was called while the model has the weights that evaluations see, averages in place of the trained ones; "
+                "call it after the `with engine.evaluating()` block, or after the evaluation"
+            )
 
     def own_state(self) -> dict[str, Any]:
         """A copy of the state of this rank, to be put back in place within this run: no rank waits for another."""
@@ -204,6 +232,7 @@ class Snapshots(Part["Engine"]):
             raise RuntimeError(
                 "load_state_dict() was called during a run; call it before run(), or from a MODEL_SETUP receiver"
             )
+        self.check_trained_weights("load_state_dict()")
         _check_is_state(state, "load_state_dict()")
         if isinstance(allow, str):
             raise TypeError(f"load_state_dict(allow={allow!r}): give a list of names: [{allow!r}]")
@@ -252,6 +281,7 @@ class Snapshots(Part["Engine"]):
 
     def begin_run(self) -> None:
         """Put the weights back that loaded ones have replaced, so that the run begins as if these were not in place yet."""
+        self.check_trained_weights("run()")
         before, self._before = self._before, None
         if before is None or self._loaded is None:
             return
@@ -386,6 +416,7 @@ class Snapshots(Part["Engine"]):
 
     def load_weights(self, weights: Mapping[str, Any]) -> None:
         """Put weights in place, and nothing else; see `Engine.load_weights`."""
+        self.check_trained_weights("load_weights()")
         given = self.put_weights(weights)
         self.engine.signals.notify(self.engine, Lifecycle.WEIGHTS_GIVEN, given)
         self.left_out = given.get("engine")
@@ -394,7 +425,7 @@ class Snapshots(Part["Engine"]):
     def put_weights(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put weights in place without an event; returns the whole state that they are of, empty without one."""
         if not isinstance(weights, Mapping):
-            raise TypeError(f"load_weights({weights!r}): expected weights, or the path of a checkpoint")
+            raise TypeError(f"load_weights(a {type(weights).__name__}): expected weights, or the path of a checkpoint")
         engine, given = self.engine, weights if "format" in weights else {}
         weights = read_shards(weights, parameters=engine.modules.parameters(), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights

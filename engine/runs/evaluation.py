@@ -98,6 +98,7 @@ def evaluating(engine: Engine) -> Iterator[None]:
             _separate_casts(),
             weights_to_evaluate(engine),
             engine.regions.region(),
+            engine.snapshots.evaluated_weights(),
             unchanged_random_state(),
         ):
             _prepare(engine, averages=True)
@@ -205,6 +206,7 @@ def _as_part_of(engine: Engine, evaluator: Engine, *, inherit: bool, convert: bo
             _separate_casts(),
             weights_to_evaluate(engine) if convert else nullcontext(),
             engine.regions.region(),
+            engine.snapshots.evaluated_weights(),
             evaluator.findings.within(engine),
             ExitStack() as stack,
         ):

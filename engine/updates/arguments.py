@@ -38,8 +38,15 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
     if optimizer is None:
         hint = did_you_mean(next(iter(options)), own)
         raise TypeError(f"{where}: {given} without an optimizer to give it to{hint}")
+    if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Mapping | Sequence)):
+        raise TypeError(
+            f"{where}: {given} beside optimizer={optimizer!r}, which is no optimizer; give its class: torch.optim.AdamW"
+        )
     if unknown is not None:
-        hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; its options are {', '.join(names or ())}"
+        options_there = (
+            f"its options are {', '.join(names)}" if names else "it takes none; give them where it builds the optimizer"
+        )
+        hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {options_there}"
         raise TypeError(f"{where}: {unknown}= is no option of {_name_of(optimizer)}, and no argument{hint}")
     if isinstance(optimizer, Optimizer):
         raise TypeError(f"{where}: {given} beside an optimizer that is built; give the options where it is built")
@@ -83,11 +90,12 @@ class NamedParameters:
         """The parameters, each once.
 
         Raises:
-            ValueError: for a name that there is not, saying which there are.
+            ValueError: for a name that there is not, saying which there are, or one that could mean two parts.
         """
-        parts = (
-            list(engine.modules.values()) if self.names == ("all",) else [_part(engine, name) for name in self.names]
-        )
+        takes_all = self.names == ("all",)
+        if takes_all:
+            _refuse_part_called_all(engine)
+        parts = list(engine.modules.values()) if takes_all else [_part(engine, name) for name in self.names]
         return list(dict.fromkeys(parameter for part in parts for parameter in part.parameters()))
 
     def __eq__(self, other: object) -> bool:
@@ -104,12 +112,36 @@ def _part(engine: Engine, name: str) -> nn.Module:
     """A module by its name, or by a path in the only model."""
     modules, models = engine.modules, [*engine.modules.models.values()]
     first, _, rest = name.partition(".")
+    readings = {}
     for root, path in ((models[0] if len(models) == 1 else None, name), (modules.get(first), rest)):
         if root is not None and (path == "" or path in dict(root.named_modules())):
-            return root.get_submodule(path)
+            readings[root.get_submodule(path)] = root, path
+    if len(readings) > 1:
+        key = next(iter(modules.models))
+        of_module = f"engine.modules[{first!r}]" + (f".get_submodule({rest!r})" if rest else "")
+        raise ValueError(
+            f"Update(parameters={name!r}): this could mean the part {name!r} of the engine's only model, or the module {name!r} "
+            f"of the engine; write parameters={f'{key}.{name}'!r} for the part, or parameters=lambda engine: "
+            f"{of_module}.parameters() for the module"
+        )
+    if readings:
+        return next(iter(readings))
     there = [child for child, _ in models[0].named_children()] if len(models) == 1 else [*modules]
     raise ValueError(
         f"Update(parameters={name!r}): the engine has no such module; there are: {', '.join(there)}{did_you_mean(name, there)}"
+    )
+
+
+def _refuse_part_called_all(engine: Engine) -> None:
+    """Raise ValueError if "all" could be the name of a module, too."""
+    models = engine.modules.models
+    children = {name for model in models.values() for name, _ in model.named_children()} if len(models) == 1 else set()
+    if "all" not in engine.modules and "all" not in children:
+        return
+    part = 'engine.modules["all"]' if "all" in engine.modules else 'engine.model.get_submodule("all")'
+    raise ValueError(
+        "Update(parameters='all'): this could mean all parameters, or the module 'all'; omit parameters= for all of them, or "
+        f"write parameters=lambda engine: {part}.parameters()"
     )
 
 
@@ -121,14 +153,22 @@ def parameters_named(
     Raises:
         TypeError, ValueError: for what is neither a function nor names of modules.
     """
-    if parameters is None or callable(parameters):
+    if parameters is None or (callable(parameters) and not isinstance(parameters, nn.Module)):
         return parameters
     names = [parameters] if isinstance(parameters, str) else parameters
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{where}: parameters={parameters!r}; expected the name of a module, several in a list, or a function of the engine "
-            "that returns parameters or groups"
+            f"{where}: parameters={_shown(parameters)}; expected the name of a module, several in a list, or a function of the "
+            "engine that returns parameters or groups, such as lambda engine: engine.model.head.parameters()"
         )
     if not names or not all(names):
         raise ValueError(f"{where}: parameters={parameters!r} names no module")
     return NamedParameters(names)
+
+
+def _shown(value: Any) -> str:
+    """An argument in an error: names as they are, and of anything else its class, since tensors are long."""
+    if isinstance(value, list | tuple) and not all(isinstance(one, str) for one in value):
+        kinds = dict.fromkeys(type(one).__name__ for one in value)
+        return f"a {type(value).__name__} of {', '.join(kinds)}"
+    return f"a {type(value).__name__}"

@@ -192,10 +192,11 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
     built = [isinstance(one, Optimizer) for one in named.values()]
     if all(built):
         return JointOptimizer(named)
+    kinds = dict.fromkeys(getattr(one, "__name__", type(one).__name__) for one in named.values())
     if any(built) or not all(map(callable, named.values())) or not isinstance(optimizers, Mapping):
         raise TypeError(
-            f"{where}: optimizer={optimizers!r}; expected built optimizers, or a mapping from names to factories such as "
-            "partial(torch.optim.AdamW, lr=1e-3)"
+            f"{where}: optimizer=a {type(optimizers).__name__} of {', '.join(kinds)}; expected built "
+            "optimizers, or a mapping from names to factories such as partial(torch.optim.AdamW, lr=1e-3)"
         )
     if not with_parameters:
         raise ValueError(

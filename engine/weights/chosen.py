@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,23 +27,27 @@ __all__ = ["read_state", "test"]
 
 def test(
     engine: Engine,
-    data: Iterable[Any],
+    data: Iterable[Any] | Mapping[str, Iterable[Any]],
     weights: Any,
     *,
     validation: str | None,
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None,
+    named: Mapping[str, Any],
     inherit: bool,
 ) -> dict[str, Any]:
     """Measure data as a validation does, with the weights of a checkpoint; see `Engine.test`."""
     if engine.running:
         raise RuntimeError("test() was called during a run; call engine.evaluate(evaluator, data) there")
-    evaluator = _validation_of(engine, validation).evaluator_for(engine, metrics)
-    if weights is None:
-        return measure(engine, evaluator, data, inherit=inherit)
-    path = _path_of(engine, weights)
-    state = read_state(path, "test()")
-    with _in_place(engine, state, path):
-        return measure(engine, evaluator, data, inherit=inherit, averages=False)
+    measures = _validation_of(engine, validation)
+    evaluator = measures.evaluator_for(engine, metrics, named)
+    data_sets = measures.data_sets_of(data)
+    path = None if weights is None else _path_of(engine, weights)
+    measured: dict[str, Any] = {}
+    with nullcontext() if path is None else _in_place(engine, read_state(path, "test()"), path):
+        for prefix, one in data_sets.items():
+            values = measure(engine, evaluator, one, inherit=inherit, averages=path is None)
+            measured |= {prefix + name: value for name, value in values.items()}
+    return measured
 
 
 def read_state(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
@@ -58,14 +62,16 @@ def read_state(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
 
 def _validation_of(engine: Engine, name: str | None) -> Any:
     """The handler that knows what is measured."""
-    found = {key: one for key, one in engine.handlers.items() if hasattr(type(one), "evaluator_for")}
+    known = {key: one for key, one in engine.handlers.items() if hasattr(type(one), "evaluator_for")}
+    found = {key: one for key, one in known.items() if one.enabled}
     if name is None and len(found) == 1:
         return next(iter(found.values()))
     if name in found:
         return found[name]
     names = ", ".join(map(repr, found))
     if name is not None:
-        raise ValueError(f"test(validation={name!r}): no Validation has this name; there are: {names or 'none'}")
+        why = "this Validation is disabled" if name in known else "no Validation has this name"
+        raise ValueError(f"test(validation={name!r}): {why}; there are: {names or 'none'}")
     raise ValueError(
         f"test(): several validations are attached, {names}; say which one measures: validation={next(iter(found))!r}"
         if found
@@ -76,8 +82,8 @@ def _validation_of(engine: Engine, name: str | None) -> Any:
 
 def _path_of(engine: Engine, weights: Any) -> Path:
     """The checkpoint that is meant: a path, a handler that writes checkpoints, or "best"."""
-    if weights == "best":
-        writers = {name: one for name, one in engine.handlers.items() if _chooses(one)}
+    if isinstance(weights, str) and weights == "best":
+        writers = {name: one for name, one in engine.handlers.items() if one.enabled and _chooses(one)}
         if len(writers) != 1:
             found = f"there are {listed(map(repr, writers))}" if writers else "there is none"
             raise ValueError(
@@ -87,7 +93,8 @@ def _path_of(engine: Engine, weights: Any) -> Path:
     if isinstance(weights, str | os.PathLike):
         return _existing(weights)
     if not hasattr(weights, "best") or not hasattr(weights, "last"):
-        raise TypeError(f"test(weights={weights!r}): expected 'best', a Checkpoint, or the path of one")
+        kind = type(weights).__name__
+        raise TypeError(f"test(weights=a {kind}): expected 'best', a Checkpoint, or the path of one")
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
     if path is None:
         raise ValueError(

@@ -248,3 +248,15 @@ def test_what_looks_at_every_attribute_finds_an_engine_without_an_optimizer() ->
     assert not hasattr(engine, "optimizer")
     assert getattr(engine, "loss", None) is None
     assert "handlers" in dict(inspect.getmembers(engine))
+
+
+def test_handlers_are_attached_from_any_iterable_and_found_with_in() -> None:
+    engine = Engine(Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1), model=linear(5, 1))
+    engine.attach(one for one in [EMA(0.5)])
+    engine.attach({"a": History()}.values(), {GradientClipping(max_norm=1.0)})
+    assert all(one in engine for one in ("ema", EMA, "history", History, GradientClipping, Handler))
+    assert not any(one in engine for one in ("lookahead", int, 3, None))
+    with pytest.raises(TypeError, match="'Engine' object is not iterable"):
+        list(engine)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="not a Handler"):
+        engine.attach({"a": History(name="other")})  # type: ignore[arg-type]

@@ -386,3 +386,22 @@ def test_a_metric_in_place_of_the_path_and_lists_of_names_are_refused(tmp_path: 
         history.plot(str(tmp_path / "x.png"), ",")
     history.plot(str(tmp_path / "x.png"), "train_loss, train_loss")
     assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+def test_after_a_load_earlier_records_stand_under_the_name_that_the_metric_has_now() -> None:
+    def validated(*, prefix: str) -> tuple[Engine, History]:
+        engine = engine_of(history := History(), model=kit.linear(3, 1))
+        engine.attach(Validation([(torch.full((2, 3), 9.0), torch.ones(2, 1))], prefix=prefix))
+        return engine, history
+
+    whole, expected = validated(prefix="val_")
+    whole.run(BATCHES, max_epochs=3)
+    first, earlier = validated(prefix="")
+    first.run(BATCHES, max_epochs=2)
+    assert earlier.names == ["loss"]
+    second, history = validated(prefix="val_")
+    second.load_state_dict(first.state_dict())
+    second.run(BATCHES, max_epochs=3)
+    assert history.names == ["val_loss"]
+    assert history.records["val_loss"][:2] == earlier.records["loss"]
+    assert history.state_dict() == expected.state_dict()

@@ -662,3 +662,50 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
         engine.attach(Validation(labelled(2), accuracy=Accuracy()))
     engine.attach(Validation(labelled(2)))
     assert [*engine.run(labelled(2, 3), max_epochs=1).metrics] == ["val_loss"]
+
+
+@pytest.mark.parametrize("metric", [Accuracy(), Average(lambda output, target: 1.0, higher_is_better=True)])
+def test_the_loss_is_not_replaced_by_a_score(metric: Any) -> None:
+    with pytest.raises(
+        ValueError, match=rf"loss={type(metric).__name__}\(\).*'loss' is the mean loss of the update.*another name"
+    ):
+        Validation(labelled(1), loss=metric)
+
+
+def test_another_loss_may_be_measured_in_place_of_the_updates() -> None:
+    engine = classifying(validation := Validation(labelled(1), loss=nn.functional.cross_entropy))
+    assert validation.metric_names(engine) == ["val_loss"]
+
+
+def test_a_metric_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"Validation\(accuracy=\): 'accuracy' is given twice"):
+        Validation(labelled(1), metrics={"accuracy": Accuracy()}, accuracy=Accuracy())
+
+
+def test_an_update_that_reads_another_ones_output_says_that_the_evaluator_has_only_itself() -> None:
+    def forward(engine: Engine, batch: Any) -> Tensor:
+        return engine.model(batch[0]) + engine.find_update("a").output.detach()
+
+    def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(output, batch[1])
+
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    updates = [Update.supervised(nn.functional.cross_entropy, sgd, name="a"), Update(forward, loss, sgd, name="b")]
+    engine = Engine(updates, model=mlp(5, 4, 3))
+    engine.attach(Validation(labelled(1), update="b"))
+    with pytest.raises(KeyError) as error:
+        engine.run(labelled(1), max_epochs=1)
+    notes = " ".join(error.value.__notes__)
+    assert "has only update 'b' of the trainer's" in notes
+    assert "Validation(evaluator, data)" in notes
+
+
+def test_a_run_resumes_with_the_other_spelling_of_its_monitor() -> None:
+    def monitored(name: str) -> Engine:
+        return classifying(Validation(labelled(1, 1)), EarlyStopping(name, patience=1, restore_best=False))
+
+    first, second = monitored("val_loss"), monitored("val/loss")
+    first.run(labelled(1), max_epochs=1)
+    second.load_state_dict(first.state_dict())
+    second.run(labelled(1), max_epochs=2)
+    assert "W32" not in {one.code for one in second.findings.of_run()}

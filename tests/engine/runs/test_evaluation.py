@@ -428,6 +428,37 @@ def test_the_model_is_seen_as_evaluated_before_a_run_and_as_one_ends() -> None:
     assert torch.equal(seen[0], ema.parameter_copies()["model.0.weight"])
 
 
+@pytest.mark.parametrize("call", ["run", "state_dict", "load_state_dict", "load_weights", "reset"])
+def test_with_averages_in_place_the_trained_weights_are_neither_trained_nor_saved(call: str) -> None:
+    engine = Engine(UPDATE, model=network())
+    engine.attach(EMA(0.5))
+    engine.run(batches(1), max_epochs=1)
+    state, before = engine.state_dict(), fingerprint(engine)
+    given: dict[str, Any] = {"run": batches(1), "load_state_dict": state, "load_weights": state}
+    with (
+        engine.evaluating(),
+        pytest.raises(RuntimeError, match=rf"{call}\(\) was called while the model has the weights"),
+    ):
+        getattr(engine, call)(*[given[call]] if call in given else [], **{"max_epochs": 2} if call == "run" else {})
+    assert fingerprint(engine) == before
+    engine.run(batches(1), max_epochs=2)
+
+
+def test_an_evaluator_cannot_save_the_averages_as_the_weights_of_its_trainer() -> None:
+    engine = Engine(UPDATE, model=network())
+    engine.attach(EMA(0.5), validation := Validation(batches(1)))
+    engine.run(batches(1), max_epochs=1)
+    validation.evaluator.connect(Events.EPOCH_COMPLETED, lambda _: engine.state_dict())
+    with pytest.raises(
+        RuntimeError, match=r"state_dict\(\) was called while the model has the weights that evaluations"
+    ):
+        engine.test(batches(1))
+    with pytest.raises(
+        RuntimeError, match=r"state_dict\(\) was called while the model has the weights that evaluations"
+    ):
+        engine.run(batches(1), max_epochs=2)
+
+
 class PreparingSometimes(Handler):
     """Prepares every evaluation, and every second one besides."""
 

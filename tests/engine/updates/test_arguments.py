@@ -48,7 +48,12 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
             {"learning_rate": 0.1},
             "learning_rate= is no option of SGD, and no argument; its options are lr, momentum",
         ),
-        (lambda p: SGD(p), {"lr": 0.1}, "lr= is no option of <lambda>"),
+        (
+            lambda p: SGD(p),
+            {"lr": 0.1},
+            "lr= is no option of <lambda>, and no argument; it takes none; give them where it builds",
+        ),
+        ("adamw", {"lr": 0.1}, "lr=0.1 beside optimizer='adamw', which is no optimizer; give its class"),
         (None, {"lr": 0.1}, "lr=0.1 without an optimizer to give it to"),
         (BUILT, {"lr": 0.2}, "lr=0.2 beside an optimizer that is built"),
         (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is given twice"),
@@ -117,7 +122,8 @@ def test_a_name_that_is_no_module_lists_those_that_are(parameters: Any, kind: ty
 
 
 @pytest.mark.parametrize(
-    ("parameters", "kind"), [(3, TypeError), ([linear(1, 1)], TypeError), ([], ValueError), ("", ValueError)]
+    ("parameters", "kind"),
+    [(3, TypeError), (linear(1, 1), TypeError), ([linear(1, 1)], TypeError), ([], ValueError), ("", ValueError)],
 )
 def test_parameters_that_are_no_names_are_refused(parameters: Any, kind: type[Exception]) -> None:
     with pytest.raises(kind, match=r"Update 'main': parameters="):
@@ -164,3 +170,43 @@ def test_updates_over_several_modules_are_not_refused_where_functions_choose_the
 
     Engine([update(name, own(name)) for name in modules], model=modules)
     Engine([update(name, partial(torch.optim.SGD, lr=0.1)) for name in modules], model=modules, training=False)
+
+
+class WithParts(nn.Module):
+    """A model whose parts are called as the engine calls the model, and as all parameters are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.all = linear(5, 4), linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.all(self.model(inputs))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "readings"),
+    [
+        ("model", ["parameters='model.model' for the part", "engine.modules['model'].parameters() for the module"]),
+        ("all", ["omit parameters= for all of them", 'engine.model.get_submodule("all").parameters()']),
+    ],
+)
+def test_a_name_that_could_mean_two_parts_is_refused_with_both(parameters: str, readings: list[str]) -> None:
+    engine = Engine(Update.supervised(F.mse_loss, SGD, lr=0.1, parameters=parameters), model=WithParts())
+    with pytest.raises(ValueError, match="this could mean") as error:
+        engine.run(batches(1), max_epochs=1)
+    assert all(reading in str(error.value) for reading in readings)
+
+
+@pytest.mark.parametrize(("parameters", "shape"), [("model.model", (4, 5)), ("model.all", (1, 4))])
+def test_a_part_of_that_name_is_chosen_by_its_path(parameters: str, shape: tuple[int, int]) -> None:
+    engine = Engine(Update.supervised(F.mse_loss, SGD, lr=0.1, parameters=parameters), model=WithParts(), allow=["C08"])
+    engine.run(batches(1), max_epochs=1)
+    assert engine.optimizer.param_groups[0]["params"][0].shape == shape
+
+
+def test_tensors_are_not_printed_in_an_error() -> None:
+    tensors = list(linear(5, 1).parameters())
+    with pytest.raises(TypeError, match=r"parameters=a list of Parameter; expected the name of a module"):
+        Update.supervised(F.mse_loss, SGD, lr=0.1, parameters=tensors)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"optimizer=a list of Parameter; expected built optimizers"):
+        Update.supervised(F.mse_loss, tensors)  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,7 @@ def test_what_is_measured_comes_from_one_validation() -> None:
         engine.test(TEST, validation="none")
     with pytest.raises(ValueError, match=r"no Validation is attached, which says what is measured"):
         Engine(Update.prediction(), model=mlp(5, 8, 3)).test(TEST)
-    with pytest.raises(TypeError, match=r"Validation\(acuracy=3\)"):
+    with pytest.raises(TypeError, match=r"test\(acuracy=3\)"):
         engine.test(TEST, validation="other", acuracy=3)
 
 
@@ -236,3 +237,52 @@ def test_a_slip_in_what_is_chosen(slip: str, hint: str) -> None:
     engine = trainer_of()
     with pytest.raises(FileNotFoundError, match=rf"test\(weights='{slip}'\): no such checkpoint; {re.escape(hint)}"):
         engine.test(VALIDATION, weights=slip)
+
+
+def test_what_is_disabled_is_absent(tmp_path: Path) -> None:
+    checkpoints = [Checkpoint(tmp_path / name, monitor="val_loss", name=name) for name in ("c1", "c2")]
+    engine = trainer_of(Validation(TEST, prefix="test_", name="other"), *checkpoints)
+    engine.run(labelled(2), max_epochs=2)
+    expected = engine.test(TEST, weights=checkpoints[0], validation="validation")
+    with engine.without("c2", "other"):
+        assert engine.test(TEST, weights="best") == expected
+        with pytest.raises(
+            ValueError, match=r"validation='other'\): this Validation is disabled; there are: 'validation'"
+        ):
+            engine.test(TEST, validation="other")
+
+
+def test_several_data_sets_are_measured_under_their_names(tmp_path: Path) -> None:
+    engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"), EMA(0.5))
+    engine.run(labelled(2), max_epochs=2)
+    for weights in (None, "best"):
+        single = {key: engine.test(data, weights=weights) for key, data in (("a", TEST), ("b", VALIDATION))}
+        found = engine.test({"a": TEST, "b": VALIDATION}, weights=weights)
+        assert found == {f"{key}_{name}": value for key, values in single.items() for name, value in values.items()}
+    with pytest.raises(ValueError, match=r"test\(data=\{\}\): there is nothing to evaluate"):
+        engine.test({})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            {"prefix": "test_"},
+            r"^test\(prefix='test_'\): prefix= is no argument, and 'test_' is no metric; the arguments are data",
+        ),
+        ({"weight": "best"}, r"^test\(weight='best'\): weight= is no argument.*did you mean 'weights'\?"),
+        ({"metrics": [Accuracy()]}, r"^test\(metrics=a list\): expected a mapping from names to metrics"),
+        (
+            {"weights": {"a": torch.zeros(9)}},
+            r"^test\(weights=a dict\): expected 'best', a Checkpoint, or the path of one$",
+        ),
+        ({"weights": torch.zeros(9)}, r"^test\(weights=a Tensor\): expected 'best', a Checkpoint, or the path of one$"),
+        (
+            {"metrics": {"a": Accuracy()}, "a": Accuracy()},
+            r"^test\(a=\): 'a' is given twice: in metrics=, and beside it",
+        ),
+    ],
+)
+def test_arguments_of_test_are_refused_as_its_own(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        trainer_of().test(TEST, **arguments)
