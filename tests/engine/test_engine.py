@@ -259,4 +259,4 @@ def test_handlers_are_attached_from_any_iterable_and_found_with_in() -> None:
     with pytest.raises(TypeError, match="'Engine' object is not iterable"):
         list(engine)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="not a Handler"):
-        engine.attach({"a": History(name="other")})  # type: ignore[arg-type]
+        engine.attach({"a": History(name="other")})  # type: ignore[dict-item]

@@ -684,7 +684,8 @@ def test_a_metric_that_is_given_twice_is_refused() -> None:
 
 def test_an_update_that_reads_another_ones_output_says_that_the_evaluator_has_only_itself() -> None:
     def forward(engine: Engine, batch: Any) -> Tensor:
-        return engine.model(batch[0]) + engine.find_update("a").output.detach()
+        output: Tensor = engine.model(batch[0]) + engine.find_update("a").output.detach()
+        return output
 
     def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(output, batch[1])
