@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import reprlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -425,7 +426,7 @@ class Snapshots(Part["Engine"]):
     def put_weights(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put weights in place without an event; returns the whole state that they are of, empty without one."""
         if not isinstance(weights, Mapping):
-            raise TypeError(f"load_weights(a {type(weights).__name__}): expected weights, or the path of a checkpoint")
+            raise TypeError(f"load_weights({reprlib.repr(weights)}): expected weights, or the path of a checkpoint")
         engine, given = self.engine, weights if "format" in weights else {}
         weights = read_shards(weights, parameters=engine.modules.parameters(), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights

@@ -186,13 +186,12 @@ class Metrics(Handler):
                     "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
                 )
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
-    def measure_shards(self, engine: Engine) -> None:
+        self._own_shards = None if engine.group.shards is None else engine.group.shards.own
+        if self._own_shards is not None:
+            self._measure_shards(engine)
+
+    def _measure_shards(self, engine: Engine) -> None:
         """In a training whose steps consist of shards, measure each: UPDATE_COMPLETED has neither batch nor output of one."""
-        shards = engine.group.shards
-        self._own_shards = None if shards is None else shards.own
-        if shards is None:
-            return
         for key, metric in self.metrics.items():
             if getattr(metric, "carries_over", False):
                 raise ValueError(

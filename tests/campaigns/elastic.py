@@ -36,7 +36,7 @@ from tests.processes import Failed, run_together  # noqa: E402
 
 RESULT = Path(__file__).parent / "results" / "elastic.json"
 MOST_PROCESSES, MOST_KILLS = 8, 6
-SOONEST, LATEST = 0.3, 4.0
+SOONEST, LATEST = 0.3, 2.0
 """The seconds after its start between which the processes of a job are killed."""
 
 

@@ -176,8 +176,9 @@ def loss_of(job: Job, model: nn.Module, batch: Batch, step: int, shard: int) -> 
     first, second = torch._standard_gamma(torch.full((2,), 0.4, dtype=torch.float64), generator=generator).tolist()
     partner = torch.randperm(len(inputs), generator=generator)
     share = first / (first + second)
-    output: Tensor = model(inputs * share + inputs[partner] * (1 - share))
-    return F.cross_entropy(output, targets) * share + F.cross_entropy(output, targets[partner]) * (1 - share)
+    output = model(inputs * share + inputs[partner] * (1 - share))
+    mixed: Tensor = F.cross_entropy(output, targets) * share + F.cross_entropy(output, targets[partner]) * (1 - share)
+    return mixed
 
 
 def plain(job: Job, epochs: Sequence[Sequence[Batch]]) -> dict[str, Any]:
