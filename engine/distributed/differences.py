@@ -40,13 +40,14 @@ def own_alone(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
 
 
 def gather_shards(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
-    """The state of this rank with the parts of all shards in those of its handlers. Collective if one of them has any."""
-    handlers = dict(own["handlers"])
-    parts = {name: state[OF_SHARDS] for name, state in handlers.items() if OF_SHARDS in (state or {})}
-    for of_rank in processes.gather(parts) if parts else ():
-        for name, of_shards in of_rank.items():
-            handlers[name] = handlers[name] | {OF_SHARDS: handlers[name][OF_SHARDS] | of_shards}
-    return own | {"handlers": handlers}
+    """A state of this rank with the parts of all shards, in handlers' states and in windows. Collective if it has any."""
+    windows = [part["window"] for part in own["updates"].values() if part["window"] is not None]
+    batches = [batch for window in windows for batch, *_ in window["kept"] or ()]
+    parts = [one for one in (*own["handlers"].values(), *batches) if isinstance(one, dict) and OF_SHARDS in one]
+    for several in processes.gather([one[OF_SHARDS] for one in parts]) if parts else ():
+        for one, of_rank in zip(parts, several, strict=True):
+            one[OF_SHARDS] = one[OF_SHARDS] | of_rank
+    return own
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -124,12 +124,13 @@ class ShardedStep(DistributedStep):
         held, extra_weight, earlier = window.held, window.extra_weight, [p.grad for p in parameters]
         with closing(self.each_shard(iteration, listened)) as shards:
             for there in shards:
-                window.held, window.extra_weight, update.skipped = 0, ZERO, None
+                window.held, window.extra_weight = 0, ZERO
                 for parameter in parameters:
                     parameter.grad = None
-                if there:
+                if there and update.skipped is None:  # a receiver of GET_BATCH_COMPLETED may have skipped it
                     compute()
                 part.sums.add(self.take(update, parameters, part))
+                update.skipped = None  # the next shard begins as new
         window.held, window.extra_weight = held, extra_weight
         self.add_up(update, part, earlier)
 
@@ -219,6 +220,7 @@ class ShardedStep(DistributedStep):
             for there in shards:
                 if there:
                     super().evaluate(update, self.state.batch, iteration, listened)
+                update.skipped = None
 
     def each_shard(self, iteration: int, listened: bool) -> Generator[bool]:
         """Go through the shards of this process: each with its batch, its random numbers, and the buffers of the step before.
@@ -226,7 +228,12 @@ class ShardedStep(DistributedStep):
         Yields whether the shard has a batch. Afterwards, the batch in the state is the list of those of the shards.
         """
         state, shards = self.state, self.shards
-        batches = state.batch if isinstance(state.batch, Shards) else Shards([None] * len(shards.own))
+        batches = state.batch if self.feed.has_data else Shards([None] * len(shards.own))
+        if not isinstance(batches, Shards):
+            raise TypeError(
+                f"state.batch was set to a {type(batches).__name__} outside of a shard's events: with shards it has several "
+                "batches; set it at GET_BATCH_COMPLETED"
+            )
         run, seed, buffers = self.engine.current_run, self.engine.seed, _Buffers(self.buffers)
         place = 0 if run is None else run.loop.made
         try:

@@ -18,7 +18,7 @@ from ..core.update import UpdateState
 from ..core.window import ONE
 from ..core.words import listed
 from ..distributed.sharded import is_sharded, local_part
-from ..resuming.saving import OF_MICRO_STEPS
+from ..resuming.windows import OF_MICRO_STEPS
 from .calls import FirstCalls
 from .dropout import ActiveDropout, has_other_path
 from .epoch_checks import counted, held_by_optimizers, names_of

@@ -21,8 +21,6 @@ from ..authoring.randomness import (
     unchanged_random_state,
 )
 from ..core.blame import warn
-from ..core.connection import Phase
-from ..core.events import Events
 from ..core.regions import note_problems
 from ..distributed.differences import for_rank, gather_shards, of_all, own_alone
 from ..distributed.processes import SINGLE_PROCESS
@@ -35,12 +33,13 @@ from .frozen import fill_in
 from .keys import STEP_SHARDS, UNSAVED
 from .loads import ModuleTensors, OptimizerParts, load_each, naming, refusal
 from .state_parts import check_complete, composition
+from .windows import put_window_back, window_state
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["FORMAT", "OF_MICRO_STEPS", "check_fit", "copied", "gather", "put_back"]
+__all__ = ["FORMAT", "check_fit", "copied", "gather", "put_back"]
 
 FORMAT = 1
 
@@ -203,7 +202,7 @@ def _put_update_back(engine: Engine, update: UpdateState, part: Mapping[str, Any
     with torch.no_grad():
         for index, value in part["own_parameters"].items():
             update.parameters[index].copy_(value)
-    _put_window_back(engine, update, part["window"])
+    put_window_back(engine, update, part["window"], copied)
 
 
 def _put_optimizer_back(update: UpdateState, state: Any) -> None:
@@ -215,20 +214,6 @@ def _put_optimizer_back(update: UpdateState, state: Any) -> None:
     for group, own in zip(update.optimizer.param_groups, before, strict=False):
         for key, value in own.items():
             group.setdefault(key, value)
-
-
-def _put_window_back(engine: Engine, update: UpdateState, window: Mapping[str, Any] | None) -> None:
-    if window is None:
-        return
-    if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
-        warn(
-            f"the gradients of the open accumulation window of update {update.name!r} were computed with "
-            f"{', '.join(map(repr, missing))}, which this run does not have: they are discarded",
-        )
-        return
-    update.window.load_state_dict(copied({key: window[key] for key in ("filled", "held", "extra_weight", "kept")}))
-    for parameter, gradient in zip(update.parameters, window["gradients"], strict=True):
-        parameter.grad = None if gradient is None else spread_like(gradient.clone().to(parameter.device), parameter)
 
 
 def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -342,51 +327,6 @@ def _spread_over(parameters: Sequence[Tensor], state: dict[str, Any]) -> dict[st
     return state
 
 
-OF_MICRO_STEPS = (
-    Events.FORWARD_STARTED,
-    Events.FORWARD_COMPLETED,
-    Events.LOSS_COMPUTED,
-    Events.BACKWARD_STARTED,
-    Events.BACKWARD_COMPLETED,
-)
-"""The events inside the computation of a micro-step."""
-_MAKING_GRADIENTS = (Events.GET_BATCH_COMPLETED, Events.UPDATE_STARTED, *OF_MICRO_STEPS)
-
-
-def _changing_gradients(engine: Engine) -> list[str]:
-    """The handlers that influence gradients: those that change anything between the batch and the end of the backward."""
-    connections = [one for event in _MAKING_GRADIENTS for one in engine.signal(event).connections]
-    return sorted({one.owner for one in connections if one.owner is not None and one.phase < Phase.RECORD})
-
-
-def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> None:
-    """Raise RuntimeError for a window whose gradients are not accessible: those of a sharded model that was not reduced yet."""
-    if update.window.held and not any(gradient is not None for gradient in gradients):
-        raise RuntimeError(
-            f"the open window of update {update.name!r} holds gradients that were not reduced over the ranks yet and cannot "
-            "be saved: save where windows end, such as at the end of an epoch, or reduce every batch with "
-            "FullyShardedDataParallel(reduce_every_batch=True)"
-        )
-
-
-def _check_kept(update: UpdateState) -> None:
-    """Raise TypeError for kept batches that ``torch.load(weights_only=True)`` would not accept."""
-    for batch, *_ in update.window.kept or ():
-        if (found := _unsafe(batch)) is not None:
-            raise TypeError(
-                f"the open window of update {update.name!r} keeps batches with a {type(found).__name__}, which "
-                "torch.load(weights_only=True) does not accept: use tuples, lists and dicts, or save where windows end"
-            )
-
-
-def _unsafe(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return next((found for item in value if (found := _unsafe(item)) is not None), None)
-    if type(value) is dict:
-        return next((found for item in value.values() if (found := _unsafe(item)) is not None), None)
-    return None if value is None or isinstance(value, Tensor | int | float | str | np.generic) else value
-
-
 def _names(engine: Engine) -> dict[Tensor, str]:
     return {p: f"{root}.{key}" for root, module in engine.modules.items() for key, p in module.named_parameters()}
 
@@ -395,11 +335,7 @@ def _update_state(engine: Engine, update: UpdateState, taken: Callable[[Any], An
     optimizer, names = update.optimizer, _names(engine)
     window = None
     if update.window.filled:
-        gradients = [taken(p.grad) for p in update.parameters]
-        _check_reduced(update, gradients)
-        _check_kept(update)
-        window = {key: taken(value) for key, value in update.window.state_dict().items()}
-        window |= {"gradients": gradients, "made_with": _changing_gradients(engine)}
+        window = window_state(engine, update, taken)
     return {
         "steps": update.steps,
         "optimizer": None if optimizer is None else taken(optimizer.state_dict()),

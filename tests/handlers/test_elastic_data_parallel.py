@@ -16,6 +16,7 @@ import torch._dynamo  # as in the test of DDP: once here instead of in every pro
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassF1Score
 
 from signalfire import Engine, Events, Handler, Update, allow, on
@@ -301,6 +302,29 @@ def lived(folder: Path, until: int | None, name: str = "mlp") -> dict[str, Any]:
     }
 
 
+def swept(folder: Path, until: int | None) -> dict[str, Any]:
+    """As `lived`, with steps that compute their gradients twice, over batches that a state inside a window has to hold."""
+    engine = classifier(SGD)
+    engine.attach(
+        ElasticDataParallel(shards=SHARDS),
+        SharpnessAwareMinimization(),
+        GradientAccumulation(3),
+        Checkpoint(folder, every="1it", keep=2, resume=True),
+    )
+    engine.connect(Events.UPDATE_STARTED, lambda engine: lose(engine, until))
+    with pytest.raises(Lost) if until is not None else nullcontext():
+        engine.run(numbers(missing=[3, 17]), max_epochs=3)
+    return dict(engine.model.state_dict())
+
+
+@pytest.mark.moderate
+def test_a_state_inside_a_window_has_the_batches_of_all_shards(tmp_path: Path) -> None:
+    undisturbed = swept(tmp_path / "undisturbed", None)
+    for size, until in ((2, 2), (1, 3), (3, 7)):
+        run_together(swept, size, tmp_path / "moved", until)
+    assert digest(run_together(swept, 2, tmp_path / "moved", None)[1]) == digest(undisturbed)
+
+
 @pytest.mark.moderate
 def test_a_run_goes_on_with_any_number_of_processes_as_if_nothing_had_happened(tmp_path: Path) -> None:
     undisturbed = lived(tmp_path / "undisturbed", None)
@@ -464,6 +488,32 @@ def test_a_handler_that_declares_itself_is_called_once_for_each_shard() -> None:
     assert places == [(2, shard, 3) for shard in range(4)]
     assert len({number for _, number in counting.drawn}) == 10
     assert [shard for shard, _ in counting.drawn] == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+
+
+def test_a_sampler_of_ranks_and_a_batch_that_is_replaced_for_the_whole_step_are_refused() -> None:
+    data = table().dataset
+    engine = classifier()
+    engine.attach(ElasticDataParallel(shards=2))
+    with pytest.raises(ValueError, match="a sampler that gives each rank its part"):
+        engine.run(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)), max_epochs=1)
+    engine.connect(Events.ITERATION_STARTED, lambda engine: setattr(engine.state, "batch", numbers()[0]))
+    with pytest.raises(TypeError, match=r"state\.batch was set to a tuple outside of a shard's events"):
+        engine.run(numbers(), max_epochs=1)
+
+
+@pytest.mark.parametrize("shard", [0, 1])
+def test_a_batch_that_a_receiver_skips_skips_the_step(shard: int) -> None:
+    engine, skipped = classifier(), []
+
+    def skip(engine: Engine) -> None:
+        if (engine.state.iteration, engine.state.shard) == (2, shard):
+            engine.state.update.skip("too short")
+
+    engine.attach(ElasticDataParallel(shards=2))
+    engine.connect(Events.GET_BATCH_COMPLETED, skip)
+    engine.connect(Events.OPTIMIZER_STEP_COMPLETED, lambda engine: skipped.append(engine.state.update.skipped))
+    engine.run(numbers()[:6], max_epochs=1)
+    assert (skipped, engine.updates[0].steps) == ([None, "too short", None], 2)
 
 
 def test_a_parameter_without_a_gradient_is_refused_by_name() -> None:
