@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Phase, on
 from signalfire.authoring import check_choice, check_int
 from signalfire.distributed.sums import broadcast
+from signalfire.findings import Finding, finding
 
 from ._common.distribution import Distribution
 
@@ -77,6 +80,17 @@ class ElasticDataParallel(Distribution):
         super().attached(engine)
         self.loss_event = Events.LOSS_COMPUTED
         self.buffers_event = None
+
+    def findings(self, engine: Engine) -> Iterable[Finding]:
+        shards, processes = engine.group.shards, self.processes.world_size
+        if engine.training and shards is not None and (idle := processes - shards.readers):
+            yield finding(
+                "C41",
+                f"{self.name!r}: {idle} of {processes} processes compute no shard, since only a power of two of them can share "
+                f"{shards.world_size} shards",
+                f"start {shards.readers} processes, or twice as many",
+                [self.name],
+            )
 
     @on(Events.MODEL_SETUP, reads=["device", "modules", "processes"], writes=["weights", "buffers"])
     def broadcast_weights(self, engine: Engine) -> None:

@@ -196,6 +196,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C38": ("warning", "a handler for several processes is attached in a notebook, which is one process"),
     "C39": ("info", "a guard learns for longer than the run lasts what is usual"),
     "C40": ("info", "a name is taken for that of the validation's metric"),
+    "C41": ("warning", "there are more processes than compute shards"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -52,6 +52,8 @@ from signalfire.handlers import (
 from tests.kit import digest, linear
 from tests.processes import assert_alike, run_together
 
+pytestmark = pytest.mark.filterwarnings("ignore:C41")  # of processes that wait
+
 SHARDS = 8
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 SGD = partial(torch.optim.SGD, lr=0.1)

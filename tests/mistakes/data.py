@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from signalfire import DataError, Engine, Events, Finding, Findings, RereadingWarning, Update
-from signalfire.handlers import DeviceTransfer, DistributedDataParallel
+from signalfire.handlers import DeviceTransfer, DistributedDataParallel, ElasticDataParallel
 from tests.kit import SGD, batches, build, linear, mlp
 from tests.mistakes.registry import comes_right, mistake, silent
 from tests.processes import run_together
@@ -343,6 +343,17 @@ def on_own_data(right: bool) -> list[Finding]:
     engine = build(linear(5, 1), distributed)
     engine.run(batches(4, seed=11 if right else distributed.processes.rank), max_epochs=1)
     return list(engine.findings.of_run())
+
+
+def _in_three_processes(right: bool) -> list[Finding]:
+    engine = build(linear(5, 1), ElasticDataParallel(shards=4))
+    engine.run(batches(8, seed=11), max_epochs=1)
+    return list(engine.findings.of_run())
+
+
+@mistake("C41")
+def more_processes_than_can_share_the_shards(right: bool) -> Findings:
+    return Findings(run_together(_in_three_processes, 2 if right else 3, right)[0])
 
 
 @mistake("W25")
