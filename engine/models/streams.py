@@ -108,6 +108,12 @@ class SeparateStreams(Service):
             signal.add(connection)
             self._connected = signal, connection
 
+    @on(Lifecycle.EPOCH_BEGAN)
+    def begin_epoch(self, engine: Engine, resumed: bool) -> None:
+        """Count micro-steps anew: a run that goes back by one iteration makes it again, and not a second micro-step of it."""
+        if self._begin is not None:
+            self._begin = model_streams(engine)
+
     @on(Lifecycle.PASS_BEGINS)
     def begin_pass(self, engine: Engine) -> None:
         """Begin the stream of the data's order."""

@@ -455,3 +455,27 @@ def test_streams_begin_as_usual_where_the_receivers_of_an_event_are_muted(event:
 
     plain, muted = trained(), trained(event)
     assert all(torch.equal(plain[name], muted[name]) for name in plain)
+
+
+@pytest.mark.parametrize("streams", ["shared", "separate"])
+def test_a_run_that_goes_back_by_one_iteration_makes_it_as_before(streams: Streams) -> None:
+    def trained(*, goes_back: bool) -> str:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 3))
+        engine = Engine(Update.supervised(cross_entropy, SGD), model=model, seed=0, streams=streams)
+        states: list[dict[str, Any]] = []
+
+        def go_back(engine: Engine) -> None:
+            if engine.state.iteration == 2 and not states:
+                states.append(engine.state_dict())
+            elif engine.state.iteration == 3 and goes_back and len(states) == 1:
+                states.append({})
+                engine.snapshots.restore(states[0])
+
+        engine.connect(Events.ITERATION_COMPLETED, go_back)
+        generator = torch.Generator().manual_seed(0)
+        data = [(torch.randn(4, 6, generator=generator), torch.arange(4) % 3) for _ in range(5)]
+        engine.run(data, max_epochs=1)
+        return fingerprint(engine)
+
+    assert trained(goes_back=True) == trained(goes_back=False)
