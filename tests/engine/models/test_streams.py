@@ -459,7 +459,7 @@ def test_streams_begin_as_usual_where_the_receivers_of_an_event_are_muted(event:
 
 @pytest.mark.parametrize("streams", ["shared", "separate"])
 def test_a_run_that_goes_back_by_one_iteration_makes_it_as_before(streams: Streams) -> None:
-    def trained(*, goes_back: bool) -> str:
+    def trained(*, goes_back: bool) -> dict[str, str]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(), nn.Linear(16, 3))
         engine = Engine(Update.supervised(cross_entropy, SGD), model=model, seed=0, streams=streams)
