@@ -27,6 +27,19 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_a_run_ends_at_the_first_bound_it_reaches",
         ],
     },
+    "E11 a kernel that trains by itself": {
+        "engine/core/test_kernel.py": ["test_the_kernel_trains_by_itself_to_the_bits_of_an_engine"],
+        "test_structure.py": [
+            "test_the_kernel_names_no_room_also_not_for_types",
+            "test_the_kernel_is_read_in_an_afternoon",
+        ],
+    },
+    "E12 a look that raises changes nothing": {
+        "engine/findings/test_looks.py": [
+            "test_a_look_that_raises_is_said_once_and_changes_nothing",
+            "test_a_look_at_the_start_that_raises_is_said_once_and_changes_nothing",
+        ],
+    },
     "E2 filters, unions, custom events": {
         "engine/core/test_events.py": [
             "test_a_filter_passes_exactly_these_counts",
@@ -309,6 +322,16 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_several_data_are_evaluated_under_their_names",
         ],
     },
+    "U1 one line where people expect one": {
+        "examples/test_jobs.py": [
+            "test_a_job_ends_with_the_recorded_numbers",
+            "test_each_job_is_as_short_as_the_short_forms_allow",
+        ],
+        "engine/weights/test_chosen.py": [
+            "test_the_best_weights_are_those_that_were_chosen_averages_included",
+            "test_it_is_the_plain_loop_with_the_best_weights",
+        ],
+    },
     "V2 sanity validation": {
         "handlers/test_validation.py": ["test_a_sanity_run_changes_nothing_and_leaves_no_metric"],
     },
@@ -470,6 +493,19 @@ ROWS: dict[str, dict[str, list[str]]] = {
             "test_an_iteration_makes_the_collectives_of_plain_fsdp",
             "test_the_ranks_agree_once_between_epochs_and_share_an_order_that_is_drawn",
             "test_an_evaluation_makes_one_reduction_at_its_end",
+        ],
+    },
+    "H9 the same bits for any number of processes": {
+        "handlers/test_elastic_data_parallel.py": [
+            "test_one_process_is_a_plain_loop_over_the_shards",
+            "test_any_number_of_processes_ends_with_the_bits_of_one",
+            "test_a_run_goes_on_with_any_number_of_processes_as_if_nothing_had_happened",
+            "test_a_state_inside_a_window_has_the_batches_of_all_shards",
+            "test_compositions_end_with_the_same_bits_on_one_two_and_three_processes",
+            "test_what_would_depend_on_the_number_of_processes_is_refused_by_name",
+        ],
+        "test_elastic.py": [
+            "test_killed_and_started_with_any_number_of_processes_all_end_as_one_undisturbed_process",
         ],
     },
     "T2 all ranks halve their batches": {
