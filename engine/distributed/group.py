@@ -15,7 +15,6 @@ from ..core.step import Step
 from ..core.window import ONE, ZERO
 from .notice import Carrier, SeparateCarrier
 from .processes import SINGLE_PROCESS, Processes, lost_another
-from .shard_step import ShardedStep
 from .shards import VirtualShards
 from .step import DistributedStep
 
@@ -232,6 +231,8 @@ class Group(SingleProcess):
     def step(self) -> type[Step]:
         """The kind of step that a run makes, chosen once as it begins."""
         if self.shards is not None:
+            from .shard_step import ShardedStep  # a run without shards does not load it
+
             return ShardedStep
         return DistributedStep if self.processes.distributed else Step
 
