@@ -191,7 +191,13 @@ class Group(SingleProcess):
             or update.weight is not ONE
             or window.extra_weight is not ZERO
             or update.skipped is not None
-            or self._may_skip_alone()
+            or self.has_question()
+        )
+
+    def has_question(self) -> bool:
+        """Whether this rank asks for anything, may skip the step once the gradients are ready, or knows of a moment that came."""
+        return (
+            self._may_skip_alone()
             or self.engine.boundary.asks
             or (self.processes.is_rank_zero and time.monotonic() >= self._awaited)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from ..core.window import ONE, ZERO, Kept
 from .shard_rules import check_handlers
 from .shards import Shards, VirtualShards, shard_seed
 from .step import DistributedStep
-from .sums import TreeSum, broadcast, sum_over_ranks
+from .sums import RankSum, TreeSum, broadcast
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -36,14 +36,26 @@ class _ShardedRecomputation(Recomputation):
         self.step.average(update)
 
 
+class _Held(NamedTuple):
+    """What the processes have to know of each other's shards: of most they know it.
+
+    Attributes:
+        held: how many losses gave gradients.
+        weighted: whether any of these has a weight.
+        reason: why the first shard that skips the step does so.
+    """
+
+    held: int
+    weighted: bool = False
+    reason: str | None = None
+
+
 class _Part:
     """What this process has computed of a step.
 
     Attributes:
         sums: the sums over its shards: of the gradients, and of `_numbers`.
-        held: how many losses gave them.
-        weighted: whether any of these has a weight.
-        reason: why the first of its shards that skips the step does so.
+        held, weighted, reason: as in `_Held`.
     """
 
     def __init__(self, reason: str | None = None) -> None:
@@ -51,6 +63,10 @@ class _Part:
         self.held = 0
         self.weighted = False
         self.reason = reason
+
+    @property
+    def what(self) -> _Held:
+        return _Held(self.held, self.weighted, self.reason)
 
 
 class _Buffers:
@@ -167,37 +183,48 @@ class ShardedStep(DistributedStep):
 
     def add_up(self, update: UpdateState, part: _Part, earlier: list[Tensor | None]) -> None:
         """Make the sums of this process those of all, and add them to what the window held before, which is ``earlier``."""
-        own = part.held, part.weighted, part.reason
-        parts = [own] if self.group.alone else self.group.exchange(own)
-        held = sum(one for one, *_ in parts)
-        reasons = [reason for *_, reason in parts if reason is not None]
-        parameters = _trained(update)
-        update.output, update.weight, update.share = None, ONE, ONE
-        update.raw_loss = update.backward_loss = update.skipped = None
-        for parameter, gradient in zip(parameters, earlier, strict=True):
-            parameter.grad = gradient
-        if reasons:
-            update.skip(reasons[0])  # that of the first shard that has one
+        over_ranks = None if self.group.alone else self.send(update, part)
+        parts = self.parts(part, over_ranks)
+        self.forget_shards(update, earlier)
+        if reason := next((one.reason for one in parts if one.reason is not None), None):
+            update.skip(reason)  # that of the first shard that has one
+        held = sum(one.held for one in parts)
         if update.skipped is not None or held == 0:
             return
-        *gradients, numbers = self.sum_of_all(part, [one > 0 for one, *_ in parts], parameters)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
+        sums = part.sums.total() if over_ranks is None else over_ranks.total([one.held > 0 for one in parts])
+        assert sums is not None
+        *gradients, numbers = sums
+        for parameter, gradient in zip(_trained(update), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         weight, share, loss, backward = numbers
-        dtype = torch.promote_types(torch.float32, parameters[0].dtype)
+        dtype = torch.promote_types(torch.float32, gradients[0].dtype)
         update.raw_loss, update.backward_loss = (loss / share).to(dtype), (backward / weight).to(dtype)
         update.window.held += held
-        if any(weighted for _, weighted, _ in parts):
+        if any(one.weighted for one in parts):
             update.window.extra_weight = update.window.extra_weight + (weight - held)
 
-    def sum_of_all(self, part: _Part, has_sum: list[bool], parameters: list[Tensor]) -> list[Tensor]:
-        """The sums over all shards."""
-        sums = part.sums.total()
-        if not self.group.alone:
-            sums = [*parameters, _no_numbers(parameters)] if sums is None else sums
-            sums = sum_over_ranks(sums, has_sum[: self.shards.readers], self.processes)
-        assert sums is not None
-        return sums
+    def forget_shards(self, update: UpdateState, earlier: list[Tensor | None]) -> None:
+        """Leave nothing of the last shard: a step with shards has neither an output nor a weight of its own."""
+        update.output, update.weight, update.share = None, ONE, ONE
+        update.raw_loss = update.backward_loss = update.skipped = None
+        for parameter, gradient in zip(_trained(update), earlier, strict=True):
+            parameter.grad = gradient
+
+    def parts(self, part: _Part, over_ranks: RankSum | None) -> list[_Held]:
+        """What the processes that compute shards have computed."""
+        if over_ranks is None:
+            return [part.what]
+        if over_ranks.flagged:
+            return self.group.exchange(part.what)
+        self.group.sync_skips = False
+        return [_Held(self.shards.each)] * self.shards.readers
+
+    def send(self, update: UpdateState, part: _Part) -> RankSum:
+        """Send the sums of this process, and whether the others have to know more about it."""
+        usual = part.what == _Held(len(self.shards.own))
+        parameters = _trained(update)
+        sums = part.sums.total() or [*parameters, _no_numbers(parameters)]
+        return RankSum(sums, self.processes, flag=not usual or self.group.has_question())
 
     def backward(self, update: UpdateState) -> None:
         """The backward of one shard, of which nothing is sent."""

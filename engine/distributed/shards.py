@@ -48,6 +48,7 @@ class VirtualShards(Processes):
     Attributes:
         own: The shards that this process computes.
         readers: How many processes compute shards.
+        each: How many shards each of them computes.
     """
 
     def __init__(self, processes: Processes, count: int) -> None:
@@ -55,10 +56,9 @@ class VirtualShards(Processes):
         self.world_size = count
         self.local_rank, self.timeout = processes.local_rank, processes.timeout
         self.readers = 1 << (min(processes.world_size, count).bit_length() - 1)
-        each = count // self.readers
-        self.own = (
-            range(processes.rank * each, (processes.rank + 1) * each) if processes.rank < self.readers else range(0)
-        )
+        self.each = count // self.readers
+        first = processes.rank * self.each
+        self.own = range(first, first + self.each) if processes.rank < self.readers else range(0)
 
     @property
     def is_rank_zero(self) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .processes import Processes
 
-__all__ = ["TreeSum", "broadcast", "merged", "sum_over_ranks"]
+__all__ = ["RankSum", "TreeSum", "broadcast", "merged"]
 
 
 class TreeSum:
@@ -42,81 +42,77 @@ def merged(left: list[Tensor] | None, right: list[Tensor] | None) -> list[Tensor
     return left
 
 
-def sum_over_ranks(own: Sequence[Tensor], has_sum: Sequence[bool], processes: Processes) -> list[Tensor]:
+class RankSum:
     """The sums of the tensors of the ranks, added in the order of `TreeSum`; the same bits on each rank. Collective.
 
-    Each rank receives a part of all sums, adds it, and sends the result to all: as many bytes as a ring's all-reduce.
+    Each rank receives a part of all sums, and a flag of each rank. It adds its part, and sends the result to all: as many bytes
+    as a ring's all-reduce.
 
     Args:
         own: The sums of this rank; if it has none, tensors of the same shapes and dtypes.
-        has_sum: Of each of the first ranks whether it has sums; their number is a power of two. Ranks after them have none.
+        flag: What the other ranks are told.
         processes: The ranks.
-    """
-    size, rank = processes.world_size, processes.rank
-    packed = _Packed(own, size)
-    sends = rank < len(has_sum) and has_sum[rank]
-    received = packed.rows.new_empty((sum(has_sum), packed.rows.shape[1]))
-    width = packed.rows.shape[1]
-    dist.all_to_all_single(
-        received.view(-1),
-        packed.rows.view(-1) if sends else packed.rows.new_empty(0),
-        [width * one for one in has_sum] + [0] * (size - len(has_sum)),
-        [width * sends] * size,
-        group=processes.main,
-    )
-    rows, tree = iter(received), TreeSum()
-    for one in has_sum:
-        tree.add(packed.kinds_in(next(rows)) if one else None)
-    total = tree.total()
-    assert total is not None, "no rank has a sum"
-    own_bytes = torch.cat([part.view(torch.uint8) for part in total])
-    _all_gather(packed.rows.view(-1), own_bytes, group=processes.main)
-    return packed.tensors()
 
+    Attributes:
+        flagged: Whether any rank has given a flag.
+    """
+
+    def __init__(self, own: Sequence[Tensor], processes: Processes, *, flag: bool) -> None:
+        self._own, self._processes, size = list(own), processes, processes.world_size
+        self._kinds: dict[torch.dtype, list[int]] = {}
+        for place, tensor in enumerate(self._own):
+            self._kinds.setdefault(tensor.dtype, []).append(place)
+        flat = [_in_rows([self._own[place] for place in places], size) for places in self._kinds.values()]
+        flags = torch.full((size, _ALIGNED), flag, dtype=torch.uint8, device=flat[0].device)
+        self._widths = [one.shape[1] for one in flat]
+        self._rows = torch.cat([flags, *flat], dim=1)
+        self._received = torch.empty_like(self._rows)
+        dist.all_to_all_single(self._received, self._rows, group=processes.main)
+        self.flagged = bool(self._received[:, 0].any())
+
+    def total(self, has_sum: Sequence[bool]) -> list[Tensor]:
+        """The sums over the ranks.
+
+        Args:
+            has_sum: Of the ranks whether they have sums. Those of a power of two of the first ones are added; others have none.
+        """
+        tree = TreeSum()
+        adders = 1 << (len(has_sum).bit_length() - 1)
+        for row, one in zip(self._received, has_sum[:adders], strict=False):
+            tree.add(self._in_kinds(row[_ALIGNED:]) if one else None)
+        total = tree.total()
+        assert total is not None, "no rank has a sum"
+        part = torch.cat([one.view(torch.uint8) for one in total])
+        gathered = part.new_empty((self._processes.world_size, part.numel()))
+        _all_gather(gathered.view(-1), part, group=self._processes.main)
+        found: dict[int, Tensor] = {}
+        for flat, places in zip(self._in_kinds(gathered), self._kinds.values(), strict=True):
+            sizes = [self._own[place].numel() for place in places]
+            parts = flat.reshape(-1)[: sum(sizes)].split(sizes)
+            found |= {place: part.view(self._own[place].shape) for place, part in zip(places, parts, strict=True)}
+        return [found[place] for place in range(len(self._own))]
+
+    def _in_kinds(self, row: Tensor) -> list[Tensor]:
+        """The elements of a row, or of several, by dtype; not those of the rows that were received."""
+        parts = row.split(self._widths, dim=-1)
+        return [
+            part.clone(memory_format=torch.contiguous_format).view(dtype)
+            for part, dtype in zip(parts, self._kinds, strict=True)
+        ]
+
+
+_ALIGNED = 16
+"""Bytes of which the parts of a row are multiples, so that numbers of each dtype are aligned."""
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
 
 
-class _Packed:
-    """Tensors as bytes, with as many rows as there are ranks.
-
-    Attributes:
-        rows: The bytes. A row begins with the elements of the largest dtype, so that those of each are aligned.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor], size: int) -> None:
-        self._like = list(tensors)
-        self._kinds: dict[torch.dtype, list[int]] = {}
-        for place in sorted(range(len(tensors)), key=lambda place: -tensors[place].element_size()):
-            self._kinds.setdefault(tensors[place].dtype, []).append(place)
-        flat = [
-            _in_rows([tensors[place] for place in places], size).view(torch.uint8) for places in self._kinds.values()
-        ]
-        self._widths = [one.shape[1] for one in flat]
-        self.rows = torch.cat(flat, dim=1)
-
-    def kinds_in(self, row: Tensor) -> list[Tensor]:
-        """The elements of a row, or of several, by dtype."""
-        parts = row.split(self._widths, dim=-1)
-        return [part.contiguous().view(dtype) for part, dtype in zip(parts, self._kinds, strict=True)]
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors that the rows hold now."""
-        found: dict[int, Tensor] = {}
-        for flat, places in zip(self.kinds_in(self.rows), self._kinds.values(), strict=True):
-            sizes = [self._like[place].numel() for place in places]
-            parts = flat.reshape(-1)[: sum(sizes)].split(sizes)
-            found |= {place: part.view(self._like[place].shape) for place, part in zip(places, parts, strict=True)}
-        return [found[place] for place in range(len(self._like))]
-
-
 def _in_rows(tensors: Sequence[Tensor], size: int) -> Tensor:
-    """The elements of tensors of one dtype in rows, padded with zeros; the bytes of a row are a multiple of 8."""
-    flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    multiple = size * max(8 // flat.element_size(), 1)
-    padded = flat.new_zeros(-(-flat.numel() // multiple) * multiple)
-    padded[: flat.numel()] = flat
-    return padded.view(size, -1)
+    """The bytes of tensors of one dtype in rows, padded with zeros."""
+    flat = [tensor.detach().reshape(-1) for tensor in tensors]
+    row = size * _ALIGNED // flat[0].element_size()
+    missing = -sum(one.numel() for one in flat) % row
+    return torch.cat([*flat, flat[0].new_zeros(missing)]).view(torch.uint8).view(size, -1)
 
 
 def broadcast(tensors: Sequence[Tensor]) -> None:
