@@ -609,6 +609,7 @@ COMMUTING = {
         "PREPARE",
     ): "Metrics resets its own sums; Validation runs another engine; UpdateFrequency checks",
     ("GET_BATCH_COMPLETED", "PREPARE"): "moving a batch and changing its dtype give the same result in either order",
+    ("MODEL_SETUP", "CHANGE"): "handlers that distribute the model exclude each other",
     ("EXCEPTION_RAISED", "PREPARE"): "handlers that distribute the model exclude each other",
     ("INTERRUPTED", "PREPARE"): "handlers that distribute the model exclude each other",
     ("GRADIENTS_READY", "FINALIZE"): "the first to read the flags reads all of them; nothing is left for the second",

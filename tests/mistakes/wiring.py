@@ -182,12 +182,6 @@ def a_class_attached_instead_of_an_instance(right: bool) -> None:
     build(linear(5, 1)).attach(History() if right else History)  # type: ignore[arg-type]
 
 
-@mistake(TypeError, "one by one")
-def a_set_of_handlers(right: bool) -> None:
-    handlers: list[Any] = [History(), EMA()]
-    build(linear(5, 1)).attach(handlers if right else {*handlers})
-
-
 @mistake(ValueError, "the name is taken by .*give it another")
 def two_handlers_of_one_name(right: bool) -> None:
     build(linear(5, 1), History(), History(name="again") if right else History())
@@ -459,7 +453,7 @@ def a_misspelt_code(right: bool) -> None:
     Engine(Update.prediction(), linear(5, 1), allow=["W10" if right else "W1O"])
 
 
-@mistake(TypeError, "positional")
+@mistake(TypeError, "name the bound, such as max_epochs=1")
 def epochs_without_their_name(right: bool) -> None:
     run: Any = build(linear(5, 1)).run
     run(batches(2), max_epochs=1) if right else run(batches(2), 1)
