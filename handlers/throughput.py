@@ -231,18 +231,28 @@ class Throughput(Handler):
             return
         batch = engine.state.batch
         self._iterations += 1
-        if batch is not None:
+        if batch.__class__ is Shards:
+            self._count_shards(engine, batch)
+        elif batch is not None:
             self._batches += 1
             # The usual batches are counted here, without a call, as `samples_in` counts them.
             usual = self._counts_itself and batch.__class__ in (tuple, list) and batch and batch[0].__class__ is Tensor
             shape = batch[0].shape if usual and not batch[0].is_nested else None
             self._samples += shape[0] if shape else engine.updates[0].samples_in(batch)
-            several = [one for one in batch if one is not None] if batch.__class__ is Shards else None
-            self._batches += 0 if several is None else len(several) - 1
             if self.tokens is not None:
-                self._tokens += sum(map(self._tokens_in, (batch,) if several is None else several))
+                self._tokens += self._tokens_in(batch)
             if self._operations_of_batch is not None:
-                self._operations += sum(map(self._operations_of_batch, (batch,) if several is None else several))
+                self._operations += self._operations_of_batch(batch)
+
+    def _count_shards(self, engine: Engine, shards: Shards) -> None:
+        """Count the batches of a step with shards."""
+        batches = [batch for batch in shards if batch is not None]
+        self._batches += len(batches)
+        self._samples += sum(map(engine.updates[0].samples_in, batches))
+        if self.tokens is not None:
+            self._tokens += sum(map(self._tokens_in, batches))
+        if self._operations_of_batch is not None:
+            self._operations += sum(map(self._operations_of_batch, batches))
 
     def _warm_up(self, engine: Engine) -> None:
         if self._counter is not None and (samples := engine.updates[0].samples_in(engine.state.batch)):

@@ -287,27 +287,30 @@ _NO_METRICS = (EventEnum, AnyEvent, Interval, str, int, float, Engine)
 
 def _checked_metrics(where: str, arguments: Sequence[str], metrics: Any, named: Mapping[str, Any]) -> dict[str, Any]:
     """All metrics by name, checked as `Metrics` does it."""
-    for key, value in named.items():
-        if isinstance(value, _NO_METRICS) or value is None:
-            hint = did_you_mean(key, arguments) or f"; the arguments are {', '.join(arguments)}"
-            raise TypeError(f"{where}({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
-    if metrics is None and not named:
-        return {}
-    by_name = metrics is None or isinstance(metrics, Mapping | nn.ModuleDict)
-    if not by_name:
+    _refuse_no_metrics(where, arguments, named)
+    given = {} if metrics is None else metrics
+    if not isinstance(given, Mapping | nn.ModuleDict):
         raise TypeError(
             f"{where}(metrics=a {type(metrics).__name__}): expected a mapping from names to metrics: "
             "{'accuracy': Accuracy()}"
         )
-    if twice := [key for key in metrics or () if key in named]:
+    if twice := [key for key in given if key in named]:
         raise TypeError(
             f"{where}({twice[0]}=): {twice[0]!r} is given twice: in metrics=, and beside it; omit one of them"
         )
-    if not metrics and not named:
+    if not len(given) and not named:
         return {}
     found = Metrics(metrics, **named).metrics
     _refuse_another_loss(where, found)
     return found
+
+
+def _refuse_no_metrics(where: str, arguments: Sequence[str], named: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword that is no metric, and perhaps a misspelt argument."""
+    for key, value in named.items():
+        if isinstance(value, _NO_METRICS) or value is None:
+            hint = did_you_mean(key, arguments) or f"; the arguments are {', '.join(arguments)}"
+            raise TypeError(f"{where}({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
 
 
 def _refuse_another_loss(where: str, metrics: Mapping[str, Any]) -> None:

@@ -127,13 +127,15 @@ def users_may_write(engine: Engine) -> bool:
         return True
     if any(one.owner is None for signal in engine.signals.all() for one in signal.connections):
         return True
-    for handler in engine.handlers.values():
-        if not type(handler).__module__.startswith("signalfire."):
-            return True
-        evaluator: Any = getattr(handler, "evaluator", None)
-        if hasattr(evaluator, "handlers") and users_may_write(evaluator):
-            return True
-    return False
+    return any(map(_has_users_code, engine.handlers.values()))
+
+
+def _has_users_code(handler: Any) -> bool:
+    """Whether a handler is the user's, or has an evaluator in which code of the user's may write metrics."""
+    if not type(handler).__module__.startswith("signalfire."):
+        return True
+    evaluator: Any = getattr(handler, "evaluator", None)
+    return hasattr(evaluator, "handlers") and users_may_write(evaluator)
 
 
 def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:

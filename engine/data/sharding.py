@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain, count, islice, repeat, takewhile
+from itertools import chain, count, islice, repeat
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -109,25 +109,32 @@ def shard(
     size, virtual = processes.world_size, isinstance(processes, VirtualShards)
     ranks = processes.own if isinstance(processes, VirtualShards) else range(processes.rank, processes.rank + 1)
     if length is None or not (skippable(data) or _reads_own_by_index(data)):
-        begin = getattr(data, "batches_from", None)
-        batches = begin(start * size) if callable(begin) else islice(iter(data), start * size, None)
-        batches = islice(batches, None if limit is None else max(0, limit - start * size))
-        several = _read_round_robin(batches, start, ranks, size, round_shares)
+        several = _read_round_robin(_of_all(data, start * size, limit), start, ranks, size, round_shares)
         return map(Shards, several) if virtual else chain.from_iterable(several)
     length = length if limit is None else min(length, limit)
-    if not ranks:
-        mine = iter(())
-    elif skippable(data):
+    if skippable(data) and ranks:
         mine = SkippingLoader.of(data).iterate(
             data, seed, number, start, at_once=True, ranks=ranks, size=size, limit=limit, round_shares=round_shares
         )
     else:
-        places = (index * size + rank for index in count(start) for rank in ranks)
-        mine = (data[place] for place in takewhile(lambda place: place < length, places))
+        mine = (data[place] for place in _places(ranks, size, start, length))
     if virtual:
         return _in_rounds(mine, ranks, size, range(start * size, length, size), length)
     own = len(range(ranks[0], length, size))
     return chain(mine, repeat(None, rounds(length, processes) - max(start, own)))
+
+
+def _places(ranks: range, size: int, start: int, length: int) -> Iterator[int]:
+    """The places of the batches of some ranks, from a round on."""
+    for first in range(start * size, length, size):
+        yield from range(first + ranks.start, min(first + ranks.stop, length))
+
+
+def _of_all(data: Any, first: int, limit: int | None) -> Iterator[Any]:
+    """The batches of all ranks from the first one on, up to a limit that is counted from the beginning."""
+    begin = getattr(data, "batches_from", None)
+    batches = begin(first) if callable(begin) else islice(iter(data), first, None)
+    return islice(batches, None if limit is None else max(0, limit - first))
 
 
 def _in_rounds(mine: Iterator[Any], ranks: range, size: int, starts: range, length: int) -> Iterator[Shards]:

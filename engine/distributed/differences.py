@@ -41,13 +41,21 @@ def own_alone(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
 
 def gather_shards(own: dict[str, Any], processes: Processes) -> dict[str, Any]:
     """A state of this rank with the parts of all shards, in handlers' states and in windows. Collective if it has any."""
-    windows = [part["window"] for part in own["updates"].values() if part["window"] is not None]
-    batches = [batch for window in windows for batch, *_ in window["kept"] or ()]
-    parts = [one for one in (*own["handlers"].values(), *batches) if isinstance(one, dict) and OF_SHARDS in one]
-    for several in processes.gather([one[OF_SHARDS] for one in parts]) if parts else ():
+    parts = [
+        one for one in (*own["handlers"].values(), *_kept_batches(own)) if isinstance(one, dict) and OF_SHARDS in one
+    ]
+    if not parts:
+        return own
+    for several in processes.gather([one[OF_SHARDS] for one in parts]):
         for one, of_rank in zip(parts, several, strict=True):
             one[OF_SHARDS] = one[OF_SHARDS] | of_rank
     return own
+
+
+def _kept_batches(own: Mapping[str, Any]) -> list[Any]:
+    """The batches that open windows of a state keep."""
+    windows = [update["window"] for update in own["updates"].values() if update["window"] is not None]
+    return [batch for window in windows for batch, *_ in window["kept"] or ()]
 
 
 def for_rank(state: Mapping[str, Any], rank: int) -> dict[str, Any]:

@@ -49,6 +49,12 @@ class _Held(NamedTuple):
     weighted: bool = False
     reason: str | None = None
 
+    @staticmethod
+    def of_all(parts: Sequence[_Held]) -> _Held:
+        """That of all processes together, with the reason of the first shard that has one."""
+        reason = next((one.reason for one in parts if one.reason is not None), None)
+        return _Held(sum(one.held for one in parts), any(one.weighted for one in parts), reason)
+
 
 class _Part:
     """What this process has computed of a step.
@@ -185,23 +191,27 @@ class ShardedStep(DistributedStep):
         """Make the sums of this process those of all, and add them to what the window held before, which is ``earlier``."""
         over_ranks = None if self.group.alone else self.send(update, part)
         parts = self.parts(part, over_ranks)
+        of_all = _Held.of_all(parts)
         self.forget_shards(update, earlier)
-        if reason := next((one.reason for one in parts if one.reason is not None), None):
-            update.skip(reason)  # that of the first shard that has one
-        held = sum(one.held for one in parts)
-        if update.skipped is not None or held == 0:
+        if of_all.reason is not None:
+            update.skip(of_all.reason)
+        if update.skipped is not None or of_all.held == 0:
             return
         sums = part.sums.total() if over_ranks is None else over_ranks.total([one.held > 0 for one in parts])
         assert sums is not None
+        self.take_sums(update, sums, of_all)
+
+    def take_sums(self, update: UpdateState, sums: list[Tensor], of_all: _Held) -> None:
+        """Add the gradients of all shards to those that the window held before, and note their mean loss."""
         *gradients, numbers = sums
         for parameter, gradient in zip(_trained(update), gradients, strict=True):
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         weight, share, loss, backward = numbers
         dtype = torch.promote_types(torch.float32, gradients[0].dtype)
         update.raw_loss, update.backward_loss = (loss / share).to(dtype), (backward / weight).to(dtype)
-        update.window.held += held
-        if any(one.weighted for one in parts):
-            update.window.extra_weight = update.window.extra_weight + (weight - held)
+        update.window.held += of_all.held
+        if of_all.weighted:
+            update.window.extra_weight = update.window.extra_weight + (weight - of_all.held)
 
     def forget_shards(self, update: UpdateState, earlier: list[Tensor | None]) -> None:
         """Leave nothing of the last shard: a step with shards has neither an output nor a weight of its own."""

@@ -23,7 +23,6 @@ from ..authoring.randomness import (
 from ..core.blame import warn
 from ..core.regions import note_problems
 from ..distributed.differences import for_rank, gather_shards, of_all, own_alone
-from ..distributed.processes import SINGLE_PROCESS
 from ..distributed.sharded import read_shards, spread_like
 from ..models.fit import check_parameters, parameter_names
 from ..models.modules import bare_state, differences, unwrapped
@@ -61,17 +60,15 @@ def gather(engine: Engine, *, at_once: bool = False, alone: bool = False) -> dic
         "updates": {update.name: _update_state(engine, update, taken) for update in engine.updates},
         "data": taken(engine.feed.state_dict()),
         "composition": composition(engine),
+        **({} if engine.group.shards is None else {STEP_SHARDS: engine.group.shards.world_size}),
     }
     unsaved = {} if at_once else {UNSAVED: Unsaved(engine)}
-    shards = engine.group.shards
-    if shards is not None:
-        own[STEP_SHARDS] = shards.world_size
     if alone:
-        return own_alone(own, SINGLE_PROCESS if shards is not None else engine.processes) | unsaved
+        return own_alone(own, engine.processes) | unsaved if engine.group.shards is None else own | unsaved
     if past := engine.past.state_dict():  # not copied: nothing changes a state that is kept
         own["past"] = past
-    if shards is not None:  # the same on all ranks, however many there are
-        return gather_shards(own, shards.processes) | unsaved
+    if engine.group.shards is not None:  # the same on all ranks, however many there are
+        return gather_shards(own, engine.processes) | unsaved
     if (shares := engine.group.data.world_size) != engine.processes.world_size:
         own["shares"] = shares  # over how many ranks the data is sharded
     return of_all(own, engine.processes) | unsaved
@@ -226,13 +223,12 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     before = saved.get("processes", 1)
     if processes.distributed:
         _check_same_state(engine, saved)
-    shards = None if engine.group.shards is None else engine.group.shards.world_size
-    if saved.get(STEP_SHARDS) == shards and (shards is not None or before == 1 == processes.world_size):
+    if STEP_SHARDS in saved or engine.group.shards is not None:
+        return _part_with_shards(engine, saved)
+    if before == 1 == processes.world_size:
         return saved
-    shares = saved.get(STEP_SHARDS) or saved.get("shares", before)
+    shares = saved.get("shares", before)
     own = for_rank(saved, processes.rank)
-    if saved.get(STEP_SHARDS) != shards:
-        return _for_other_shards(own, shares, engine)
     if shares == engine.group.data.world_size == 1:  # each rank has seen all of the data, and draws the same numbers
         return own
     if before == processes.world_size and shares == engine.group.data.world_size:
@@ -253,16 +249,19 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     return _for_new_world_size(own, shares, engine)
 
 
-def _for_other_shards(saved: Mapping[str, Any], before: int, engine: Engine) -> Mapping[str, Any]:
-    """Convert a state of steps that consisted of another number of shards, or of none."""
+def _part_with_shards(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state of steps with shards, or for them: it is the same for all ranks, if there are as many shards."""
     shards = saved.get(STEP_SHARDS), engine.group.shards and engine.group.shards.world_size
+    if shards[0] == shards[1]:
+        return saved
     then, now = ("steps without shards" if one is None else f"steps of {one} shards" for one in shards)
     warn(
         f"the loaded state was saved with {then}, and resumes with {now}: the resume is not exact. Open accumulation windows are "
         "discarded, and inside an epoch batches may be repeated",
         RuntimeWarning,
     )
-    return _for_new_world_size(saved, before, engine)
+    before = shards[0] or saved.get("shares", saved.get("processes", 1))
+    return _for_new_world_size(for_rank(saved, engine.processes.rank), before, engine)
 
 
 def _check_same_state(engine: Engine, saved: Mapping[str, Any]) -> None:

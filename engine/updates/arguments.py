@@ -33,8 +33,6 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
     if not options:
         return optimizer
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
-    names = _options_of(optimizer)
-    unknown = next((name for name in options if names is not None and name not in names), None)
     if optimizer is None:
         hint = did_you_mean(next(iter(options)), own)
         raise TypeError(f"{where}: {given} without an optimizer to give it to{hint}")
@@ -42,21 +40,32 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
         raise TypeError(
             f"{where}: {given} beside optimizer={optimizer!r}, which is no optimizer; give its class: torch.optim.AdamW"
         )
-    if unknown is not None:
-        options_there = (
-            f"its options are {', '.join(names)}" if names else "it takes none; give them where it builds the optimizer"
-        )
-        hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {options_there}"
-        raise TypeError(f"{where}: {unknown}= is no option of {_name_of(optimizer)}, and no argument{hint}")
-    if isinstance(optimizer, Optimizer):
-        raise TypeError(f"{where}: {given} beside an optimizer that is built; give the options where it is built")
-    if not callable(optimizer):
-        raise TypeError(
-            f"{where}: {given} beside several optimizers; give each its own: partial(torch.optim.AdamW, lr=1e-3)"
-        )
+    _check_options(where, optimizer, options, own)
+    if (why := _why_not_a_factory(optimizer)) is not None:
+        raise TypeError(f"{where}: {given} beside {why}")
     if isinstance(optimizer, partial) and (twice := [name for name in options if name in optimizer.keywords]):
         raise TypeError(f"{where}: {twice[0]}= is given twice: to the partial, and beside it; omit one of them")
     return partial(optimizer, **options)
+
+
+def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iterable[str]) -> None:
+    """Raise TypeError for an option that a factory does not have."""
+    names = _options_of(optimizer)
+    unknown = None if names is None else next((name for name in options if name not in names), None)
+    if unknown is None:
+        return
+    there = f"its options are {', '.join(names)}" if names else "it takes none; give them where it builds the optimizer"
+    hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {there}"
+    raise TypeError(f"{where}: {unknown}= is no option of {_name_of(optimizer)}, and no argument{hint}")
+
+
+def _why_not_a_factory(optimizer: Any) -> str | None:
+    """What an optimizer is that takes no options, and what to write; None for a factory."""
+    if isinstance(optimizer, Optimizer):
+        return "an optimizer that is built; give the options where it is built"
+    if not callable(optimizer):
+        return "several optimizers; give each its own: partial(torch.optim.AdamW, lr=1e-3)"
+    return None
 
 
 def _options_of(optimizer: Any) -> list[str] | None:

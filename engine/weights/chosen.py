@@ -68,28 +68,27 @@ def _validation_of(engine: Engine, name: str | None) -> Any:
         return next(iter(found.values()))
     if name in found:
         return found[name]
-    names = ", ".join(map(repr, found))
     if name is not None:
         why = "this Validation is disabled" if name in known else "no Validation has this name"
-        raise ValueError(f"test(validation={name!r}): {why}; there are: {names or 'none'}")
-    raise ValueError(
-        f"test(): several validations are attached, {names}; say which one measures: validation={next(iter(found))!r}"
-        if found
-        else "test(): no Validation is attached, which says what is measured; attach Validation(data, accuracy=Accuracy()), or "
-        "build an evaluator and call engine.evaluate(evaluator, data)"
+        raise ValueError(f"test(validation={name!r}): {why}; there are: {', '.join(map(repr, found)) or 'none'}")
+    raise ValueError(_none_or_several(list(found)))
+
+
+def _none_or_several(names: list[str]) -> str:
+    """What is wrong where no validation, or several of these names, could say what is measured."""
+    if names:
+        shown = ", ".join(map(repr, names))
+        return f"test(): several validations are attached, {shown}; say which one measures: validation={names[0]!r}"
+    return (
+        "test(): no Validation is attached, which says what is measured; attach Validation(data, accuracy=Accuracy()), or build "
+        "an evaluator and call engine.evaluate(evaluator, data)"
     )
 
 
 def _path_of(engine: Engine, weights: Any) -> Path:
     """The checkpoint that is meant: a path, a handler that writes checkpoints, or "best"."""
     if isinstance(weights, str) and weights == "best":
-        writers = {name: one for name, one in engine.handlers.items() if one.enabled and _chooses(one)}
-        if len(writers) != 1:
-            found = f"there are {listed(map(repr, writers))}" if writers else "there is none"
-            raise ValueError(
-                f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; give weights= one, or a path"
-            )
-        weights = next(iter(writers.values()))
+        weights = _only_one_that_chooses(engine)
     if isinstance(weights, str | os.PathLike):
         return _existing(weights)
     if not hasattr(weights, "best") or not hasattr(weights, "last"):
@@ -102,6 +101,17 @@ def _path_of(engine: Engine, weights: Any) -> Path:
             f"{os.fspath(weights.folder)!r}"
         )
     return Path(path)
+
+
+def _only_one_that_chooses(engine: Engine) -> Any:
+    """The one enabled handler that writes checkpoints of which a metric chooses the best."""
+    writers = {name: one for name, one in engine.handlers.items() if one.enabled and _chooses(one)}
+    if len(writers) != 1:
+        found = f"there are {listed(map(repr, writers))}" if writers else "there is none"
+        raise ValueError(
+            f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; give weights= one, or a path"
+        )
+    return next(iter(writers.values()))
 
 
 def _existing(weights: str | os.PathLike[str]) -> Path:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from signalfire import Engine
 from signalfire.authoring import map_leaves
 
 from .measures import Average
 
-__all__ = ["Metric", "copied", "named_metrics", "plain"]
+__all__ = ["Metric", "copied", "is_of_loss", "named_metrics", "output_and_target", "plain"]
 
 
 @runtime_checkable
@@ -75,3 +76,14 @@ def copied(item: Any) -> Any:
 def plain(value: Any) -> Any:
     """A value of one number as a Python number; any other as it is."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
+
+
+def is_of_loss(metric: Any) -> TypeGuard[Average]:
+    """Whether a metric is the mean of the update's loss, and needs no output."""
+    return isinstance(metric, Average) and metric.function is None
+
+
+def output_and_target(engine: Engine) -> tuple[Any, ...]:
+    """What metrics are given by default."""
+    update = engine.state.update
+    return update.output_in(update.output), update.target_in(engine.state.batch)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,6 +17,7 @@ from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.authoring import check_function, check_name, samples_in, tensors_in
 from signalfire.authoring.batches import hides_samples
 from signalfire.core.state import as_number
+from signalfire.distributed import Processes
 from signalfire.distributed.shards import OF_SHARDS, Shards, VirtualShards
 from signalfire.findings import Finding, finding
 from signalfire.findings.calls import MetricCalls
@@ -24,7 +25,7 @@ from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
 
 from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
-from .metric_names import Metric, copied, named_metrics, plain
+from .metric_names import Metric, copied, is_of_loss, named_metrics, output_and_target, plain
 from .ranks import PUBLISH
 from .torchmetrics import keeps_inputs, load_state_of, merge, merging_nothing, state_of, synced, torchmetrics_in
 from .updates import is_balanced, loss_of, only_update, selected_updates, takes_logits, targets_in
@@ -104,7 +105,7 @@ class Metrics(Handler):
         super().__init__(name=name)
         self.metrics = named_metrics(metrics, named)
         check_function(self, "inputs", inputs, "engine", optional=True)
-        self.inputs = inputs or _output_and_target
+        self.inputs = inputs or output_and_target
         self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device
         self._counted = False  # whether the samples of a batch were found to be countable
@@ -252,9 +253,9 @@ class Metrics(Handler):
         update = engine.state.update
         if self.update not in (None, update.name) or update.more:
             return
+        if engine.state.batch.__class__ is Shards:  # a whole step, whose shards were measured
+            return
         if engine.group.shards is not None:
-            if isinstance(engine.state.batch, Shards):  # the whole step: its shards were measured
-                return
             self._use(self._metrics_of(engine.state.shard))
         if self._of_loss and update.raw_loss is not None:
             size = (samples_in if update.spec.samples is None else update.samples_in)(engine.state.batch)
@@ -376,12 +377,9 @@ class Metrics(Handler):
         if engine.group.shards is not None:
             self._merge_shards(engine.group.shards)
         elif engine.group.data.distributed:
-            merged = {key: metric for key, metric in self.metrics.items() if not torchmetrics_in(metric)}
-            states = engine.group.data.gather([metric.state_dict() for metric in merged.values()]) if merged else []
-            for place, metric in enumerate(merged.values()):
-                metric.merge([several[place] for several in states])
+            self._merge_ranks(engine.group.data)
         for key, metric in self.metrics.items():
-            with merging_nothing(metric) if engine.group.shards is not None else synced(metric, engine.group.data):
+            with synced(metric, engine.group.data):
                 value = metric.compute()
             if isinstance(value, Mapping):  # a torchmetrics MetricCollection, or a function that returns several values
                 for part, one in value.items():
@@ -390,6 +388,13 @@ class Metrics(Handler):
                 value = plain(value)
                 engine.state.metrics[key] = value
                 self._check_value(engine, key, metric, value)
+
+    def _merge_ranks(self, ranks: Processes) -> None:
+        """Merge the metrics of all ranks, but for those of torchmetrics, which do it themselves."""
+        merged = [metric for metric in self.metrics.values() if not torchmetrics_in(metric)]
+        states = ranks.gather([metric.state_dict() for metric in merged]) if merged else []
+        for place, metric in enumerate(merged):
+            metric.merge([several[place] for several in states])
 
     def _merge_shards(self, shards: VirtualShards) -> None:
         """Merge the metrics of all shards, in the order of the shards, into those of the epoch."""
@@ -478,16 +483,6 @@ _in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
 """The handlers of running engines by the ids of their metrics."""
 
 _ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
-
-
-def is_of_loss(metric: Any) -> TypeGuard[Average]:
-    """Whether a metric is the mean of the update's loss, and needs no output."""
-    return isinstance(metric, Average) and metric.function is None
-
-
-def _output_and_target(engine: Engine) -> tuple[Any, ...]:
-    update = engine.state.update
-    return update.output_in(update.output), update.target_in(engine.state.batch)
 
 
 def _current(metric: Any) -> float | None:

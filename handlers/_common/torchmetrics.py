@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from signalfire.distributed import Processes, SameData
+from signalfire.distributed.shards import VirtualShards
 
 __all__ = ["keeps_inputs", "load_state_of", "merge", "merging_nothing", "state_of", "synced", "torchmetrics_in"]
 
 
 @contextmanager
 def synced(metric: Any, data: Processes) -> Iterator[None]:
-    """Let torchmetrics merge the states of these ranks: of none where each has seen all samples."""
-    if isinstance(data, SameData):
+    """Let torchmetrics merge the states of these ranks: of none where each has seen all samples, or `merge` was called."""
+    if isinstance(data, SameData | VirtualShards):
         with merging_nothing(metric):
             yield
         return

@@ -594,7 +594,7 @@ def two_clips_of_one_kind(right: bool) -> None:
     build(net(), GradientClipping(max_norm=1.0), *([] if right else [GradientClipping(max_norm=2.0, name="second")]))
 
 
-@mistake(TypeError, "max_epoch=.*expected the bounds of run")
+@mistake(TypeError, "did you mean 'max_epochs'")
 def a_misspelt_bound_of_check(right: bool) -> Findings:
     return build(net()).check(batches(), **({"max_epochs": 2} if right else {"max_epoch": 2}))
 
