@@ -103,7 +103,7 @@ class ElasticDataParallel(Distribution):
             with torch.no_grad():
                 broadcast([t for module in engine.modules.values() for t in (*module.parameters(), *module.buffers())])
 
-    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["modules"], writes=["weights"])
+    @on(Events.STARTED, phase=Phase.FINALIZE, reads=["modules", "optimizer"], writes=["weights"])
     def broadcast_free(self, engine: Engine) -> None:
         """Broadcast the trained tensors that are in no module."""
         if not self.processes.distributed or not engine.training:

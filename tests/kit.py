@@ -75,7 +75,7 @@ LIMIT = 300.0
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """A folder in memory, where there is one: thousands of synced files would wait for a disk."""
 
-DISTRIBUTING = "DistributedDataParallel", "FullyShardedDataParallel", "TensorParallel"
+DISTRIBUTING = "DistributedDataParallel", "ElasticDataParallel", "FullyShardedDataParallel", "TensorParallel"
 """The handlers that distribute a run, of which an engine has one: they are tried in several processes."""
 
 CLIENTS = {

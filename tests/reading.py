@@ -39,6 +39,7 @@ from signalfire.handlers import (
     Checkpoint,
     CSVLogger,
     DistributedDataParallel,
+    ElasticDataParallel,
     FastDevRun,
     Freezing,
     FullyShardedDataParallel,
@@ -505,11 +506,19 @@ def parts(folder: Path) -> Engine:
     )
 
 
+def elastic(folder: Path) -> Engine:
+    """Ranks begin with other random states."""
+    torch.manual_seed(expected_processes().rank)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    model[1].running_mean += expected_processes().rank
+    return build(model, ElasticDataParallel(shards=2, timeout=60.0), Metrics(loss=Average()))
+
+
 _UNEVEN = partial(batches, [4, 3, 4, 4, 2])
 TOGETHER: dict[str, Recipe] = {
     **{
         one.__name__: Recipe(one, _UNEVEN, {"max_epochs": 2})
-        for one in (replicas, replicas_and_a_thread, shards, parts)
+        for one in (replicas, replicas_and_a_thread, shards, parts, elastic)
     },
     "predicted": COMPOSITIONS["predicted"],
     "outputs": Recipe(outputs, partial(batches, 4), {}),

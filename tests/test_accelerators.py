@@ -329,7 +329,7 @@ def test_deterministic_products_need_their_variable_before_cuda_starts() -> None
 # ---- graphs ---------------------------------------------------------------------------------------------------------
 
 CAPTURABLE = [case for case in TRIED if CASES[case].make().capture is not Capture.FORBIDDEN]
-NOT_HERE = {"Compile", "DistributedDataParallel", "FullyShardedDataParallel", "TensorParallel"}
+NOT_HERE = {"Compile", "DistributedDataParallel", "ElasticDataParallel", "FullyShardedDataParallel", "TensorParallel"}
 NOT_HERE |= {"DeviceTransfer", "Deterministic"}  # is there already; needs a variable before CUDA starts
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..authoring.checks import did_you_mean
@@ -180,4 +180,4 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple) and not all(isinstance(one, str) for one in value):
         kinds = dict.fromkeys(type(one).__name__ for one in value)
         return f"a {type(value).__name__} of {', '.join(kinds)}"
-    return f"a {type(value).__name__}"
+    return f"a {type(value).__name__}" if isinstance(value, Tensor | nn.Module | Mapping) else repr(value)

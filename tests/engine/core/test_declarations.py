@@ -62,6 +62,7 @@ NOT_IN_THESE_RUNS = {
     ("DeviceTransfer", "move_model"): "there is one device",
     ("DeviceTransfer", "move_batch"): "there is one device",
     ("FullyShardedDataParallel", "set_gradient_sync"): "what it sets is kept by FSDP2 itself",
+    ("ElasticDataParallel", "broadcast_free"): "only where a trained tensor is in no module",
     ("FullyShardedDataParallel", "sync_open_window"): "only where a rank has no batch inside a window",
     (
         "FullyShardedDataParallel",
