@@ -509,8 +509,9 @@ def parts(folder: Path) -> Engine:
 def elastic(folder: Path) -> Engine:
     """Ranks begin with other random states."""
     torch.manual_seed(expected_processes().rank)
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-    model[1].running_mean += expected_processes().rank
+    norm = nn.BatchNorm1d(8)
+    norm.register_buffer("running_mean", torch.full((8,), float(expected_processes().rank)))
+    model = nn.Sequential(nn.Linear(5, 8), norm, nn.Linear(8, 1))
     return build(model, ElasticDataParallel(shards=2, timeout=60.0), Metrics(loss=Average()))
 
 
