@@ -70,6 +70,7 @@ class StragglerDetection(Handler):
         {1: 'data'}
     """
 
+    by_shard = True
     capture = Capture.FORBIDDEN
     trains = True
 

@@ -91,19 +91,20 @@ class SkippingLoader:
     There is one for each DataLoader during a run. It keeps the iterator of persistent workers apart from the DataLoader's own.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], *, seeded: bool = False) -> None:
         batched = loader.batch_sampler is not None
         self.sampler = _OffsetSampler(loader.batch_sampler if batched else loader.sampler, batched=batched)
-        self.seeded = None if draws_nothing(loader.dataset) else Seeded(loader.dataset, workers=loader.num_workers)
+        draws = seeded or not draws_nothing(loader.dataset)
+        self.seeded = None if not draws else Seeded(loader.dataset, workers=loader.num_workers)
         self.sampler.keyed = self.seeded is not None
         self.persistent: Any = None  # the iterator with persistent workers
 
     @classmethod
-    def of(cls, loader: DataLoader[Any]) -> SkippingLoader:
-        """The one of this DataLoader."""
+    def of(cls, loader: DataLoader[Any], *, seeded: bool = False) -> SkippingLoader:
+        """The one of this DataLoader; ``seeded`` where also a collate function must not draw from the global generators."""
         own = _OWN.get(loader)
-        if own is None:
-            own = _OWN[loader] = cls(loader)
+        if own is None or (seeded and own.seeded is None):
+            own = _OWN[loader] = cls(loader, seeded=seeded)
         return own
 
     @staticmethod

@@ -10,10 +10,11 @@ from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from ..authoring.batches import samples_in
+from ..authoring.randomness import derived_seed, reseed, unchanged_random_state
 from ..distributed.processes import Processes
 from ..distributed.shards import Shards, VirtualShards
 from .extent import known_length
-from .loading import SkippingLoader, record_shares, skippable
+from .loading import SkippingLoader, may_draw, record_shares, skippable
 
 __all__ = [
     "ShardPolicy",
@@ -113,15 +114,24 @@ def shard(
         return map(Shards, several) if virtual else chain.from_iterable(several)
     length = length if limit is None else min(length, limit)
     if skippable(data) and ranks:
-        mine = SkippingLoader.of(data).iterate(
+        mine = SkippingLoader.of(data, seeded=virtual and may_draw(data)).iterate(
             data, seed, number, start, at_once=True, ranks=ranks, size=size, limit=limit, round_shares=round_shares
         )
     else:
-        mine = (data[place] for place in _places(ranks, size, start, length))
+        mine = (_item(data, place, seed, number, seeded=virtual) for place in _places(ranks, size, start, length))
     if virtual:
         return _in_rounds(mine, ranks, size, range(start * size, length, size), length)
     own = len(range(ranks[0], length, size))
     return chain(mine, repeat(None, rounds(length, processes) - max(start, own)))
+
+
+def _item(data: Any, place: int, seed: int, number: int, *, seeded: bool) -> Any:
+    """A batch that is read by its index; if ``seeded``, what it draws depends on its place alone."""
+    if not seeded:
+        return data[place]
+    with unchanged_random_state():
+        reseed(derived_seed(seed, "batch", number, place))
+        return data[place]
 
 
 def _places(ranks: range, size: int, start: int, length: int) -> Iterator[int]:

@@ -133,7 +133,8 @@ class Group(SingleProcess):
     @property
     def alone(self) -> bool:  # type: ignore[override]
         """Whether there is nobody to agree with."""
-        return not self.processes.distributed
+        # A process that computes all shards by itself does what it would do as one of several.
+        return not self.processes.distributed and self.shards is None
 
     @property
     def parts(self) -> int:
@@ -147,6 +148,8 @@ class Group(SingleProcess):
     def begin_run(self) -> None:
         """Agree on what the ranks have to have in common before a run: rank 0's id of the run, seed and clock."""
         engine = self.engine
+        self.asked = self.sync_skips = self.has_sent = False
+        self._awaited = math.inf
         if not self.processes.distributed:
             return
         try:
@@ -162,8 +165,6 @@ class Group(SingleProcess):
                 for rank in self.processes.ended():
                     error.add_note(f"{rank} has ended")
             raise
-        self.asked = self.sync_skips = self.has_sent = False
-        self._awaited = math.inf
         engine.snapshots.begin_lineage(engine.snapshots.origin, run_id)
 
     # ---- inside an iteration --------------------------------------------------------------------------------------
@@ -244,7 +245,7 @@ class Group(SingleProcess):
 
     def agree(self) -> None:
         """Let the ranks agree on whether one asks for anything, outside of an iteration and unless the run is stopped."""
-        if self.processes.distributed and self.engine.state.stop_reason is None:
+        if not self.alone and self.engine.state.stop_reason is None:
             self.sum()
 
     def gather(self, own: Any) -> list[Any]:

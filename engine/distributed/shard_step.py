@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..authoring.randomness import device_generators, reseed
 from ..core.recomputation import NO_WEIGHT, Recomputation
@@ -76,12 +76,15 @@ class _Part:
 
 
 class _Buffers:
-    """The buffers of a step: each shard begins with those of the step before, and those of the first shard remain."""
+    """The buffers of a step: each shard begins with those of the step before, and those of the first shard remain.
 
-    def __init__(self, buffers: Sequence[Tensor]) -> None:
-        self._buffers = buffers
-        self._before = [buffer.clone() for buffer in buffers]
-        self._after: list[Tensor] | None = None
+    They are found by their names, since a forward may put other tensors in their places.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = [module for module in modules if module._buffers]
+        self._before = self._taken()
+        self._after: list[dict[str, tuple[Tensor, Tensor]]] | None = None
 
     def begin_shard(self, shard: int) -> None:
         """Put back those of the step before."""
@@ -91,23 +94,31 @@ class _Buffers:
     def end_shard(self, shard: int) -> None:
         """Keep those of the first shard."""
         if shard == 0:
-            self._after = [buffer.clone() for buffer in self._buffers]
+            self._after = self._taken()
 
     def end_step(self, *, several: bool) -> None:
         """Leave those of the first shard on all processes."""
         self._put(self._before if self._after is None else self._after)
-        if several and self._buffers:
-            broadcast(self._buffers)
+        if several and self._modules:
+            broadcast([buffer for module in self._modules for buffer in module._buffers.values() if buffer is not None])
 
-    def _put(self, values: Sequence[Tensor]) -> None:
-        for buffer, value in zip(self._buffers, values, strict=True):
-            buffer.copy_(value)
+    def _taken(self) -> list[dict[str, tuple[Tensor, Tensor]]]:
+        """The buffers of each module by name, with copies."""
+        return [
+            {key: (buffer, buffer.clone()) for key, buffer in module._buffers.items() if buffer is not None}
+            for module in self._modules
+        ]
+
+    def _put(self, taken: Sequence[dict[str, tuple[Tensor, Tensor]]]) -> None:
+        for module, buffers in zip(self._modules, taken, strict=True):
+            for key, (buffer, value) in buffers.items():
+                module._buffers[key] = buffer.copy_(value)
 
 
 class ShardedStep(DistributedStep):
     """A `Step` of shards: the gradients of each are computed by themselves, and added in a tree."""
 
-    __slots__ = ("buffers", "generators", "shards")
+    __slots__ = ("generators", "modules", "shards")
     recomputation: ClassVar[type[Recomputation]] = _ShardedRecomputation
 
     def __init__(self, engine: Engine) -> None:
@@ -115,7 +126,7 @@ class ShardedStep(DistributedStep):
         assert isinstance(engine.group.data, VirtualShards)
         check_handlers(engine)
         self.shards = engine.group.data
-        self.buffers = [b for module in engine.modules.values() for b in module.buffers()] if engine.training else []
+        self.modules = [part for root in engine.modules.values() for part in root.modules()] if engine.training else []
         self.generators = device_generators(p.device for p in engine.modules.parameters())
 
     # ---- gradients ------------------------------------------------------------------------------------------------
@@ -143,6 +154,7 @@ class ShardedStep(DistributedStep):
     def compute_shards(self, update: UpdateState, iteration: int, listened: bool, compute: Callable[[], None]) -> None:
         """The gradients of all shards, added to those that the window holds."""
         window, parameters, part = update.window, _trained(update), _Part()
+        versions = self.versions()
         held, extra_weight, earlier = window.held, window.extra_weight, [p.grad for p in parameters]
         with closing(self.each_shard(iteration, listened)) as shards:
             for there in shards:
@@ -153,8 +165,23 @@ class ShardedStep(DistributedStep):
                     compute()
                 part.sums.add(self.take(update, parameters, part))
                 update.skipped = None  # the next shard begins as new
+        if self.versions() != versions:
+            self.refuse_changes(versions)
         window.held, window.extra_weight = held, extra_weight
         self.add_up(update, part, earlier)
+
+    def versions(self) -> list[int]:
+        """How often each parameter was changed in place."""
+        return [one._version for part in self.modules for one in part._parameters.values() if one is not None]
+
+    def refuse_changes(self, versions: Sequence[int]) -> None:
+        """Raise RuntimeError for a parameter that a forward has changed."""
+        own = [(part, key) for part in self.modules for key, one in part._parameters.items() if one is not None]
+        part, key = next(place for place, one, then in zip(own, self.versions(), versions, strict=False) if one != then)
+        raise RuntimeError(
+            f"the forward changes the parameter {key!r} of a {type(part).__name__}, once for each shard of this process: make it a "
+            "buffer, or change it at OPTIMIZER_STEP_COMPLETED"
+        )
 
     def take(self, update: UpdateState, parameters: list[Tensor], part: _Part) -> list[Tensor] | None:
         """What a shard adds to the sums; None if it gave no gradient."""
@@ -189,7 +216,7 @@ class ShardedStep(DistributedStep):
 
     def add_up(self, update: UpdateState, part: _Part, earlier: list[Tensor | None]) -> None:
         """Make the sums of this process those of all, and add them to what the window held before, which is ``earlier``."""
-        over_ranks = None if self.group.alone else self.send(update, part)
+        over_ranks = self.send(update, part) if self.processes.distributed else None
         parts = self.parts(part, over_ranks)
         of_all = _Held.of_all(parts)
         self.forget_shards(update, earlier)
@@ -222,12 +249,11 @@ class ShardedStep(DistributedStep):
 
     def parts(self, part: _Part, over_ranks: RankSum | None) -> list[_Held]:
         """What the processes that compute shards have computed."""
-        if over_ranks is None:
-            return [part.what]
-        if over_ranks.flagged:
+        flagged = self.group.has_question() if over_ranks is None else over_ranks.flagged
+        if flagged:
             return self.group.exchange(part.what)
         self.group.sync_skips = False
-        return [_Held(self.shards.each)] * self.shards.readers
+        return [part.what] if over_ranks is None else [_Held(self.shards.each)] * self.shards.readers
 
     def send(self, update: UpdateState, part: _Part) -> RankSum:
         """Send the sums of this process, and whether the others have to know more about it."""
@@ -271,7 +297,7 @@ class ShardedStep(DistributedStep):
                 f"state.batch was set to a {type(batches).__name__} outside of a shard's events: with shards it has several "
                 "batches; set it at GET_BATCH_COMPLETED"
             )
-        run, seed, buffers = self.engine.current_run, self.engine.seed, _Buffers(self.buffers)
+        run, seed, buffers = self.engine.current_run, self.engine.seed, _Buffers(self.modules)
         place = 0 if run is None else run.loop.made
         try:
             for index, shard in enumerate(shards.own):
@@ -290,7 +316,7 @@ class ShardedStep(DistributedStep):
         finally:
             shards.rank = state.shard = 0
             state.batch = batches if self.feed.has_data else None
-        buffers.end_step(several=not self.group.alone and self.engine.training)
+        buffers.end_step(several=self.processes.distributed)
 
     def prepare(self, iteration: int, listened: bool) -> None:
         """Emit the events of a batch, where receivers move and transform it."""

@@ -61,6 +61,10 @@ class VirtualShards(Processes):
         self.own = range(first, first + self.each) if processes.rank < self.readers else range(0)
 
     @property
+    def distributed(self) -> bool:
+        return True
+
+    @property
     def is_rank_zero(self) -> bool:
         return self.processes.is_rank_zero
 

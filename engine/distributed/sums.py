@@ -89,7 +89,9 @@ class RankSum:
         for flat, places in zip(self._in_kinds(gathered), self._kinds.values(), strict=True):
             sizes = [self._own[place].numel() for place in places]
             parts = flat.reshape(-1)[: sum(sizes)].split(sizes)
-            found |= {place: part.view(self._own[place].shape) for place, part in zip(places, parts, strict=True)}
+            for place, part in zip(places, parts, strict=True):
+                # In the memory layout of the parameter, since norms are added in the order of the memory.
+                found[place] = torch.empty_like(self._own[place]).copy_(part.view(self._own[place].shape))
         return [found[place] for place in range(len(self._own))]
 
     def _in_kinds(self, row: Tensor) -> list[Tensor]:

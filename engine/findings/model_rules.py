@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..core.update import UpdateState
 from ..updates.optimizers import optimizers_of
@@ -255,7 +256,9 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
 
 def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
-    layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
+    # A parametrized weight is computed as it is read: spectral norm then makes a power iteration.
+    plain = {part: name for part, name in it.modules.items() if not is_parametrized(part)}
+    layers = {part: name for part, name in plain.items() if isinstance(part, nn.Linear | _ConvNd)}
     weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
     if (found := _first_alike(it, weights)) is None:
         return

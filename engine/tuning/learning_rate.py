@@ -141,6 +141,7 @@ _ENOUGH = 10**9
 class _Sweep(Handler):
     """Sets the rate of each step, and records the mean loss of its window."""
 
+    by_shard = True
     trains = True
     decides_alike = True
 

@@ -57,8 +57,12 @@ class LossTerm(Handler):
     def announce_metrics(self, engine: Engine) -> None:
         """Announce the names of the metrics."""
         self._terms.clear()
-        # Each of several ranks, or shards, has the term of its own batches, and a state is the same on all ranks.
-        alike = not engine.processes.distributed and engine.group.shards is None
+        if (
+            engine.group.shards is not None
+        ):  # a process that computes none of the last step's shards would have another value
+            return
+        # Each of several ranks has the term of its own batches, and a state is the same on all ranks.
+        alike = not engine.processes.distributed
         engine.state.metrics.announce(self.name, self.metric_names(engine), saved=alike)
 
     @on(Events.UPDATE_RETRIED, reads=[], writes=[])
@@ -70,7 +74,7 @@ class LossTerm(Handler):
     def write_metric(self, engine: Engine) -> None:
         """Write the term of this micro-step: of a batch in pieces, the mean over its samples."""
         terms, self._terms = self._terms, []
-        if not terms:
+        if not terms or engine.group.shards is not None:
             return
         term = terms[0][0]
         if len(terms) > 1 and not self.same_in_pieces:

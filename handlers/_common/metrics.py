@@ -117,6 +117,7 @@ class Metrics(Handler):
         self._of_shard: dict[int, dict[str, Any]] = {}  # the metrics of each shard, where a step has several
         self._by_shard: Attachment | None = None
         self._own_shards: range | None = None  # which this process computes
+        self._shared: dict[int, Any] = {}  # what the metrics of all shards refer to: the modules of the engine
         self._use(self.metrics)
         self._widens = any(not isinstance(m, Accuracy) for m in self._of_output)
 
@@ -199,6 +200,7 @@ class Metrics(Handler):
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) depends on the order of the batches, which "
                     "shards do not have; use Average()"
                 )
+        self._shared = {id(part): part for root in engine.modules.values() for part in root.modules()}
         if engine.training:
             update = engine.find_update(self.update)
             event = Events.LOSS_COMPUTED if update.forward is None or update.loss_function else Events.FORWARD_COMPLETED
@@ -222,6 +224,7 @@ class Metrics(Handler):
         if self._by_shard is not None:
             self._by_shard.detach()
             self._by_shard = None
+        self._shared = {}
         for metric in self.metrics.values():
             if _in_use.get(id(metric)) is self:
                 del _in_use[id(metric)]
@@ -243,7 +246,8 @@ class Metrics(Handler):
     def publish_running(self, engine: Engine) -> None:
         """Make the values so far available to displays."""
         for key, metric in self.metrics.items():
-            engine.state.metrics.running[key] = partial(_current, metric)
+            if engine.group.shards is None:  # else the shards have values of their own
+                engine.state.metrics.running[key] = partial(_current, metric)
             if isinstance(metric, Accuracy) and metric.follows_loss:
                 metric.ignore_index = ignored_class(loss_of(engine.find_update(self.update)))
 
@@ -272,7 +276,7 @@ class Metrics(Handler):
     def _metrics_of(self, shard: int) -> dict[str, Any]:
         """The metrics of one shard."""
         if shard not in self._of_shard:
-            own = self._of_shard[shard] = deepcopy(self.metrics)
+            own = self._of_shard[shard] = deepcopy(self.metrics, dict(self._shared))
             for metric in own.values():
                 metric.reset()
         return self._of_shard[shard]

@@ -103,21 +103,26 @@ def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
         return
     metric.reset()
     for path, part in parts.items():
-        several = [state[path] for state in states]
-        if any(one["own"] != _own_values(part) for one in several):
+        several = [state[path] for state in states if state[path]["count"]]
+        if any(not _same(one["own"], _own_values(part)) for one in several):
             raise ValueError(
-                f"the values that {type(part).__name__} keeps besides its states cannot be merged over shards; use the metric "
-                "that it wraps"
+                f"the values that {type(part).__name__} keeps besides its states cannot be merged over shards: measure it in a "
+                "run without shards"
             )
-        for key, reduce in part._reductions.items():
+        for key, reduce in part._reductions.items() if several else ():
             setattr(part, key, _reduced([one["state"][key] for one in several], reduce))
         part._update_count = sum(one["count"] for one in several)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether the values are equal that a metric keeps in attributes."""
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[key]) if isinstance(value, Tensor) else value == other[key]
+        for key, value in one.items()
+    )
 
 
 def _reduced(values: list[Any], reduce: Any) -> Any:
     """The values of one state of several metrics as one, as torchmetrics reduces those of several ranks."""
     together = [item for value in values for item in value] if isinstance(values[0], list) else torch.stack(values)
-    if reduce is None:
-        return together
-    reduced = reduce(together)
-    return [reduced] if isinstance(together, list) else reduced
+    return together if reduce is None or len(together) == 0 else reduce(together)
