@@ -179,8 +179,8 @@ class ShardedStep(DistributedStep):
         own = [(part, key) for part in self.modules for key, one in part._parameters.items() if one is not None]
         part, key = next(place for place, one, then in zip(own, self.versions(), versions, strict=False) if one != then)
         raise RuntimeError(
-            f"the forward changes the parameter {key!r} of a {type(part).__name__}, once for each shard of this process: make it a "
-            "buffer, or change it at OPTIMIZER_STEP_COMPLETED"
+            f"the forward changes the parameter {key!r} of a {type(part).__name__}, once for each shard of this process: make it "
+            "a buffer, or change it at OPTIMIZER_STEP_COMPLETED"
         )
 
     def take(self, update: UpdateState, parameters: list[Tensor], part: _Part) -> list[Tensor] | None:

@@ -29,6 +29,7 @@ from signalfire.handlers import (
     SWA,
     Accuracy,
     Average,
+    ChannelsLast,
     Checkpoint,
     CSVLogger,
     EarlyStopping,
@@ -385,6 +386,49 @@ def classifier(optimizer: Any = ADAM) -> Engine:
     return Engine(Update.supervised(F.cross_entropy, optimizer), model=built(JOBS["mlp"]), seed=0)
 
 
+def convolutions() -> Engine:
+    """Images in channels-last layout, and a buffer that the forward replaces."""
+
+    class Smoothed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean()
+            return x - self.mean
+
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), Smoothed(), nn.Flatten(), nn.Linear(64, 3)]
+    return Engine(Update.supervised(F.cross_entropy, ADAM), model=nn.Sequential(*layers), seed=0)
+
+
+def mixed_batch(samples: list[Batch]) -> Batch:
+    """A batch that is mixed as it is collated."""
+    inputs, targets = (torch.stack(column) for column in zip(*samples, strict=True))
+    return inputs + torch.rand(()) * inputs[torch.randperm(len(inputs))], targets
+
+
+def collated() -> DataLoader[Any]:
+    return DataLoader(table().dataset, batch_size=4, collate_fn=mixed_batch)
+
+
+class Drawn:
+    """Batches that are drawn as they are read by their index."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> Batch:
+        return torch.randn(3, 6), torch.arange(3)
+
+
+def stopped() -> Engine:
+    engine = classifier()
+    engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.terminate("enough"))
+    return engine
+
+
 LBFGS = partial(torch.optim.LBFGS, lr=0.01, max_iter=3)
 CASES: dict[str, tuple[Callable[[], Engine], Callable[[], Any], Callable[[], list[Handler]]]] = {
     "a step is computed twice": (classifier, table, lambda: [SharpnessAwareMinimization(), GradientAccumulation(2)]),
@@ -394,6 +438,10 @@ CASES: dict[str, tuple[Callable[[], Engine], Callable[[], Any], Callable[[], lis
     "missing batches": (classifier, partial(numbers, missing=[3, 9, 8, 28]), list),
     "other handlers": (classifier, table, lambda: [L2(1e-2), LabelSmoothing(0.1), Lookahead(k=2), GradientNoise(0.1)]),
     "averages": (classifier, table, lambda: [SWA(start=2), L1(1e-3)]),
+    "layouts and buffers": (convolutions, images, lambda: [ChannelsLast(), GradientClipping(max_norm=0.05)]),
+    "a collate function that draws": (classifier, collated, list),
+    "an index that draws": (classifier, Drawn, list),
+    "a stop": (stopped, table, lambda: [Metrics(loss=Average())]),
     "no length": (classifier, Unsized, list),
 }
 
@@ -407,7 +455,8 @@ def composed(case: str) -> dict[str, Any]:
     with allow("W19"):  # of the step that is skipped
         engine.run(data(), max_epochs=3)
     modules = {name: module.state_dict() for name, module in engine.modules.items()}
-    return {"modules": modules, "losses": losses, "steps": [update.steps for update in engine.updates]}
+    steps = [update.steps for update in engine.updates]
+    return {"modules": modules, "losses": losses, "steps": steps, "metrics": dict(engine.state.metrics)}
 
 
 @pytest.mark.moderate
@@ -525,6 +574,22 @@ def test_a_parameter_without_a_gradient_is_refused_by_name() -> None:
     engine.attach(ElasticDataParallel(shards=2))
     with pytest.raises(RuntimeError, match=r"shard 0 gives no gradient to model\.spare\.weight"):
         engine.run(numbers(), max_epochs=1, check=False)
+
+
+def test_a_parameter_that_the_forward_changes_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
+    engine = Engine(Update.supervised(F.cross_entropy, SGD), model=model, seed=0)
+    engine.attach(ElasticDataParallel(shards=2))
+    with pytest.raises(RuntimeError, match="the forward changes the parameter 'weight' of a Embedding"):
+        engine.run([(torch.arange(6).view(2, 3), torch.arange(2))] * 4, max_epochs=1)
+
+
+def test_one_shard_is_a_plain_training_with_numbers_of_its_own() -> None:
+    engines = [Engine(Update.supervised(F.cross_entropy, SGD), model=linear(6, 3), seed=0) for _ in range(2)]
+    engines[0].attach(ElasticDataParallel(shards=1))
+    for engine in engines:
+        engine.run(numbers(), max_epochs=1)
+    assert digest(engines[0].model.state_dict()) == digest(engines[1].model.state_dict())
 
 
 @pytest.mark.parametrize("shards", [0, 6, 2.0, True])
