@@ -108,7 +108,7 @@ def shard(
         round_shares: Receives the shares of this rank's batches for each round whose batches differ in size.
     """
     size, virtual = processes.world_size, isinstance(processes, VirtualShards)
-    ranks = processes.own if isinstance(processes, VirtualShards) else range(processes.rank, processes.rank + 1)
+    ranks = _own_ranks(processes)
     if length is None or not (skippable(data) or _reads_own_by_index(data)):
         several = _read_round_robin(_of_all(data, start * size, limit), start, ranks, size, round_shares)
         return map(Shards, several) if virtual else chain.from_iterable(several)
@@ -123,6 +123,13 @@ def shard(
         return _in_rounds(mine, ranks, size, range(start * size, length, size), length)
     own = len(range(ranks[0], length, size))
     return chain(mine, repeat(None, rounds(length, processes) - max(start, own)))
+
+
+def _own_ranks(processes: Processes) -> range:
+    """The ranks, or shards, whose batches this process reads."""
+    if isinstance(processes, VirtualShards):
+        return processes.own
+    return range(processes.rank, processes.rank + 1)
 
 
 def _item(data: Any, place: int, seed: int, number: int, *, seeded: bool) -> Any:

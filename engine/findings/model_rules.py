@@ -256,10 +256,8 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
 
 def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
-    # A parametrized weight is computed as it is read: spectral norm then makes a power iteration.
-    plain = {part: name for part, name in it.modules.items() if not is_parametrized(part)}
-    layers = {part: name for part, name in plain.items() if isinstance(part, nn.Linear | _ConvNd)}
-    weights = {name: part.weight for part, name in layers.items() if getattr(part, "groups", 1) == 1}
+    layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
+    weights = {name: part.weight for part, name in layers.items() if _is_plain(part)}
     if (found := _first_alike(it, weights)) is None:
         return
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
@@ -269,6 +267,11 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
         + ("only their biases tell them apart" if bias else "they get the same gradients, and stay alike"),
         "initialise weights at random; constants are for biases",
     )
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether the units of a layer see the same inputs, and its weight is not computed as it is read, as by spectral norm."""
+    return getattr(layer, "groups", 1) == 1 and not is_parametrized(layer)
 
 
 def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:

@@ -54,6 +54,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "SharpnessAwareMinimization": {"rho": 0.1},
     "StochasticDepth": {"blocks": "a"},
     "TensorBoardLogger": {"folder": tempfile.gettempdir()},
+    "ElasticDataParallel": {"shards": 2},
     "TensorParallel": {"plan": {"up": ColwiseParallel()}},
     "TrackioLogger": {"project": "x", "folder": tempfile.gettempdir()},
     "TruePrecision": {"precision": "fp64"},

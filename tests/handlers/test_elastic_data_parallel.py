@@ -390,6 +390,8 @@ def convolutions() -> Engine:
     """Images in channels-last layout, and a buffer that the forward replaces."""
 
     class Smoothed(nn.Module):
+        mean: Tensor
+
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("mean", torch.zeros(1))

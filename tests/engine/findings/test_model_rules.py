@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from signalfire import Engine, Update
 from signalfire.handlers import LRScheduling
-from tests.kit import SGD, batches, linear, mlp
+from tests.kit import SGD, batches, build, linear, mlp
 
 
 class Holding(nn.Module):
@@ -223,3 +223,12 @@ def test_an_attribute_that_the_forward_reads_has_an_effect() -> None:
     model = linear(5, 1)
     model.requires_grad = False  # type: ignore[assignment]
     assert len(found(model, "C35")) == 1
+
+
+def test_looking_at_weights_makes_no_power_iteration_of_a_spectral_norm() -> None:
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 8))
+    engine = build(nn.Sequential(layer, nn.ReLU(), nn.Linear(8, 1)))
+    before = {key: value.clone() for key, value in engine.model.state_dict().items()}
+    engine.check(batches(2), max_epochs=1)
+    assert all(torch.equal(value, before[key]) for key, value in engine.model.state_dict().items())
