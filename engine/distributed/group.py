@@ -37,6 +37,7 @@ class Group(SingleProcess):
         alike: how many consecutive ranks read the same data; see `read_alike`.
         data: the ranks with regard to the data: the same, unless several read the same (`DataGroups`), or all (`SameData`).
         shards: the shards that a step consists of, which are `data` then; None where each process computes what is its own.
+        parts: over how many ranks, or shards, each step is split.
         shard_policy: how data is sharded over them; see `join`.
         sync_skips: whether the ranks have to agree on skipping the step under way.
         asked: whether a rank asks for anything, as all of them know.
@@ -57,6 +58,7 @@ class Group(SingleProcess):
         self.alike = 1
         self.data: Processes = SINGLE_PROCESS
         self.shards: VirtualShards | None = None
+        self.parts = 1
         self.shard_policy = "auto"
         self.sync_skips = False
         self.asked = False
@@ -117,6 +119,7 @@ class Group(SingleProcess):
     def _set_data(self, data: Processes) -> None:
         self.data = data
         self.shards = data if isinstance(data, VirtualShards) else None
+        self.parts = self.processes.world_size if self.shards is None else self.shards.world_size
 
     def leave(self) -> None:
         """Train as a single process again."""
@@ -135,11 +138,6 @@ class Group(SingleProcess):
         """Whether there is nobody to agree with."""
         # A process that computes all shards by itself does what it would do as one of several.
         return not self.processes.distributed and self.shards is None
-
-    @property
-    def parts(self) -> int:
-        """Over how many ranks, or shards, each step is split."""
-        return self.processes.world_size if self.shards is None else self.shards.world_size
 
     def takes_part(self, handler: Handler) -> bool:
         """Whether a handler takes part in this process."""
