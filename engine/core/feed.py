@@ -26,7 +26,7 @@ class PlainFeed:
 
     Attributes:
         has_data: whether the run has data. Without data, every batch is None.
-        one_batch: whether an iteration reads one batch, of which the loop tells; with shards, the step tells of several.
+        one_batch: whether an iteration reads one batch, whose events the loop emits; else the step emits those of several.
         epoch_end: the last iteration of the epoch; 0 while unknown.
         position: where an epoch resumes; here it does not.
     """

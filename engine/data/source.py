@@ -76,9 +76,8 @@ class Source:
         self.loaded = False  # whether the position comes from a loaded state
         self._held: tuple[Any, HeldGenerators] | None = None
         self.left: dict[str, Any] | None = None  # the position at which the iterator was released
-        self.round_shares: dict[
-            int, float
-        ] = {}  # shares of this rank's batches, by their places in the data, where sizes differ
+        # Shares of this rank's batches where the sizes of a round differ, by the places of the batches in the data.
+        self.round_shares: dict[int, float] = {}
         # Called with pass and batch before each batch except the first: data must not continue the model's random stream.
         self.reseed: Callable[[int, int], None] | None = None
 

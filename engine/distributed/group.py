@@ -136,7 +136,7 @@ class Group(SingleProcess):
     @property
     def alone(self) -> bool:  # type: ignore[override]
         """Whether there is nobody to agree with."""
-        # A process that computes all shards by itself does what it would do as one of several.
+        # One process that computes all shards decides as several processes do.
         return not self.processes.distributed and self.shards is None
 
     def takes_part(self, handler: Handler) -> bool:
@@ -225,7 +225,7 @@ class Group(SingleProcess):
         return list(values)
 
     def _learn(self, asking: bool, skipping: bool, now: float) -> None:
-        """Take what the ranks have told each other: whether one asks for anything or may skip the step, and rank 0's clock."""
+        """Note what the ranks have exchanged: whether one asks for anything or may skip the step, and rank 0's clock."""
         self._time, self._awaited = now, math.inf
         self.sync_skips = skipping
         if asking:

@@ -118,7 +118,7 @@ class _Buffers:
 class ShardedStep(DistributedStep):
     """A `Step` of shards: the gradients of each are computed by themselves, and added in a tree."""
 
-    __slots__ = ("generators", "modules", "shards")
+    __slots__ = ("generators", "modules", "parameters", "shards")
     recomputation: ClassVar[type[Recomputation]] = _ShardedRecomputation
 
     def __init__(self, engine: Engine) -> None:
@@ -127,6 +127,7 @@ class ShardedStep(DistributedStep):
         check_handlers(engine)
         self.shards = engine.group.data
         self.modules = [part for root in engine.modules.values() for part in root.modules()] if engine.training else []
+        self.parameters = [p for part in self.modules for p in part._parameters.values() if p is not None]
         self.generators = device_generators(p.device for p in engine.modules.parameters())
 
     # ---- gradients ------------------------------------------------------------------------------------------------
@@ -172,14 +173,16 @@ class ShardedStep(DistributedStep):
 
     def versions(self) -> list[int]:
         """How often each parameter was changed in place."""
-        return [one._version for part in self.modules for one in part._parameters.values() if one is not None]
+        return [parameter._version for parameter in self.parameters]
 
     def refuse_changes(self, versions: Sequence[int]) -> None:
         """Raise RuntimeError for a parameter that a forward has changed."""
-        own = [(part, key) for part in self.modules for key, one in part._parameters.items() if one is not None]
-        part, key = next(place for place, one, then in zip(own, self.versions(), versions, strict=False) if one != then)
+        places = zip(self.parameters, self.versions(), versions, strict=True)
+        changed = next(parameter for parameter, now, before in places if now != before)
+        named = ((type(part).__name__, key, p) for part in self.modules for key, p in part._parameters.items())
+        kind, key = next(((kind, key) for kind, key, p in named if p is changed), ("module", "that is in it no more"))
         raise RuntimeError(
-            f"the forward changes the parameter {key!r} of a {type(part).__name__}, once for each shard of this process: make it "
+            f"the forward changes the parameter {key!r} of a {kind}, once for each shard of this process: make it "
             "a buffer, or change it at OPTIMIZER_STEP_COMPLETED"
         )
 

@@ -50,7 +50,7 @@ class RankSum:
 
     Args:
         own: The sums of this rank; if it has none, tensors of the same shapes and dtypes.
-        flag: What the other ranks are told.
+        flag: A flag that is sent to all ranks.
         processes: The ranks.
 
     Attributes:

@@ -144,14 +144,19 @@ def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: froz
         found += [
             f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
             for key in now
-            if key in then and now[key] != then[key] and not (key == "monitor" and _spells_alike(now[key], then[key]))
+            if key in then
+            and now[key] != then[key]
+            and not (key == "monitor" and _mean_one(engine, now[key], then[key]))
         ]
     return found
 
 
-def _spells_alike(monitor: object, other: object) -> bool:
-    """Whether two monitors spell the name of one metric: "val/loss" is "val_loss"."""
-    return str(monitor).replace("/", "_") == str(other).replace("/", "_")
+def _mean_one(engine: Engine, *monitors: object) -> bool:
+    """Whether monitors name one metric: "val/loss" is "val_loss", and so is "loss" where only the validation has one."""
+    metrics = engine.state.metrics
+    names = [str(monitor).replace("/", "_") for monitor in monitors]
+    validated = (f"val_{name}" for name in names if metrics.under(name) not in metrics.owners)
+    return len({*names}) == 1 or any(metrics.under(name) in metrics.owners and name in names for name in validated)
 
 
 def _shown(setting: Any) -> str:

@@ -110,7 +110,7 @@ class SeparateStreams(Service):
 
     @on(Lifecycle.EPOCH_BEGAN)
     def begin_epoch(self, engine: Engine, resumed: bool) -> None:
-        """Count micro-steps anew: a run that goes back by one iteration makes it again, and not a second micro-step of it."""
+        """Count micro-steps from 0: a run that goes back by one iteration repeats it, and makes no second micro-step of it."""
         if self._begin is not None:
             self._begin = model_streams(engine)
 

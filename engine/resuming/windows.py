@@ -32,7 +32,7 @@ _MAKING_GRADIENTS = (Events.GET_BATCH_COMPLETED, Events.UPDATE_STARTED, *OF_MICR
 
 
 def window_state(engine: Engine, update: UpdateState, taken: Callable[[Any], Any]) -> dict[str, Any]:
-    """The state of an open window; ``taken`` copies what the run goes on to change."""
+    """The state of an open window; ``taken`` copies what the run changes later."""
     gradients = [taken(p.grad) for p in update.parameters]
     _check_reduced(update, gradients)
     _check_kept(update)

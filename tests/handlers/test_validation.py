@@ -701,11 +701,14 @@ def test_an_update_that_reads_another_ones_output_says_that_the_evaluator_has_on
     assert "Validation(evaluator, data)" in notes
 
 
-def test_a_run_resumes_with_the_other_spelling_of_its_monitor() -> None:
+@pytest.mark.parametrize(
+    ("before", "now"), [("val_loss", "val/loss"), ("loss", "val_loss"), ("loss", "val/loss"), ("val_loss", "loss")]
+)
+def test_a_run_resumes_with_the_other_spelling_of_its_monitor(before: str, now: str) -> None:
     def monitored(name: str) -> Engine:
         return classifying(Validation(labelled(1, 1)), EarlyStopping(name, patience=1, restore_best=False))
 
-    first, second = monitored("val_loss"), monitored("val/loss")
+    first, second = monitored(before), monitored(now)
     first.run(labelled(1), max_epochs=1)
     second.load_state_dict(first.state_dict())
     second.run(labelled(1), max_epochs=2)
