@@ -177,7 +177,7 @@ class Metrics(Handler):
                 "give it a function"
             )
 
-    @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
+    @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def check_mergeable(self, engine: Engine) -> None:
         """Raise an error for a metric that would cover only one rank of a distributed run."""
         for key, metric in self.metrics.items() if engine.group.data.distributed else ():
