@@ -9,6 +9,7 @@ from torch import Tensor
 
 from signalfire import Engine, Events, Phase, on
 from signalfire.authoring import check_choice, check_int
+from signalfire.distributed.shard_rules import functions_of_shards
 from signalfire.distributed.sums import broadcast
 from signalfire.findings import Finding, finding
 
@@ -89,6 +90,14 @@ class ElasticDataParallel(Distribution):
                 f"{self.name!r}: {idle} of {processes} processes compute no shard, since only a power of two of them can share "
                 f"{shards.world_size} shards",
                 f"start {shards.readers} processes, or twice as many",
+                [self.name],
+            )
+        for function in functions_of_shards(engine) if shards is not None and self.processes.distributed else ():
+            yield finding(
+                "C42",
+                f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so that what it counts "
+                "or keeps depends on the number of processes",
+                "read what all shards have in common at ITERATION_COMPLETED, such as engine.loss",
                 [self.name],
             )
 

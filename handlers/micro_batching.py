@@ -77,6 +77,7 @@ class MicroBatching(Handler):
 
     capture = Capture.INSIDE
     trains = True
+    by_shard = True
     splits_by_samples = True
 
     def __init__(
@@ -114,7 +115,12 @@ class MicroBatching(Handler):
 
     @on(Events.STARTED, reads=[], writes=[])
     def check(self, engine: Engine) -> None:
-        """Raise an error in a run without data, which has no batches to split."""
+        """Raise an error in a run without data, which has no batches to split, and for sizes that would differ by process."""
+        if self.halve_on_oom and engine.group.shards is not None:
+            raise ValueError(
+                f"{self.name!r}: halve_on_oom=True: the size would depend on the memory of the process that computes a shard; "
+                "give size= or pieces=, and halve_on_oom=False"
+            )
         if not engine.feed.has_data:
             raise ValueError(f"{self.name!r}: a run without data has no batches to split; detach {self.name!r}")
 

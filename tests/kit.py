@@ -397,9 +397,8 @@ def digest(value: Any) -> str:
 
     def feed(value: Any) -> None:
         if isinstance(value, Tensor):
-            found.update(
-                f"{value.dtype}{tuple(value.shape)}".encode() + value.cpu().contiguous().view(-1).numpy().tobytes()
-            )
+            content = value.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode() + content)
         elif isinstance(value, Mapping):
             for key in sorted(value, key=str):
                 found.update(f"{key}:".encode())

@@ -8,10 +8,11 @@ from ..core.events import Events
 from ..core.overrides import Override
 
 if TYPE_CHECKING:
+    from ..core.connection import Connection
     from ..core.handler import Handler
     from ..engine import Engine
 
-__all__ = ["OF_A_SHARD", "check_handlers"]
+__all__ = ["OF_A_SHARD", "check_handlers", "functions_of_shards"]
 
 OF_A_SHARD = (
     Events.GET_BATCH_STARTED,
@@ -60,3 +61,10 @@ def _reason(engine: Engine, handler: Handler) -> str | None:
             if one.owner == handler.name and not _OF_ONE_BATCH.isdisjoint(one.reads or ()):
                 return f"reads the batch or the output at {event.name}"
     return None
+
+
+def functions_of_shards(engine: Engine) -> list[Connection]:
+    """The connections of users' functions to events of a shard that come after its batch."""
+    after_batch = OF_A_SHARD[OF_A_SHARD.index(Events.FORWARD_STARTED) :]
+    connections = [one for event in after_batch for one in engine.signal(event).connections]
+    return [one for one in connections if one.owner is None and one.is_foreign]

@@ -262,7 +262,7 @@ class ShardedStep(DistributedStep):
         """Send the sums of this process, and whether the others have to know more about it."""
         usual = part.what == _Held(len(self.shards.own))
         parameters = _trained(update)
-        sums = part.sums.total() or [*parameters, _no_numbers(parameters)]
+        sums = part.sums.total() or [*map(torch.empty_like, parameters), _no_numbers(parameters)]
         return RankSum(sums, self.processes, flag=not usual or self.group.has_question())
 
     def backward(self, update: UpdateState) -> None:

@@ -46,10 +46,10 @@ class RankSum:
     """The sums of the tensors of the ranks, added in the order of `TreeSum`; the same bits on each rank. Collective.
 
     Each rank receives a part of all sums, and a flag of each rank. It adds its part, and sends the result to all: as many bytes
-    as a ring's all-reduce.
+    as a ring's all-reduce. The tensors are sent in buckets one after the other, so that the memory beside them is a few buckets.
 
     Args:
-        own: The sums of this rank; if it has none, tensors of the same shapes and dtypes.
+        own: The sums of this rank, which become those of all; if it has none, tensors of the same shapes and dtypes.
         flag: A flag that is sent to all ranks.
         processes: The ranks.
 
@@ -57,25 +57,46 @@ class RankSum:
         flagged: Whether any rank has given a flag.
     """
 
-    def __init__(self, own: Sequence[Tensor], processes: Processes, *, flag: bool) -> None:
-        self._own, self._processes, size = list(own), processes, processes.world_size
-        self._kinds: dict[torch.dtype, list[int]] = {}
-        for place, tensor in enumerate(self._own):
-            self._kinds.setdefault(tensor.dtype, []).append(place)
-        flat = [_in_rows([self._own[place] for place in places], size) for places in self._kinds.values()]
-        flags = torch.full((size, _ALIGNED), flag, dtype=torch.uint8, device=flat[0].device)
-        self._widths = [one.shape[1] for one in flat]
-        self._rows = torch.cat([flags, *flat], dim=1)
-        self._received = torch.empty_like(self._rows)
-        dist.all_to_all_single(self._received, self._rows, group=processes.main)
-        self.flagged = bool(self._received[:, 0].any())
+    def __init__(self, own: list[Tensor], processes: Processes, *, flag: bool) -> None:
+        self._own, self._processes = own, processes
+        first, *self._rest = _in_buckets(own)
+        self._first = _Exchange(first, processes, flag=flag)
+        self.flagged = self._first.flagged()
 
     def total(self, has_sum: Sequence[bool]) -> list[Tensor]:
-        """The sums over the ranks.
+        """Make the sums of this rank those of all, and return them.
 
         Args:
             has_sum: Of the ranks whether they have sums. Those of a power of two of the first ones are added; others have none.
         """
+        self._first.add(has_sum)
+        del self._first
+        for bucket in self._rest:
+            _Exchange(bucket, self._processes, flag=False).add(has_sum)
+        return self._own
+
+
+class _Exchange:
+    """The sums of one bucket: begun when it is built, and ended by `add`."""
+
+    def __init__(self, own: list[Tensor], processes: Processes, *, flag: bool) -> None:
+        self._processes, size = processes, processes.world_size
+        self._kinds: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in own:
+            self._kinds.setdefault(tensor.dtype, []).append(tensor)
+        flat = [_in_rows(tensors, size) for tensors in self._kinds.values()]
+        flags = torch.full((size, _ALIGNED), flag, dtype=torch.uint8, device=flat[0].device)
+        self._widths = [one.shape[1] for one in flat]
+        rows = torch.cat([flags, *flat], dim=1)
+        self._received = torch.empty_like(rows)
+        dist.all_to_all_single(self._received, rows, group=processes.main)
+
+    def flagged(self) -> bool:
+        """Whether any rank has given a flag."""
+        return bool(self._received[:, 0].any())
+
+    def add(self, has_sum: Sequence[bool]) -> None:
+        """Add the part of this rank, and send it to all."""
         tree = TreeSum()
         adders = 1 << (len(has_sum).bit_length() - 1)
         for row, one in zip(self._received, has_sum[:adders], strict=False):
@@ -85,14 +106,12 @@ class RankSum:
         part = torch.cat([one.view(torch.uint8) for one in total])
         gathered = part.new_empty((self._processes.world_size, part.numel()))
         _all_gather(gathered.view(-1), part, group=self._processes.main)
-        found: dict[int, Tensor] = {}
-        for flat, places in zip(self._in_kinds(gathered), self._kinds.values(), strict=True):
-            sizes = [self._own[place].numel() for place in places]
-            parts = flat.reshape(-1)[: sum(sizes)].split(sizes)
-            for place, part in zip(places, parts, strict=True):
-                # In the memory layout of the parameter, since norms are added in the order of the memory.
-                found[place] = torch.empty_like(self._own[place]).copy_(part.view(self._own[place].shape))
-        return [found[place] for place in range(len(self._own))]
+        for flat, tensors in zip(self._in_kinds(gathered), self._kinds.values(), strict=True):
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, one in zip(tensors, flat.reshape(-1)[: sum(sizes)].split(sizes), strict=True):
+                tensor.copy_(
+                    one.view(tensor.shape)
+                )  # its memory layout stays: norms are added in the order of the memory
 
     def _in_kinds(self, row: Tensor) -> list[Tensor]:
         """The elements of a row, or of several, by dtype; not those of the rows that were received."""
@@ -102,6 +121,9 @@ class RankSum:
             for part, dtype in zip(parts, self._kinds, strict=True)
         ]
 
+
+_BUCKET = 25 * 2**20
+"""Bytes of a bucket, as torch's DDP has them; a larger tensor is a bucket of its own."""
 
 _ALIGNED = 16
 """Bytes of which the parts of a row are multiples, so that numbers of each dtype are aligned."""
@@ -127,3 +149,16 @@ def broadcast(tensors: Sequence[Tensor]) -> None:
         dist.broadcast(flat.view(torch.uint8), src=0)  # gloo supports fewer dtypes
         for tensor, part in zip(alike, flat.split([tensor.numel() for tensor in alike]), strict=True):
             tensor.detach().copy_(part.view_as(tensor))
+
+
+def _in_buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    buckets: list[list[Tensor]] = []
+    held = _BUCKET
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if held + size > _BUCKET:
+            buckets.append([])
+            held = 0
+        buckets[-1].append(tensor)
+        held += size
+    return buckets

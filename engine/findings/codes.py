@@ -197,6 +197,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "C39": ("info", "a guard learns for longer than the run lasts what is usual"),
     "C40": ("info", "a name is taken for that of the validation's metric"),
     "C41": ("warning", "there are more processes than compute shards"),
+    "C42": ("info", "a function is called for the shards of its own process only"),
     # G: what `handlers.Guards` finds in a run
     "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
     "G02": ("warning", "all gradients are zero"),

@@ -98,7 +98,9 @@ class FirstLosses:
     def update(self, engine: Engine) -> None:
         """Look at an update whose gradients a handler has computed alone."""
         update = engine.state.update
-        if engine.overrides.gradients is not None and update.raw_loss is not None and self._look.sees_first(update):
+        if engine.overrides.gradients is None or update.raw_loss is None or _is_idle(engine):
+            return
+        if self._look.sees_first(update):
             engine.findings.look(report_unheard, engine, update)
 
 
@@ -131,6 +133,11 @@ class FirstEvaluation:
                 "give it the mode: F.dropout(x, training=self.training); allow W57 where the randomness is meant",
                 key=update.name,
             )
+
+
+def _is_idle(engine: Engine) -> bool:
+    """Whether other processes compute all batches of this step, which consists of shards."""
+    return engine.group.shards is not None and all(batch is None for batch in engine.state.batch or ())
 
 
 def report_unheard(engine: Engine, update: UpdateState) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class Made(NamedTuple):
     """What an iteration came to when it was made again.
 
     Attributes:
-        loss: the mean loss of the window that the iteration completes, or of its batches so far.
+        loss: the mean loss of the window that the iteration completes, or of its batches so far; with shards, of the iteration.
         gradient_norm: the norm of the gradients before anything changes them.
         gradients: the sha256 of these gradients.
         weights: the sha256 of the weights before the step.
@@ -178,6 +179,8 @@ class Replay:
     def samples(self) -> list[Any]:
         """The indices of the iteration's samples in the data set, for a DataLoader over a map-style data set.
 
+        With shards, those of all shards, in their order.
+
         Raises:
             TypeError: for other data.
         """
@@ -197,7 +200,9 @@ class Replay:
                 for (generator, _), state in zip(generators, position["generators"], strict=True):
                     generator.set_state(state)
                 set_epochs(data, position["epochs"], position["number"])
-                return list(next(islice(indices_from(data, number), index, None)))
+                several = 1 if self.engine.group.shards is None else self.engine.group.shards.world_size
+                batches = islice(indices_from(data, number), index * several, (index + 1) * several)
+                return [one for batch in batches for one in batch]
         finally:
             for generator, state in generators:
                 generator.set_state(state)
@@ -216,28 +221,33 @@ class Replay:
                 state = gather(self.engine)
             with _batches_of(self.engine, self.iteration) as seen:
                 whole = self._make(state)
-            count = self.engine.updates[0].samples_in(seen[0])
-            if not any(count in one.shape for one in tensors_in(seen[0])):
-                raise TypeError(
-                    f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor with these along a "
-                    "dimension, so that none can be left out"
-                )
-            if count < 2:
-                raise ValueError(
-                    f"replay({self.iteration}).rank_samples(): the batch has one sample, which cannot be left out"
-                )
             parts = []
-            for place in range(count):
-                with _batches_of(self.engine, self.iteration, partial(_without, place, count)):
-                    parts.append(self._make(state))
+            for number, count in enumerate([self._count(batch) for batch in seen]):
+                for place in range(count):
+                    with _batches_of(self.engine, self.iteration, {number: partial(_without, place, count)}):
+                        parts.append(self._make(state))
         names = self.samples if skippable(inner(self._data)) else []
-        if len(names) != count:  # data without indices, or a dataset of whole batches
-            names = list(range(count))
+        if len(names) != len(parts):  # data without indices, or a dataset of whole batches
+            names = list(range(len(parts)))
         found = [
             SampleInfluence(name, part.loss, part.gradient_norm, _influence(whole, part))
             for name, part in zip(names, parts, strict=True)
         ]
         return sorted(found, key=lambda one: -one.influence)
+
+    def _count(self, batch: Any) -> int:
+        """The number of samples of a batch, of which each can be left out."""
+        count = self.engine.updates[0].samples_in(batch)
+        if not any(count in one.shape for one in tensors_in(batch)):
+            raise TypeError(
+                f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor with these along a "
+                "dimension, so that none can be left out"
+            )
+        if count < 2:
+            raise ValueError(
+                f"replay({self.iteration}).rank_samples(): the batch has one sample, which cannot be left out"
+            )
+        return count
 
     # ---- running up to the iteration ------------------------------------------------------------------------------
 
@@ -283,11 +293,16 @@ class _Watch:
         self._gradients = self._weights = ""
 
     def __enter__(self) -> _Watch:
-        first = -(10**6)
+        connect, first = self.engine.connect, -(10**6)
+        gradients, completed = Events.GRADIENTS_READY(once=self.iteration), Events.UPDATE_COMPLETED(once=self.iteration)
+        if self.engine.group.shards is not None:
+            # Of the step, and not of one of its shards; at UPDATE_COMPLETED, where the window stays open.
+            self._attachments = [connect(event, self._note_step, rank=first) for event in (gradients, completed)]
+            return self
         self._attachments = [
-            self.engine.connect(Events.LOSS_COMPUTED, self._note_loss, rank=10**6),
-            self.engine.connect(Events.BACKWARD_COMPLETED(once=self.iteration), self._note_gradients, rank=first),
-            self.engine.connect(Events.GRADIENTS_READY(once=self.iteration), self._note_gradients, rank=first),
+            connect(Events.LOSS_COMPUTED, self._note_loss, rank=10**6),
+            connect(Events.BACKWARD_COMPLETED(once=self.iteration), self._note_gradients, rank=first),
+            connect(gradients, self._note_gradients, rank=first),
         ]
         return self
 
@@ -301,6 +316,12 @@ class _Watch:
             if update.window.held == 0:
                 self._losses.clear()
             self._losses.append((loss.detach(), float(update.weight)))
+
+    def _note_step(self, engine: Engine) -> None:
+        update = engine.state.update
+        if update.evaluation == 0 and update.window.held > 0 and (loss := update.loss) is not None:
+            self._losses = [(loss.detach(), 1.0)]
+            self._note_gradients(engine)
 
     def _note_gradients(self, engine: Engine) -> None:
         update = engine.state.update
@@ -319,11 +340,14 @@ class _Watch:
 
 
 @contextmanager
-def _batches_of(engine: Engine, iteration: int, change: Callable[[Any], Any] | None = None) -> Iterator[list[Any]]:
-    """See the batch of an iteration, before anything else changes it, and change it."""
+def _batches_of(
+    engine: Engine, iteration: int, changes: Mapping[int, Callable[[Any], Any]] = MappingProxyType({})
+) -> Iterator[list[Any]]:
+    """See the batch of an iteration, or those of its shards, before anything else changes them, and change some by number."""
     seen: list[Any] = []
 
     def receive(engine: Engine) -> None:
+        change = changes.get(len(seen))
         seen.append(engine.state.batch)
         if change is not None:
             engine.state.batch = change(engine.state.batch)

@@ -33,6 +33,7 @@ class LossTerm(Handler):
     """
 
     trains = True
+    by_shard = True
     same_in_pieces = False
     """Whether the term is the same for all pieces of a batch, since it depends on the weights only."""
 
@@ -57,9 +58,7 @@ class LossTerm(Handler):
     def announce_metrics(self, engine: Engine) -> None:
         """Announce the names of the metrics."""
         self._terms.clear()
-        if (
-            engine.group.shards is not None
-        ):  # a process that computes none of the last step's shards would have another value
+        if engine.group.shards is not None:  # of the last step, a process may have computed no shard
             return
         # Each of several ranks has the term of its own batches, and a state is the same on all ranks.
         alike = not engine.processes.distributed

@@ -31,7 +31,6 @@ class ParameterPenalty(Penalizing):
         norms_and_biases: Whether those of normalisation layers and biases are among them.
     """
 
-    by_shard = True
     same_in_pieces = True
     factor = 1.0
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import torch._dynamo  # as in the test of DDP: once here instead of in every process that is forked
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 from torchmetrics.classification import MulticlassF1Score
@@ -32,6 +35,7 @@ from signalfire.handlers import (
     ChannelsLast,
     Checkpoint,
     CSVLogger,
+    Distillation,
     EarlyStopping,
     ElasticDataParallel,
     GradientAccumulation,
@@ -47,7 +51,10 @@ from signalfire.handlers import (
     MixUp,
     MovingAverage,
     NonFiniteGuard,
+    Penalty,
+    Rewindable,
     SharpnessAwareMinimization,
+    TruncatedBPTT,
     Validation,
 )
 from tests.kit import digest, linear
@@ -339,6 +346,96 @@ def test_a_run_goes_on_with_any_number_of_processes_as_if_nothing_had_happened(t
     assert digest([other | {"rows": ""} for other in others]) == digest([first | {"rows": ""}])
 
 
+# ---- one process makes a step of several again ---------------------------------------------------------------------------
+
+
+def kept(folder: Path, until: int, window: int = 1) -> tuple[Engine, dict[int, tuple[float, str]]]:
+    """A training that keeps states, and of its iterations the loss and the gradients."""
+    engine, seen = classifier(), dict[int, tuple[float, str]]()
+    engine.attach(
+        ElasticDataParallel(shards=SHARDS),
+        Rewindable(every="2it"),
+        Checkpoint(folder, every="5it", resume=True),
+        GradientAccumulation(window),
+    )
+
+    @engine.on(Events.GRADIENTS_READY)
+    def look(engine: Engine) -> None:
+        gradients = b"".join(p.grad.numpy().tobytes() for p in engine.model.parameters() if p.grad is not None)
+        seen[engine.state.iteration] = float(engine.loss or 0), hashlib.sha256(gradients).hexdigest()
+
+    engine.run(table(), max_iters=until)
+    return engine, seen
+
+
+def seen_by_each(folder: Path, window: int) -> dict[int, tuple[float, str]]:
+    return kept(folder, 11, window)[1]
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_step_of_several_processes_is_made_again_by_one(window: int, tmp_path: Path) -> None:
+    seen = run_together(seen_by_each, 2, tmp_path, window)[1]
+    engine, _ = kept(tmp_path, 11, window)
+    for iteration in (9, 11):
+        made, again = engine.replay(iteration).run().times
+        assert made == again
+        if window == 1:
+            assert (made.loss, made.gradients) == seen[iteration]
+    closing = max(seen)
+    assert engine.replay(closing).run().times[0].gradients == seen[closing][1]
+
+
+def test_the_samples_of_a_step_are_those_of_all_its_shards() -> None:
+    engine, taken = classifier(), list[Tensor]()
+    engine.attach(ElasticDataParallel(shards=2), Rewindable(every="2it"))
+    data = table()
+    engine.connect(
+        Events.GET_BATCH_COMPLETED(once=5), lambda engine: taken.append(engine.state.batch[0].clone()), rank=-1
+    )
+
+    def spoil(engine: Engine) -> None:
+        if engine.state.shard == 1:
+            engine.state.batch[0][2] *= 100
+
+    engine.connect(Events.GET_BATCH_COMPLETED(once=5), spoil)
+    engine.run(data, max_iters=6)
+    replay = engine.replay(5)
+    assert torch.equal(torch.cat(taken), torch.stack([data.dataset[index][0] for index in replay.samples]))
+    assert len(replay.samples) == 8
+    assert replay.rank_samples()[-1].sample != replay.rank_samples()[0].sample
+
+
+# ---- what it needs -------------------------------------------------------------------------------------------------------
+
+
+def peak_of(shards: int, layers: int, width: int) -> float:
+    """The largest memory that a run allocates at once, as a multiple of the gradients."""
+    layered = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
+    engine = Engine(Update.supervised(F.mse_loss, SGD), model=layered, seed=0)
+    engine.attach(ElasticDataParallel(shards=shards))
+    data = [(torch.randn(1, width), torch.randn(1, width))] * shards * 2
+    engine.run(data, max_epochs=1, check=False)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        engine.run(data, max_epochs=2, check=False)
+    events = [one for one in found.profiler.kineto_results.events() if one.name() == "[memory]"]  # type: ignore[union-attr]
+    allocated = accumulate(one.nbytes() for one in sorted(events, key=lambda one: int(one.start_ns())))
+    return max(allocated) / sum(4 * p.numel() for p in layered.parameters())
+
+
+@pytest.mark.parametrize("shards", [1, 2, 8])
+def test_one_process_holds_as_many_gradients_as_the_tree_is_high(shards: int) -> None:
+    assert math.log2(shards) + 1 <= peak_of(shards, 1, 500) < math.log2(shards) + 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_several_processes_hold_a_few_buckets_besides(size: int) -> None:
+    layers, width = 20, 1500
+    buckets = 5 * 25 * 2**20 / (4 * layers * width**2)
+    assert max(run_together(peak_of, size, SHARDS, layers, width)) < math.log2(SHARDS / size) + 1 + buckets
+
+
 # ---- beside other handlers, and other data ------------------------------------------------------------------------------
 
 
@@ -415,6 +512,11 @@ def collated() -> DataLoader[Any]:
     return DataLoader(table().dataset, batch_size=4, collate_fn=mixed_batch)
 
 
+def z_loss(engine: Engine) -> Tensor:
+    loss: Tensor = engine.state.update.output.logsumexp(1).square().mean()
+    return loss
+
+
 class Drawn:
     """Batches that are drawn as they are read by their index."""
 
@@ -440,6 +542,8 @@ CASES: dict[str, tuple[Callable[[], Engine], Callable[[], Any], Callable[[], lis
     "missing batches": (classifier, partial(numbers, missing=[3, 9, 8, 28]), list),
     "other handlers": (classifier, table, lambda: [L2(1e-2), LabelSmoothing(0.1), Lookahead(k=2), GradientNoise(0.1)]),
     "averages": (classifier, table, lambda: [SWA(start=2), L1(1e-3)]),
+    "pieces": (classifier, table, lambda: [MicroBatching(2, halve_on_oom=False), GradientAccumulation(2)]),
+    "terms of the loss": (classifier, table, lambda: [Penalty(z_loss, 1e-2), Distillation(built(JOBS["mlp"]))]),
     "layouts and buffers": (convolutions, images, lambda: [ChannelsLast(), GradientClipping(max_norm=0.05)]),
     "a collate function that draws": (classifier, collated, list),
     "an index that draws": (classifier, Drawn, list),
@@ -516,7 +620,11 @@ class OfShards(Counting):
     ("handler", "reason"),
     [
         (Counting, "'counting' acts at FORWARD_COMPLETED"),
-        (MicroBatching, "'micro_batching' computes the gradients of a batch"),
+        (
+            partial(MicroBatching, 2),
+            r"'micro_batching': halve_on_oom=True: the size would depend .* halve_on_oom=False",
+        ),
+        (lambda: TruncatedBPTT(2), "'truncated_bptt' "),
         (Guards, "'guards' reads the batch or the output at"),
         (lambda: Metrics(loss=MovingAverage()), "depends on the order of the batches"),
     ],

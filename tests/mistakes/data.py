@@ -356,6 +356,20 @@ def more_processes_than_can_share_the_shards(right: bool) -> Findings:
     return Findings(run_together(_in_three_processes, 2 if right else 3, right)[0])
 
 
+def _counting(right: bool) -> list[Finding]:
+    engine = build(linear(5, 1), ElasticDataParallel(shards=2))
+    losses: list[float] = []
+    event = Events.ITERATION_COMPLETED if right else Events.LOSS_COMPUTED
+    engine.connect(event, lambda engine: losses.append(float(engine.loss)))
+    engine.run(batches(8, seed=11), max_epochs=1)
+    return list(engine.findings.of_run())
+
+
+@mistake("C42")
+def a_function_that_counts_the_shards_of_its_process(right: bool) -> Findings:
+    return Findings(run_together(_counting, 2, right)[0])
+
+
 @mistake("W25")
 def ranks_that_bring_their_own_part_of_the_data(right: bool) -> Findings:
     return Findings(run_together(on_own_data, 2, right)[0])
