@@ -84,7 +84,9 @@ class ElasticDataParallel(Distribution):
 
     def findings(self, engine: Engine) -> Iterable[Finding]:
         shards, processes = engine.group.shards, self.processes.world_size
-        if engine.training and shards is not None and (idle := processes - shards.readers):
+        if not engine.training or shards is None:
+            return
+        if idle := processes - shards.readers:
             yield finding(
                 "C41",
                 f"{self.name!r}: {idle} of {processes} processes compute no shard, since only a power of two of them can share "
@@ -92,7 +94,7 @@ class ElasticDataParallel(Distribution):
                 f"start {shards.readers} processes, or twice as many",
                 [self.name],
             )
-        for function in functions_of_shards(engine) if shards is not None and self.processes.distributed else ():
+        for function in functions_of_shards(engine) if processes > 1 else ():
             yield finding(
                 "C42",
                 f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so that what it counts "
