@@ -16,7 +16,7 @@ from signalfire import Engine, Events, Phase
 from signalfire.data import generators_of
 
 from ..authoring.randomness import random_state, set_random_state
-from .watched import difference, parameters_of, values_of
+from ..traces.watched import difference, parameters_of, values_of
 
 __all__ = ["Divergence", "divergence"]
 

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import os
-import shutil
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from signalfire import Engine, Events, Interval, Phase, on
 from signalfire.authoring import check_bool, check_local
 from signalfire.authoring.checks import check_parents
-from signalfire.checkpoints import Files
 
 from .claims import FILE
 from .folders import open_folder
+from .line_file import LineFile, temporary_name
 from .scalars import Record, ScalarLogger
 
 __all__ = ["TextLogger"]
-
-_CHUNK = 2**20
 
 
 class TextLogger(ScalarLogger):
@@ -57,7 +52,7 @@ class TextLogger(ScalarLogger):
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
             raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): this is a folder; give a file in it")
-        self._file: _LineFile | None = None
+        self._file: LineFile | None = None
         self._length = 0
         self._digest = ""
         self._last_iteration = 0
@@ -121,11 +116,11 @@ class TextLogger(ScalarLogger):
 
     def _open(self) -> None:
         with self._path_in_errors():
-            _temporary(self.path).unlink(missing_ok=True)  # left by a process that was killed
-            self._file = _LineFile.reopen(self.path, self._length, self._digest)
+            temporary_name(self.path).unlink(missing_ok=True)  # left by a process that was killed
+            self._file = LineFile.reopen(self.path, self._length, self._digest)
             if self._file is None:
                 known = self.header + self._earlier_lines() + self._last_lines if self._length else self.header
-                self._file = _LineFile.create(self.path, known)
+                self._file = LineFile.create(self.path, known)
 
     def _earlier_lines(self) -> str:
         """The lines before those that the checkpoint holds itself, from a file that differs from the saved digest."""
@@ -223,99 +218,3 @@ class TextLogger(ScalarLogger):
         file = state.get("file", {"length": 0, "sha256": "", "iteration": 0, "lines": ""})
         self._length, self._digest = file["length"], file["sha256"]
         self._last_iteration, self._last_lines = file["iteration"], file["lines"]
-
-
-class _LineFile:
-    """An open file to which lines are appended, each completely or not at all.
-
-    Attributes:
-        length: Size in bytes.
-        failed: Whether a write failed.
-    """
-
-    def __init__(self, file: IO[bytes], length: int, content: Any) -> None:
-        self._file = file
-        self._content = content
-        self._synced = False
-        self.length = length
-        self.failed = False
-
-    @classmethod
-    def reopen(cls, path: Path, length: int, digest: str) -> _LineFile | None:
-        """Truncate a file to a known prefix; None if it starts differently. Safe if the process is killed at any moment."""
-        if length == 0 or not path.is_file():
-            return None
-        content = hashlib.sha256()
-        left = length
-        with open(path, "rb") as file:
-            while left and (part := file.read(min(left, _CHUNK))):
-                content.update(part)
-                left -= len(part)
-        if left or content.hexdigest() != digest:
-            return None
-        os.truncate(path, length)
-        return cls(open(path, "ab", buffering=0), length, content)
-
-    @classmethod
-    def create(cls, path: Path, lines: str) -> _LineFile:
-        """Create a file with these lines, after a backup of an existing one."""
-        if path.exists() and path.stat().st_size:
-            # Copied, not renamed, so that the path exists at any moment.
-            backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-            shutil.copy2(path, next(backup for backup in backups if not backup.exists()))
-        temporary = _temporary(path)
-        data = lines.encode()
-        try:
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        Files().sync(path.parent)
-        return cls(open(path, "ab", buffering=0), len(data), hashlib.sha256(data))
-
-    @property
-    def digest(self) -> str:
-        digest: str = self._content.hexdigest()
-        return digest
-
-    def append(self, lines: str) -> None:
-        data = lines.encode()
-        try:
-            written = 0
-            while written < len(data):
-                written += self._file.write(data[written:])
-        except BaseException:
-            self.failed = True
-            with suppress(OSError):
-                self._file.truncate(self.length)  # no partial line, not even on a full disk
-            raise
-        self._content.update(data)
-        self.length += len(data)
-        self._synced = False
-
-    def is_at(self, path: Path) -> bool:
-        """Whether this is the file at a path."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(path))
-        except FileNotFoundError:
-            return False
-
-    def sync(self) -> None:
-        if not self._synced:
-            os.fsync(self._file.fileno())
-            self._synced = True
-
-    def close(self) -> None:
-        try:
-            self.sync()
-        finally:
-            self._file.close()
-
-
-def _temporary(path: Path) -> Path:
-    """Where a file is written before it is renamed to ``path``."""
-    return path.with_name(f".{path.name}.new")

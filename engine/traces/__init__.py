@@ -1,0 +1,7 @@
+"""Traces: digests of what a run consists of, written at its events, and where two runs differ."""
+
+from .comparison import Comparison, Difference, compare
+from .digests import Digests
+from .files import TraceFile, read_traces
+
+__all__ = ["Comparison", "Difference", "Digests", "TraceFile", "compare", "read_traces"]

@@ -1,1 +1,0 @@
-from engine.ablation.watched import *
