@@ -1,6 +1,7 @@
 """The command line: ``python -m signalfire`` trains something at once; ``... new my_project`` begins a project.
 
 ``... study train:build --metric accuracy`` measures what each handler contributes, and ``... report store.jsonl`` says it again.
+``... compare a.jsonl b.jsonl`` says where two traces of `handlers.Trace` differ first.
 ``... upgrade my_folder`` lists names of earlier versions in your files, with those of today.
 """
 
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 from .commands import study as studies
+from .commands import traces
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,6 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     studies.add_study(study)
     studies.add_report(report)
     commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
+    traces.add_compare(commands)
     upgrade = commands.add_parser("upgrade", help="list names of earlier versions in your files, with those of today")
     upgrade.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="files, or folders of them")
     given = parser.parse_args(arguments)
@@ -42,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         print(*list_handlers(), sep="\n")
         return 0
+    if given.command == "compare":
+        return traces.compare(given)
     if given.command in ("study", "report"):
         return studies.study(given) if given.command == "study" else studies.report(given)
     if given.command == "new":

@@ -90,6 +90,7 @@ if TYPE_CHECKING:
     from .tensor_parallel import TensorParallel
     from .tensorboard import TensorBoardLogger
     from .throughput import Throughput
+    from .trace import Trace
     from .trackio_logger import TrackioLogger
     from .true_precision import TruePrecision
     from .truncated_bptt import TruncatedBPTT
@@ -182,6 +183,7 @@ __all__ = [
     "TensorParallel",
     "Throughput",
     "Timing",
+    "Trace",
     "TrackioLogger",
     "TruePrecision",
     "TruncatedBPTT",

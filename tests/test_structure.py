@@ -38,11 +38,12 @@ ROOMS: dict[str, set[str]] = {
     "runs": {"core", "authoring", "updates", "distributed", "models", "data", "resuming"},
     "findings": {"core", "authoring", "updates", "distributed", "models", "data", "resuming"},
     "checkpoints": {"core", "authoring", "distributed", "resuming"},
+    "traces": {"core", "authoring", "distributed", "resuming", "checkpoints"},
     "weights": {"core", "authoring", "updates", "distributed", "resuming", "runs", "checkpoints"},
     "tuning": {"core", "authoring", "models", "runs"},
     "exact": {"core", "authoring", "data", "resuming", "checkpoints"},
-    "ablation": {"core", "authoring", "updates", "data", "resuming", "runs", "findings", "engine"},
-    "commands": {"core", "authoring", "ablation", "engine", "handlers"},
+    "ablation": {"core", "authoring", "updates", "data", "resuming", "runs", "findings", "traces", "engine"},
+    "commands": {"core", "authoring", "ablation", "traces", "engine", "handlers"},
 }
 OF_HANDLERS = {
     *(
@@ -58,7 +59,7 @@ OF_HANDLERS = {
         "findings",
         "checkpoints",
     ),
-    *("weights", "handlers/_common"),
+    *("traces", "weights", "handlers/_common"),
 }
 
 

@@ -1,6 +1,7 @@
 """Traces: digests of what a run consists of, written at its events, and where two runs differ."""
 
-from .comparison import Comparison, Difference, compare
+from .comparison import Comparison, compare
+from .differences import Difference
 from .digests import Digests
 from .files import TraceFile, read_traces
 

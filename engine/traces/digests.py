@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..authoring.batches import parts
 from ..distributed.sharded import local_part
 
 __all__ = ["Digests"]
@@ -19,17 +20,22 @@ __all__ = ["Digests"]
 _CHUNK = 2**20
 """Elements that are summed at once."""
 
+_SMALL = 2**14
+"""Elements up to which tensors are joined before they are summed."""
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
+_ATOMS = (type(None), bool, int, float, complex, str)
+
 _SIZE = 8  # bytes of a digest
 
 
 class Digests:
     """Collects values under names, and reads a digest of each, in one transfer from each device.
 
-    The digest of a tensor is a sum of its elements' bits, each times an odd number of 64 bits that depends on its position, modulo
-    2**64. So two rows that are swapped change it, as a single bit does; it takes no order of summing, and is computed where the
-    tensor is. Everything else, such as numbers, texts, keys, shapes and dtypes, goes into a BLAKE2 hash beside it. With DTensors,
-    the digest is that of the local shard.
+    The digest of a tensor is a sum of its elements' bits, each times an odd number of 64 bits that depends on its position,
+    modulo 2**64. Two rows that are swapped change it, as a single bit does. It is computed on the device of the tensor.
+    Everything else, such as numbers, texts, keys, shapes and dtypes, goes into a BLAKE2 hash beside it. Of a DTensor, the digest
+    is that of the local shard.
 
     Example:
         >>> found = Digests()
@@ -86,31 +92,30 @@ def _read(sums: list[Tensor]) -> list[int]:
     return found
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Iterable[bytes]:
+def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
     """What a value consists of beside the elements of its tensors, which are appended to a list."""
     if isinstance(value, Tensor):
         value = _dense(local_part(value.detach()))
         tensors.append(value)
         yield f"{value.dtype}{tuple(value.shape)};".encode()
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        yield f"{value.dtype}{value.shape};".encode() + np.ascontiguousarray(value).tobytes()
-    elif isinstance(value, Mapping):
-        yield b"{"
-        for key in value:
-            yield f"{key!r}:".encode()
-            yield from _described(value[key], tensors)
-        yield b"}"
-    elif isinstance(value, list | tuple):
-        yield b"["
-        for one in value:
-            yield from _described(one, tensors)
-        yield b"]"
     elif isinstance(value, bytes):
         yield value + b";"
-    elif value is None or isinstance(value, bool | int | float | complex | str):
+    elif isinstance(value, _ATOMS):
         yield f"{value!r};".encode()
-    else:  # an object, of which nothing is known that would be the same in another run
-        yield f"{type(value).__qualname__};".encode()
+    elif isinstance(value, np.ndarray) and value.dtype != object:
+        yield f"{value.dtype}{value.shape};".encode() + np.ascontiguousarray(value).tobytes()
+    else:
+        yield from _described_parts(value, tensors)
+
+
+def _described_parts(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
+    """What a container consists of; of other objects, nothing but the class is known to be the same in another run."""
+    keys = list(value) if isinstance(value, Mapping) else ""
+    yield f"{type(value).__qualname__}{keys!r}[".encode()
+    container = parts(value)
+    for one in () if container is None else container[0]:
+        yield from _described(one, tensors)
+    yield b"]"
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -119,13 +124,18 @@ def _dense(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _flattened(tensors: list[Tensor]) -> list[Tensor]:
-    """The elements of tensors, joined by device and dtype."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+def _flattened(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """The elements of tensors: small ones of one device and dtype are joined, large ones are not copied."""
+    small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.numel() and not tensor.is_meta:
-            alike.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
-    return [several[0] if len(several) == 1 else torch.cat(several) for several in alike.values()]
+        if tensor.is_meta or tensor.numel() == 0:
+            continue
+        if tensor.numel() > _SMALL:
+            yield tensor.reshape(-1)
+        else:
+            small.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+    for several in small.values():
+        yield several[0] if len(several) == 1 else torch.cat(several)
 
 
 def _positional_sum(flat: Tensor) -> Tensor:

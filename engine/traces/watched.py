@@ -13,7 +13,7 @@ from signalfire import Engine
 from signalfire.authoring.batches import tensors_in
 from signalfire.resuming.changeable import own_parameters
 
-__all__ = ["difference", "parameters_of", "values_of"]
+__all__ = ["difference", "optimizers_of", "parameters_of", "values_of"]
 
 
 def values_of(engine: Engine, state: Mapping[str, Any], kind: str) -> Iterator[tuple[str, Any]]:
@@ -77,7 +77,7 @@ def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield name, state
 
 
-def _optimizers(engine: Engine) -> Iterator[tuple[str, Any]]:
+def optimizers_of(engine: Engine) -> Iterator[tuple[str, Any]]:
     names = {id(p): name for name, p in parameters_of(engine)}
     for update in engine.updates:
         if update.optimizer is None:
@@ -94,7 +94,7 @@ def _optimizers(engine: Engine) -> Iterator[tuple[str, Any]]:
 _OF_ENGINE: Mapping[str, Callable[[Engine], Iterator[tuple[str, Any]]]] = {
     "parameters": _weights,
     "gradients": lambda engine: ((name, p.grad) for name, p in parameters_of(engine)),
-    "optimizer": _optimizers,
+    "optimizer": optimizers_of,
     "handlers": _handlers,
     "metrics": _metrics,
     "batch": lambda engine: ((f"tensor {place}", one) for place, one in enumerate(tensors_in(engine.state.batch))),

@@ -49,12 +49,22 @@ class LineFile:
         return cls(open(path, "ab", buffering=0), length, content)
 
     @classmethod
+    def cut(cls, path: Path, length: int) -> LineFile:
+        """Truncate a file to a length."""
+        os.truncate(path, length)
+        return cls(open(path, "ab", buffering=0), length, hashlib.sha256(path.read_bytes()))
+
+    @staticmethod
+    def back_up(path: Path) -> None:
+        """Copy a file to another name, ``log.csv`` to ``log.1.csv``: copied, not renamed, so that it exists at any moment."""
+        backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+        shutil.copy2(path, next(backup for backup in backups if not backup.exists()))
+
+    @classmethod
     def create(cls, path: Path, lines: str) -> LineFile:
         """Create a file with these lines, after a backup of an existing one."""
         if path.exists() and path.stat().st_size:
-            # Copied, not renamed, so that the path exists at any moment.
-            backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
-            shutil.copy2(path, next(backup for backup in backups if not backup.exists()))
+            cls.back_up(path)
         temporary = temporary_name(path)
         data = lines.encode()
         try:

@@ -20,6 +20,9 @@ COLLECT, HOLD = -20, 10
 HOLD_STATE = -30
 """PERSIST: a state is held before a checkpoint is written, which has the oldest one with it."""
 
+RECORD_TRACE = -40
+"""PERSIST: what is written as a trace is what all receivers have left, and is in the file before a checkpoint refers to it."""
+
 RESUME, WARM_START = -20, -10
 """MODEL_SETUP / PREPARE: a run that resumes is not warm-started; weights are loaded before the model is moved, converted or
 frozen, and before anything is put around it."""

@@ -6,7 +6,6 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from signalfire import Engine, Events, Interval, Phase, on

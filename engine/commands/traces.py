@@ -1,0 +1,33 @@
+"""``python -m signalfire compare``: where two traces differ first."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_compare", "compare"]
+
+
+def add_compare(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = commands.add_parser("compare", help="where do two traces differ first?")
+    for name in ("a", "b"):
+        parser.add_argument(name, type=Path, help="a file that the handler Trace has written, that of rank 0")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the iterations, such as apart.png")
+
+
+def compare(given: argparse.Namespace) -> int:
+    """Print where two traces differ; returns 0 if they do not, 1 if they do, and 2 for files that cannot be compared."""
+    from ..traces import compare as compare_traces
+
+    try:
+        found = compare_traces(given.a, given.b)
+        if given.picture is not None:
+            found.plot(given.picture)
+    except (OSError, ValueError, ImportError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if found.equal else 2 if not found.compared else 1

@@ -1,0 +1,221 @@
+"""Where two runs differ: their traces side by side, up to the first record that is not the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from ..authoring.markup import preformatted
+from .differences import Difference, Row
+from .files import Record, TraceFile, read_traces
+
+__all__ = ["Comparison", "Difference", "compare"]
+
+Key = tuple[int, str, str | None, int | None, int]
+
+EVENTS = (
+    *("STARTED", "GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BACKWARD_COMPLETED", "GRADIENTS_READY"),
+    *("OPTIMIZER_STEP_COMPLETED", "ITERATION_COMPLETED", "EPOCH_COMPLETED"),
+)
+_OF_UPDATES = EVENTS[2:7]
+_NUMBERS = {"loss": "losses", "gradients": "norms of gradients", "parameters": "norms of parameters"}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing two traces has found; ``print`` shows it.
+
+    Attributes:
+        a, b: The paths.
+        unlike: Why the runs cannot be expected to be equal, such as other versions.
+        composed: What they are composed of differently, which may be what is compared.
+        compared: How many records both have.
+        first: The first difference; None if there is none.
+        last_equal: The last record before it that is equal, as (iteration, event); None if there is none.
+        rows: The iterations that both have recorded.
+        ends: The last iteration of each.
+    """
+
+    a: str
+    b: str
+    unlike: list[str]
+    composed: list[str]
+    compared: int
+    first: Difference | None
+    last_equal: tuple[int, str] | None
+    rows: list[Row] = field(repr=False)
+    ends: tuple[int, int] = (0, 0)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all records that both have are equal, of which there is at least one."""
+        return self.first is None and self.compared > 0
+
+    def __str__(self) -> str:
+        lines = [f"a: {self.a}", f"b: {self.b}"]
+        lines += [f"not comparable: {one}" for one in self.unlike]
+        lines += [f"composed differently: {one}" for one in self.composed]
+        if not self.compared:
+            return "\n".join([*lines, "the traces have no record in common: record the same iterations (every=)"])
+        if self.first is None:
+            lines.append(f"equal: {self.compared} records, up to iteration {self.rows[-1].iteration}")
+        else:
+            before = "nothing before it was recorded"
+            if self.last_equal is not None:
+                iteration, event = self.last_equal
+                before = f"all before it is equal, up to {event} of iteration {iteration}"
+            lines += [f"first difference: {self.first}", f"  {before}", *self._further(self.first)]
+        if self.ends[0] != self.ends[1]:
+            longer, shorter = ("a", "b") if self.ends[0] > self.ends[1] else ("b", "a")
+            lines.append(f"{shorter} ends at iteration {min(self.ends)}, {longer} at {max(self.ends)}")
+        return "\n".join(lines)
+
+    def _further(self, first: Difference) -> Iterator[str]:
+        """How the runs went on after the first difference."""
+        later = [row for row in self.rows if row.iteration >= first.iteration]
+        differ = sum(not row.equal for row in later)
+        yield f"  {differ} of {len(later)} iterations from there on differ"
+        far = [(words, max(row.apart.get(name, 0.0) for row in later)) for name, words in _NUMBERS.items()]
+        if shown := [f"{words} up to {value:.2g}" for words, value in far if value]:
+            yield f"  how far apart, as a fraction: {', '.join(shown)}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+    def plot(self, path: str | PathLike[str] | None = None) -> Any:
+        """Draw the iterations: where the runs are equal, and how far losses and norms are apart.
+
+        Args:
+            path: Where to save the picture, such as "apart.png"; by default it is only returned.
+
+        Returns:
+            The figure of matplotlib.
+        """
+        from .picture import draw
+
+        figure = draw(self.rows, self.first)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+
+def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
+    """Compare two traces that `handlers.Trace` has written.
+
+    Records are compared by iteration, event, update and shard; what only one run has recorded is no difference. With several
+    processes, give the file of rank 0: those of the other ranks are read, too. Runs whose steps consist of shards are compared
+    for any number of processes; others only with the same number.
+
+    Args:
+        a, b: The paths of the traces.
+
+    Raises:
+        FileNotFoundError, ValueError: For paths without a trace.
+
+    Example:
+        >>> compare("yesterday.jsonl", "today.jsonl")  # doctest: +SKIP
+    """
+    ours, theirs = read_traces(Path(a)), read_traces(Path(b))
+    one, other = _records(ours), _records(theirs)
+    common = sorted(one.keys() & other.keys(), key=_order(ours))
+    differences = {key: found for key in common if (found := _difference(key, one[key], other[key])) is not None}
+    first = next(iter(differences), None)
+    before = common[: common.index(first)] if first is not None else common
+    made_in, other_made_in = ours[0].environments[-1], theirs[0].environments[-1]
+    return Comparison(
+        str(a),
+        str(b),
+        _unlike(made_in, other_made_in),
+        list(_compositions(made_in.get("handlers", {}), other_made_in.get("handlers", {}))),
+        len(common),
+        None if first is None else differences[first],
+        (before[-1][1][0], before[-1][1][1]) if before else None,
+        _rows(common, one, other, differences),
+        (max((key[1][0] for key in one), default=0), max((key[1][0] for key in other), default=0)),
+    )
+
+
+Ranked = tuple[int, Key]
+"""The rank of a record, and its key; those of shards belong to rank 0, whichever process computes them."""
+
+
+def _records(files: Sequence[TraceFile]) -> dict[Ranked, Record]:
+    found: dict[Ranked, Record] = {}
+    for rank, file in enumerate(files):
+        for record in file.records():
+            sharded = file.environments[-1].get("shards") is not None
+            if sharded and record.shard is None and rank > 0:
+                continue  # as on rank 0
+            found[0 if sharded else rank, record.key] = record
+    return found
+
+
+def _order(files: Sequence[TraceFile]) -> Any:
+    """The order in which a process makes records."""
+    updates: dict[str | None, int] = {}
+    for record in files[0].records():
+        updates.setdefault(record.update, len(updates))
+
+    def order(ranked: Ranked) -> tuple[Any, ...]:
+        rank, (iteration, event, update, shard, count) = ranked
+        place = EVENTS.index(event) if event in EVENTS else len(EVENTS)
+        stage = 0 if place < 2 else 1 if event in _OF_UPDATES else 2
+        return iteration, stage, updates.get(update, len(updates)), shard or 0, count, place, rank
+
+    return order
+
+
+def _difference(ranked: Ranked, one: Record, other: Record) -> Difference | None:
+    """What two records of the same key have differently."""
+    things = [name for name in one.digests if other.digests.get(name, one.digests[name]) != one.digests[name]]
+    if not things:
+        return None
+    numbers = None
+    kind = things[0].split("/")[0]
+    if one.numbers.get(kind) != other.numbers.get(kind) and kind in one.numbers and kind in other.numbers:
+        numbers = one.numbers[kind], other.numbers[kind]
+    return Difference(one.iteration, one.event, one.update, one.shard, things[0], tuple(things[1:]), numbers)
+
+
+def _rows(
+    common: Sequence[Ranked],
+    one: Mapping[Ranked, Record],
+    other: Mapping[Ranked, Record],
+    differences: Mapping[Ranked, Difference],
+) -> list[Row]:
+    """The iterations that both have."""
+    equal: dict[int, bool] = {}
+    apart: dict[int, dict[str, float]] = {}
+    for key in common:
+        iteration = key[1][0]
+        equal[iteration] = equal.get(iteration, True) and key not in differences
+        found, ours, theirs = apart.setdefault(iteration, {}), one[key].numbers, other[key].numbers
+        for name in ours.keys() & theirs.keys():
+            found[name] = max(found.get(name, 0.0), _apart(ours[name], theirs[name]))
+    return [Row(iteration, equal[iteration], apart[iteration]) for iteration in equal]
+
+
+def _apart(one: float, other: float) -> float:
+    if one == other or (one != one and other != other):
+        return 0.0
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest < float("inf") else 1.0
+
+
+def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Why two runs cannot be expected to be equal, by the environments that they were made in."""
+    one, other = ({**env, **env.get("flags", {}), "flags": None, "handlers": None} for env in (ours, theirs))
+    if one.get("shards") is not None:  # then the number of processes makes no difference
+        one["processes"] = other["processes"] = None
+    return [f"{key}: {one.get(key)} and {other.get(key)}" for key in one | other if one.get(key) != other.get(key)]
+
+
+def _compositions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
+    for name in {**ours, **theirs}:
+        if name not in theirs or name not in ours:
+            yield f"{name} (only in {'a' if name in ours else 'b'})"
+        elif ours[name] != theirs[name]:
+            yield f"{name} (its code differs)"

@@ -1,0 +1,147 @@
+"""What a trace has digests of, by name."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..authoring.randomness import packed, random_state
+from ..checkpoints.manifest import environment
+from ..distributed.sharded import local_part
+from ..distributed.shards import OF_SHARDS
+from .digests import Digests
+from .watched import optimizers_of, parameters_of
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["BY_NAME", "CONTENTS", "described_environment", "digests_of"]
+
+Named = Iterator[tuple[str, Any]]
+
+
+def _batch(engine: Engine) -> Named:
+    yield "batch", engine.state.batch
+
+
+def _random(engine: Engine) -> Named:
+    return iter(packed(random_state()).items())
+
+
+def _output(engine: Engine) -> Named:
+    yield "output", engine.state.update.output
+
+
+def _loss(engine: Engine) -> Named:
+    update = engine.state.update
+    yield "reported", update.raw_loss
+    yield "backward", update.backward_loss
+
+
+def _gradients(engine: Engine) -> Named:
+    return ((name, p.grad) for name, p in parameters_of(engine))
+
+
+def _buffers(engine: Engine) -> Named:
+    for root, module in engine.modules.items():
+        yield from module.named_buffers(prefix=root)
+
+
+def _handlers(engine: Engine) -> Named:
+    for name, handler in engine.handlers.items():
+        if handler.enabled and not handler.writes:
+            yield name, {key: value for key, value in handler.state_dict().items() if key != OF_SHARDS}
+
+
+def _metrics(engine: Engine) -> Named:
+    metrics = engine.state.metrics
+    return ((name, value) for name, value in metrics.items() if name not in metrics.unsaved)
+
+
+CONTENTS: Mapping[str, Callable[[Engine], Named]] = {
+    "batch": _batch,
+    "random": _random,
+    "output": _output,
+    "loss": _loss,
+    "gradients": _gradients,
+    "parameters": parameters_of,
+    "buffers": _buffers,
+    "optimizer": optimizers_of,
+    "handlers": _handlers,
+    "metrics": _metrics,
+}
+
+BY_NAME = frozenset({"random", "handlers", "metrics"})
+"""Of which each value has a digest of its own: the two runs may have different ones."""
+
+
+def described_environment(engine: Engine) -> dict[str, Any]:
+    """What makes runs comparable: versions, the processor, flags of torch, the seed, and the handlers with their code."""
+    processes, shards = engine.processes.world_size, engine.group.shards
+    return {
+        **environment(engine.device, processes),
+        "shards": None if shards is None else shards.world_size,
+        "seed": engine.seed,
+        "flags": _flags(),
+        "handlers": {name: _code_of(handler) for name, handler in sorted(engine.handlers.items())},
+    }
+
+
+def _flags() -> dict[str, Any]:
+    return {
+        "default_dtype": str(torch.get_default_dtype()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn_benchmark": torch.backends.cudnn.benchmark,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+    }
+
+
+def _code_of(handler: object) -> str:
+    """The class of a handler, and a digest of its source."""
+    kind = type(handler)
+    try:
+        source = inspect.getsource(kind)
+    except (OSError, TypeError):  # typed in an interpreter
+        return kind.__qualname__
+    return f"{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+
+
+def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False) -> Digests:
+    """The digests of what a run consists of now, still on their devices, with the loss and the norms of gradients and weights.
+
+    Args:
+        engine: The engine of the run.
+        things: Keys of `CONTENTS`.
+        by_tensor: Whether each tensor has a digest of its own.
+    """
+    found = Digests()
+    with torch.no_grad():
+        for thing in things:
+            values = dict(CONTENTS[thing](engine))
+            if by_tensor or thing in BY_NAME:
+                for name, value in values.items():
+                    found.add(f"{thing}/{name}", value)
+            else:
+                found.add(thing, values)
+            if (measure := _MEASURED.get(thing)) is not None and (number := measure(values)) is not None:
+                found.add_number(thing, number)
+    return found
+
+
+def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
+    """The norm of all tensors together, on the device of the first; None for none."""
+    norms = [torch.linalg.vector_norm(local_part(one.detach())).double() for one in values.values() if one is not None]
+    return torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms])) if norms else None
+
+
+def _reported(values: Mapping[str, Tensor | None]) -> Tensor | None:
+    return values["reported"]
+
+
+_MEASURED = {"gradients": _norm, "parameters": _norm, "loss": _reported}

@@ -1,0 +1,129 @@
+"""Traces on disk: a file of JSON lines for each process, in parts of a limited size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["FORMAT", "Record", "TraceFile", "file_of_rank", "header_line", "part_of", "read_traces"]
+
+FORMAT = 1
+
+
+class Record(NamedTuple):
+    """What a run consisted of at one event.
+
+    Attributes:
+        iteration: The iteration; 0 before the first.
+        event: The name of the event.
+        update: The name of the update; None at events of the whole iteration.
+        shard: The shard, at the events of one; None without shards.
+        occurrence: Which occurrence of this event in the iteration it is, from 1, for this update and shard.
+        digests: 16 hexadecimal digits for each thing, such as "parameters".
+        numbers: The loss and norms, as far as they were measured.
+    """
+
+    iteration: int
+    event: str
+    update: str | None
+    shard: int | None
+    occurrence: int
+    digests: Mapping[str, str]
+    numbers: Mapping[str, float]
+
+    @property
+    def key(self) -> tuple[int, str, str | None, int | None, int]:
+        """What the same record of another run has, too."""
+        return self.iteration, self.event, self.update, self.shard, self.occurrence
+
+    def line(self) -> str:
+        """The line of a file."""
+        values: dict[str, Any] = {"iteration": self.iteration, "event": self.event}
+        for name, value, usual in (
+            ("update", self.update, None),
+            ("shard", self.shard, None),
+            ("occurrence", self.occurrence, 1),
+        ):
+            if value != usual:
+                values[name] = value
+        values |= {"digests": self.digests, "numbers": self.numbers}
+        return json.dumps(values, separators=(",", ":")) + "\n"
+
+    @classmethod
+    def of_line(cls, values: Mapping[str, Any]) -> Record:
+        """The record of a line that was decoded."""
+        optional = values.get("update"), values.get("shard"), values.get("occurrence", 1)
+        return cls(values["iteration"], values["event"], *optional, values["digests"], values.get("numbers", {}))
+
+
+def header_line(environment: Mapping[str, Any]) -> str:
+    """The first line of each part: in what environment the records after it were made."""
+    return json.dumps({"format": FORMAT, "environment": environment}, separators=(",", ":")) + "\n"
+
+
+def file_of_rank(path: Path, rank: int) -> Path:
+    """The file of a rank: that of rank 0 has the given name."""
+    return path if rank == 0 else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def part_of(path: Path, part: int) -> Path:
+    """A part of a file, counted from 1."""
+    return path if part == 1 else path.with_name(f"{path.stem}.part{part}{path.suffix}")
+
+
+class TraceFile:
+    """The trace of one process.
+
+    Args:
+        path: Its first part.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: For a file that is no trace, or one of a later version.
+
+    Attributes:
+        environments: Those in which it was made, without repetitions; a run that resumes elsewhere adds one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.environments: list[dict[str, Any]] = []
+        if next(self._lines(), None) is None:
+            raise ValueError(f"{str(path)!r} is empty")
+
+    def records(self) -> Iterator[Record]:
+        """The records in the order of writing; a line that a killed process has not finished is left out."""
+        for values in self._lines():
+            if "event" in values:
+                yield Record.of_line(values)
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        part = 1
+        while (path := part_of(self.path, part)).exists() or part == 1:
+            with open(path, encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if line.endswith("\n"):
+                        yield self._decoded(path, number, line)
+            part += 1
+
+    def _decoded(self, path: Path, number: int, line: str) -> dict[str, Any]:
+        try:
+            values = dict(json.loads(line))
+            known = "event" in values or values["format"] <= FORMAT
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{str(path)!r} is no trace: line {number} is {line[:60]!r}") from None
+        if not known:
+            raise ValueError(f"{str(path)!r} was written by a later version of Signalfire")
+        if (environment := values.get("environment")) is not None and environment not in self.environments:
+            self.environments.append(environment)
+        return values
+
+
+def read_traces(path: Path) -> list[TraceFile]:
+    """The traces of all processes of a run, by rank."""
+    files = [TraceFile(path)]
+    while (further := file_of_rank(path, len(files))).exists():
+        files.append(TraceFile(further))
+    return files

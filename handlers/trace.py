@@ -1,0 +1,256 @@
+"""A trace of a run: digests of what it consists of, to find where two runs differ."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
+from signalfire.authoring import Capture, check_choice, check_every, check_int, check_local
+from signalfire.authoring.checks import check_parents
+from signalfire.traces.contents import described_environment, digests_of
+from signalfire.traces.files import Record, file_of_rank, header_line
+
+from ._common.claims import FILE
+from ._common.folders import open_folder
+from ._common.ranks import RECORD_TRACE
+from ._common.trace_file import Place, TraceWriter
+
+__all__ = ["Trace"]
+
+_KEPT = ("parameters", "buffers", "optimizer", "random", "handlers", "metrics")
+_OF_A_SHARD = {"GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BACKWARD_COMPLETED"}
+
+
+class Trace(Handler):
+    """Writes digests of batches, random numbers, losses, gradients, weights and states, for `signalfire.traces.compare`.
+
+    Two runs that should be equal are compared by their traces, across days, machines, versions and numbers of processes:
+    ``python -m signalfire compare A B`` names the first record that differs. A record has digests of 16 digits, so that a trace
+    stays small; those of tensors depend on each bit and on its position. They are computed on the device of the tensors, and read
+    in one transfer for each record.
+
+    In each iteration that is recorded there is a record at GET_BATCH_COMPLETED (the batch, the random numbers), FORWARD_COMPLETED
+    (the output), LOSS_COMPUTED, BACKWARD_COMPLETED and GRADIENTS_READY (the gradients), OPTIMIZER_STEP_COMPLETED (parameters and
+    optimizer) and ITERATION_COMPLETED (also buffers, handlers' states and metrics), each after all receivers of the event. The
+    start of the run and the end of each epoch are recorded, too.
+
+    The file is continued by a run that resumes, from the place of its checkpoint. With several processes, each writes a file of
+    its own: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
+    ``trace.part2.jsonl``.
+
+    Args:
+        path: The file, such as "runs/trace.jsonl"; its folder is created.
+        every: Which iterations are recorded: "10it" for each tenth.
+        detail: "step" for one digest of all parameters, or "tensor" for one of each tensor.
+        part_size: Bytes after which a file is continued in another one.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.traces import compare
+        >>> folder = tempfile.mkdtemp()
+        >>> def train(name, lr):
+        ...     torch.manual_seed(0)
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=lr)
+        ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        ...     engine.attach(Trace(f"{folder}/{name}.jsonl", every="1it"))
+        ...     engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+        ...     return f"{folder}/{name}.jsonl"
+        >>> found = compare(train("yesterday", lr=0.1), train("today", lr=0.2))
+        >>> found.first.iteration, found.first.event, found.first.thing
+        (0, 'STARTED', 'optimizer')
+    """
+
+    writes = True
+    by_shard = True
+    capture = Capture.FORBIDDEN
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        every: str | Interval = "10it",
+        detail: Literal["step", "tensor"] = "step",
+        part_size: int = 100 * 2**20,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(name=name)
+        if not isinstance(path, str | os.PathLike):
+            raise TypeError(f"Trace(path={path!r}): expected the path of a file")
+        self.path = check_local(self, "path", path)
+        check_parents(self, "path", self.path)
+        if self.path.is_dir():
+            raise IsADirectoryError(f"Trace(path={str(path)!r}): this is a folder; give a file in it")
+        self.every = check_every(self, every, units=["it"])
+        self.detail = check_choice(self, "detail", detail, ("step", "tensor"))
+        self.part_size = check_int(self, "part_size", part_size)
+        count = int(self.every.value)
+        self.batch_event = Events.GET_BATCH_COMPLETED(every=count)
+        self.output_event = Events.FORWARD_COMPLETED(every=count)
+        self.loss_event = Events.LOSS_COMPUTED(every=count)
+        self.backward_event = Events.BACKWARD_COMPLETED(every=count)
+        self.gradients_event = Events.GRADIENTS_READY(every=count)
+        self.step_event = Events.OPTIMIZER_STEP_COMPLETED(every=count)
+        self.end_event = Events.ITERATION_COMPLETED(every=count)
+        self._writer: TraceWriter | None = None
+        self._header = ""
+        self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
+        self._place: Place | None = None  # of the last record
+        self._counts: dict[tuple[Any, ...], int] = {}  # how often each event came in this iteration
+
+    def attached(self, engine: Engine) -> None:
+        engine.overrides.claim(FILE, by=self, target=repr(os.path.abspath(self.path)))
+
+    @on(
+        Events.STARTED,
+        phase=Phase.PERSIST,
+        rank=RECORD_TRACE,
+        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "state", "processes", "device"],
+        writes=["files"],
+    )
+    def begin(self, engine: Engine) -> None:
+        """Record the start of a run; one that continues has it already."""
+        open_folder(self, self.path.parent)
+        self._header = header_line(described_environment(engine))
+        if engine.state.iteration == 0 and not engine.snapshots.has_loaded_state:
+            self._state, self._place = {}, None
+            self._record(engine, "STARTED", ("parameters", "buffers", "optimizer", "random", "handlers"))
+
+    @on("batch_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["batch"], writes=["files"])
+    def record_batch(self, engine: Engine) -> None:
+        """Record the batch and the random numbers."""
+        self._record(engine, "GET_BATCH_COMPLETED", ("batch", "random"))
+
+    @on("output_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["output"], writes=["files"])
+    def record_output(self, engine: Engine) -> None:
+        """Record the output of the forward, and the random numbers."""
+        self._record(engine, "FORWARD_COMPLETED", ("output", "random"), engine.state.update)
+
+    @on("loss_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["loss"], writes=["files"])
+    def record_loss(self, engine: Engine) -> None:
+        """Record the loss."""
+        self._record(engine, "LOSS_COMPUTED", ("loss",), engine.state.update)
+
+    @on("backward_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["gradients", "modules"], writes=["files"])
+    def record_backward(self, engine: Engine) -> None:
+        """Record the gradients of the backward."""
+        self._record(engine, "BACKWARD_COMPLETED", ("gradients",), engine.state.update)
+
+    @on("gradients_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["gradients", "modules"], writes=["files"])
+    def record_gradients(self, engine: Engine) -> None:
+        """Record the gradients that the optimizer will use."""
+        self._record(engine, "GRADIENTS_READY", ("gradients",), engine.state.update)
+
+    @on(
+        "step_event",
+        phase=Phase.PERSIST,
+        rank=RECORD_TRACE,
+        reads=["weights", "optimizer", "rates", "groups", "modules"],
+        writes=["files"],
+    )
+    def record_step(self, engine: Engine) -> None:
+        """Record what the step has changed."""
+        self._record(engine, "OPTIMIZER_STEP_COMPLETED", ("parameters", "optimizer"), engine.state.update)
+
+    @on(
+        "end_event",
+        phase=Phase.PERSIST,
+        rank=RECORD_TRACE,
+        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "metrics", "state"],
+        writes=["files"],
+    )
+    def record_iteration(self, engine: Engine) -> None:
+        """Record all that is kept from one iteration to the next."""
+        self._record(engine, "ITERATION_COMPLETED", _KEPT)
+
+    @on(
+        Events.EPOCH_COMPLETED,
+        phase=Phase.PERSIST,
+        rank=RECORD_TRACE,
+        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "metrics", "state"],
+        writes=["files"],
+    )
+    def record_epoch(self, engine: Engine) -> None:
+        """Record all that is kept from one epoch to the next."""
+        self._record(engine, "EPOCH_COMPLETED", _KEPT)
+
+    def _record(self, engine: Engine, event: str, things: tuple[str, ...], update: UpdateState | None = None) -> None:
+        """Write a record of these things."""
+        state = engine.state
+        digests = digests_of(engine, things, by_tensor=self.detail == "tensor")
+        found = digests.read()
+        if self._place is None or self._place.iteration != state.iteration:
+            self._counts.clear()
+        of_shard = engine.group.shards is not None and event in _OF_A_SHARD
+        key = state.iteration, event, None if update is None else update.name, state.shard if of_shard else None
+        count = self._counts[key] = self._counts.get(key, 0) + 1
+        record = Record(*key, count, found, digests.numbers)
+        self._open(engine).append(record.line())
+        self._place = Place.of(record)
+
+    def _open(self, engine: Engine) -> TraceWriter:
+        """The file: cut to where the run continues, or begun anew."""
+        if self._writer is not None:
+            return self._writer
+        rank = engine.processes.rank
+        self._writer = writer = TraceWriter(file_of_rank(self.path, rank), self._header, self.part_size)
+        if not self._state:
+            writer.begin()
+        elif not (writer.resume(self._state) if rank == 0 else writer.resume_at(Place(*self._state["place"]))):
+            writer.begin()
+            engine.findings.report(
+                "W34",
+                f"the trace {str(writer.path)!r} of {self.name!r} is not the one that the loaded state continues: what was "
+                "recorded before is in another file, or lost",
+                "put the trace of that run back before resuming",
+                self.name,
+            )
+        elif self._header != self._state["header"]:
+            writer.append(self._header)
+        return writer
+
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["processes"], writes=["files"])
+    def resume(self, engine: Engine) -> None:
+        """Cut the file to the checkpoint's place."""
+        self._close()
+        if self._state:
+            self._open(engine)
+
+    @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
+    def close(self, engine: Engine) -> None:
+        """Flush the file to disk and close it."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._state = self._place_in_file()
+            self._writer.close()
+            self._writer = None
+
+    def _place_in_file(self) -> dict[str, Any]:
+        writer, place = self._writer, self._place
+        if writer is None or place is None:
+            return self._state
+        return {
+            "part": writer.part,
+            "length": writer.length,
+            "sha256": writer.digest,
+            "place": list(place),
+            "header": self._header,
+        }
+
+    def sync_written(self) -> None:
+        """Flush all records to disk, before a checkpoint with this state refers to them."""
+        if self._writer is not None:
+            self._writer.sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._place_in_file())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._close()
+        self._state = dict(state)
+        self._place = Place(*state["place"]) if state else None
+        self._counts.clear()

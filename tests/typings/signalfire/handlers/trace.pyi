@@ -1,0 +1,1 @@
+from handlers.trace import *
