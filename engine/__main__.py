@@ -1,7 +1,8 @@
 """The command line: ``python -m signalfire`` trains something at once; ``... new my_project`` begins a project.
 
 ``... study train:build --metric accuracy`` measures what each handler contributes, and ``... report store.jsonl`` says it again.
-``... compare a.jsonl b.jsonl`` says where two traces of `handlers.Trace` differ first.
+``... compare a.jsonl b.jsonl`` says where two traces of `handlers.Trace` differ first, and
+``... bisect a.jsonl b.jsonl --script train.py`` what made the difference.
 ``... upgrade my_folder`` lists names of earlier versions in your files, with those of today.
 """
 
@@ -12,8 +13,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from .commands import bisection, traces
 from .commands import study as studies
-from .commands import traces
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     studies.add_report(report)
     commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
     traces.add_compare(commands)
+    bisection.add_bisect(commands)
     upgrade = commands.add_parser("upgrade", help="list names of earlier versions in your files, with those of today")
     upgrade.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="files, or folders of them")
     given = parser.parse_args(arguments)
@@ -47,6 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if given.command == "compare":
         return traces.compare(given)
+    if given.command == "bisect":
+        return bisection.bisect(given)
     if given.command in ("study", "report"):
         return studies.study(given) if given.command == "study" else studies.report(given)
     if given.command == "new":

@@ -130,8 +130,14 @@ def _say(found: Report) -> None:
     print(*found.sentences(), sep="\n")
 
 
-def find_function(name: str, argument: str, call: str) -> Callable[..., Any]:
+def find_function(name: str, argument: str, call: str, given: tuple[Any, ...] = (0,)) -> Callable[..., Any]:
     """The function that ``module:name`` or ``file.py:name`` stands for.
+
+    Args:
+        name: What was given.
+        argument: The argument, for errors.
+        call: How it is called, such as "(seed)", for errors.
+        given: Arguments as those that it is called with.
 
     Raises:
         ValueError: if it does not stand for a module and a name.
@@ -147,7 +153,7 @@ def find_function(name: str, argument: str, call: str) -> Callable[..., Any]:
     if isinstance(found, Engine) or not callable(found):
         raise TypeError(f"{argument} {name!r} is {found!r}; expected a function {attribute}{call}")
     try:
-        inspect.signature(found, follow_wrapped=False).bind(0)
+        inspect.signature(found, follow_wrapped=False).bind(*given)
     except TypeError as error:
         raise TypeError(f"{argument} {name!r} cannot be called as {attribute}{call}: {error}") from None
     except ValueError:  # no signature, as of some functions in C

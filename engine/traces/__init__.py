@@ -1,8 +1,9 @@
 """Traces: digests of what a run consists of, written at its events, and where two runs differ."""
 
+from .bisection import Bisection, bisect
 from .comparison import Comparison, compare
 from .differences import Difference
 from .digests import Digests
 from .files import TraceFile, read_traces
 
-__all__ = ["Comparison", "Difference", "Digests", "TraceFile", "compare", "read_traces"]
+__all__ = ["Bisection", "Comparison", "Difference", "Digests", "TraceFile", "bisect", "compare", "read_traces"]

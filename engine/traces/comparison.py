@@ -20,7 +20,7 @@ EVENTS = (
     *("STARTED", "GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BACKWARD_COMPLETED", "GRADIENTS_READY"),
     *("OPTIMIZER_STEP_COMPLETED", "ITERATION_COMPLETED", "EPOCH_COMPLETED"),
 )
-_OF_UPDATES = EVENTS[2:7]
+_OF_UPDATES, _ENDS = EVENTS[2:7], EVENTS[7:]
 _NUMBERS = {"loss": "losses", "gradients": "norms of gradients", "parameters": "norms of parameters"}
 
 
@@ -37,6 +37,8 @@ class Comparison:
         last_equal: The last record before it that is equal, as (iteration, event); None if there is none.
         rows: The iterations that both have recorded.
         ends: The last iteration of each.
+        unseeded: The generators that the runs begin with in other states, such as "numpy".
+        equal_until: The last iteration at whose end all that is kept was recorded, and is equal; 0 if there is none.
     """
 
     a: str
@@ -48,6 +50,8 @@ class Comparison:
     last_equal: tuple[int, str] | None
     rows: list[Row] = field(repr=False)
     ends: tuple[int, int] = (0, 0)
+    unseeded: list[str] = field(default_factory=list)
+    equal_until: int = 0
 
     @property
     def equal(self) -> bool:
@@ -63,6 +67,8 @@ class Comparison:
         if self.first is None:
             lines.append(f"equal: {self.compared} records, up to iteration {self.rows[-1].iteration}")
         else:
+            if self.unseeded:
+                lines.append(f"not seeded alike: the random numbers of {', '.join(self.unseeded)}")
             before = "nothing before it was recorded"
             if self.last_equal is not None:
                 iteration, event = self.last_equal
@@ -121,7 +127,9 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
     ours, theirs = read_traces(Path(a)), read_traces(Path(b))
     one, other = _records(ours), _records(theirs)
     common = sorted(one.keys() & other.keys(), key=_order(ours))
-    differences = {key: found for key in common if (found := _difference(key, one[key], other[key])) is not None}
+    unseeded = _unseeded(one[common[0]], other[common[0]]) if common else []
+    pairs = ((key, _difference(one[key], other[key], unseeded)) for key in common)
+    differences = {key: found for key, found in pairs if found is not None}
     first = next(iter(differences), None)
     before = common[: common.index(first)] if first is not None else common
     made_in, other_made_in = ours[0].environments[-1], theirs[0].environments[-1]
@@ -135,6 +143,8 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
         (before[-1][1][0], before[-1][1][1]) if before else None,
         _rows(common, one, other, differences),
         (max((key[1][0] for key in one), default=0), max((key[1][0] for key in other), default=0)),
+        [name.partition("/")[2] for name in unseeded],
+        max((key[1][0] for key in before if key[1][1] in _ENDS), default=0),
     )
 
 
@@ -168,9 +178,18 @@ def _order(files: Sequence[TraceFile]) -> Any:
     return order
 
 
-def _difference(ranked: Ranked, one: Record, other: Record) -> Difference | None:
+def _differing(one: Record, other: Record) -> list[str]:
+    return [name for name, value in one.digests.items() if other.digests.get(name, value) != value]
+
+
+def _unseeded(one: Record, other: Record) -> list[str]:
+    """The generators that the runs begin with in other states; whatever depends on them differs by itself."""
+    return [name for name in _differing(one, other) if name.startswith("random/")]
+
+
+def _difference(one: Record, other: Record, unseeded: Sequence[str]) -> Difference | None:
     """What two records of the same key have differently."""
-    things = [name for name in one.digests if other.digests.get(name, one.digests[name]) != one.digests[name]]
+    things = [name for name in _differing(one, other) if name not in unseeded]
     if not things:
         return None
     numbers = None

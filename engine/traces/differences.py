@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["Difference", "Row"]
+__all__ = ["Difference", "Row", "in_words"]
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Difference:
             places.append(f"shard {self.shard}")
         numbers = "" if self.numbers is None else f" ({self.numbers[0]!r} and {self.numbers[1]!r})"
         others = f"; with it {', '.join(self.others)}" if self.others else ""
-        return f"{', '.join(places)}: {_named(self.thing)}{numbers}{others}"
+        return f"{', '.join(places)}: {in_words(self.thing)}{numbers}{others}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Row:
     apart: Mapping[str, float]
 
 
-def _named(thing: str) -> str:
+def in_words(thing: str) -> str:
     """What differs, in words."""
     kind, _, name = thing.partition("/")
     words = {
@@ -74,7 +74,7 @@ def _named(thing: str) -> str:
         "gradients": "the gradients",
     }
     found = words.get(kind, f"the {kind}")
-    return found if not name or kind in _NAMED else f"{found} ({name})"
+    return found if name in ("", kind) or kind in _NAMED else f"{found} ({name})"
 
 
 _NAMED = ("handlers", "metrics", "random")

@@ -1,0 +1,97 @@
+"""``python -m signalfire bisect``: what made two runs differ."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from signalfire import Engine
+
+from .study import find_function
+
+__all__ = ["add_bisect", "bisect", "built_by"]
+
+
+def add_bisect(commands: Any) -> None:
+    """Add the command to the parser's commands."""
+    parser = commands.add_parser("bisect", help="what made two runs differ? make them again, and look closely")
+    parser.add_argument(
+        "traces", nargs="*", type=Path, help="the two traces; without, the runs are compared from the start"
+    )
+    parser.add_argument(
+        "--script", nargs="+", type=Path, metavar="FILE", help="the script that trains, or those of both runs"
+    )
+    parser.add_argument(
+        "--build", nargs="+", metavar="NAME", help="a function that returns (engine, run), such as train:build, or two"
+    )
+    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="checkpoints of either run, to begin later")
+    parser.add_argument("--until", type=int, metavar="N", help="the last iteration that is looked at, without traces")
+
+
+def bisect(given: argparse.Namespace) -> int:
+    """Print what made two runs differ; returns 1 if something did, 0 if nothing does, and 2 for what cannot be made again."""
+    from ..traces import bisect as bisect_runs
+
+    try:
+        builds = _builds(given)
+        found = bisect_runs(*builds, traces=given.traces, checkpoints=given.checkpoints, until=given.until)
+    except (OSError, ValueError, TypeError, ImportError, AttributeError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(found)
+    return 0 if found.iteration is None else 1
+
+
+def _builds(given: argparse.Namespace) -> list[Callable[[], Any]]:
+    names = given.script or given.build or []
+    if len(given.traces) not in (0, 2):
+        raise ValueError(f"bisect takes two traces, or none; got {len(given.traces)}")
+    if bool(given.script) == bool(given.build) or len(names) > 2:
+        raise ValueError("bisect needs --script train.py, or --build train:build: one for both runs, or two")
+    if given.script:
+        return [partial(built_by, one) for one in names]
+    return [find_function(one, "--build", "()", ()) for one in names]
+
+
+class _Captured(BaseException):
+    """Ends a script once its engine is about to train; not an `Exception`, which the script may catch."""
+
+
+def built_by(script: Path) -> tuple[Engine, Callable[[Engine], object]]:
+    """The engine that a script trains first, and what the script calls to train it.
+
+    Raises:
+        ValueError: If the script ends without a training.
+    """
+    captured: list[tuple[Engine, Callable[[Engine], object]]] = []
+
+    def capture(engine: Engine, *args: Any, **options: Any) -> Any:
+        if not engine.training:
+            return run(engine, *args, **options)
+        captured.append((engine, lambda engine: run(engine, *args, **options)))
+        raise _Captured
+
+    with _in_place_of_run(capture) as run:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _Captured as error:
+            # The script's variables, such as its data, live as long as the engine.
+            captured[0][0].__dict__["script"] = error
+            return captured[0]
+    raise ValueError(f"{str(script)!r} ends without a training: it calls run() of no engine that trains")
+
+
+@contextmanager
+def _in_place_of_run(capture: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    run = Engine.run
+    Engine.run = capture  # type: ignore[method-assign]
+    try:
+        yield run
+    finally:
+        Engine.run = run  # type: ignore[method-assign]

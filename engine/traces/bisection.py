@@ -1,0 +1,289 @@
+"""What made two runs differ: the iterations at the first difference of their traces are made again, and looked at closely."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from signalfire import Engine
+
+from ..authoring.markup import preformatted
+from ..authoring.randomness import random_state, set_random_state
+from ..checkpoints import Files, find, load
+from ..checkpoints.manifest import read_manifest_or_none
+from ..core.words import listed
+from .comparison import Comparison, compare
+from .differences import in_words
+from .recording import Operation, Step, record_operations, record_steps
+
+__all__ = ["Bisection", "bisect"]
+
+Build = Callable[[], Any]
+Run = Callable[[Engine], object]
+Path_ = str | PathLike[str]
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What two runs do differently; ``print`` shows it.
+
+    Attributes:
+        compared: The comparison of the traces; None without traces.
+        begun: Where the runs began that were made again: the path of a checkpoint, or None for the start.
+        iteration: The iteration of the first difference; None if the runs that were made again do not differ.
+        event: The event of the first difference.
+        things: What differs first, such as "parameters/model.0.weight".
+        cause: What made it differ: a receiver, the part of the step between two events, a module or an operation.
+        receiver: The receiver, such as "ema.update"; None if it is none.
+        operation: The operation of torch; None if it is none.
+        module: The path of the module that computes it; empty for none.
+    """
+
+    compared: Comparison | None
+    begun: str | None
+    iteration: int | None = None
+    event: str = ""
+    things: tuple[str, ...] = ()
+    cause: str = ""
+    receiver: str | None = None
+    operation: str | None = None
+    module: str = ""
+
+    def __str__(self) -> str:
+        begun = "from the start" if self.begun is None else f"from {self.begun}"
+        lines = [] if self.compared is None else [str(self.compared)]
+        if self.iteration is None:
+            return "\n".join([*lines, f"made again {begun}, the runs do not differ"])
+        things = listed([in_words(one) for one in self.things], most=3)
+        lines.append(f"made again {begun}: iteration {self.iteration}, {self.event}: {things}")
+        lines.append(f"  {self.cause}")
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return preformatted(self)
+
+
+class _Side(NamedTuple):
+    """One of the two runs, which can be made as often as it is looked at."""
+
+    name: str
+    build: Build
+    run: Run | None
+    state: Any
+    random: dict[str, Any]
+
+    def made(self) -> tuple[Engine, Run]:
+        """An engine at the place where the runs begin, and what runs it."""
+        set_random_state(self.random)
+        built = self.build()
+        engine, run = built if isinstance(built, tuple) and len(built) == 2 else (built, self.run)
+        if not isinstance(engine, Engine):
+            raise TypeError(f"bisect(build_{self.name}=...) returned {engine!r}; expected an Engine or (engine, run)")
+        if not callable(run):
+            raise TypeError(
+                f"bisect(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
+            )
+        if self.state is not None:
+            engine.load_state_dict(self.state)
+        return engine, run
+
+
+def bisect(
+    build_a: Build,
+    build_b: Build | None = None,
+    *,
+    traces: Sequence[Path_] = (),
+    run: Run | None = None,
+    checkpoints: Path_ | None = None,
+    until: int | None = None,
+) -> Bisection:
+    """Find what makes two runs differ: the receiver, the module or the operation.
+
+    The traces say in which iteration the runs differ first. Both are run again up to there, from the newest of the checkpoints
+    before it, and everything is looked at after each receiver. If no receiver made the difference, but what the engine does
+    between two events, such as the forward, the operations of torch are compared, too. Nothing is written: handlers that write
+    files are disabled.
+
+    With one build, the run is made twice: where does a run that should repeat itself not do so?
+
+    Args:
+        build_a: Builds the first engine; called without arguments. It may return ``(engine, run)`` instead.
+        build_b: Builds the second; by default the first one again.
+        traces: The paths of the two traces. Without them, the runs are compared from their start.
+        run: Trains an engine if the builds return no function: ``lambda engine: engine.run(loader, max_epochs=1)``.
+        checkpoints: A folder of checkpoints of either run.
+        until: The last iteration that is looked at, if there are no traces.
+
+    Returns:
+        What was found; its `iteration` is None if the runs that were made again do not differ.
+
+    Raises:
+        TypeError, ValueError: For a build that returns no engine, or for traces that are equal.
+
+    Example:
+        >>> from signalfire import Engine, Events, Update
+        >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+        >>> def build(scale):
+        ...     torch.manual_seed(0)
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
+        ...     engine = Engine(update, model=torch.nn.Linear(2, 1))
+        ...     @engine.on(Events.GRADIENTS_READY(once=2))
+        ...     def rescale(engine):
+        ...         engine.model.weight.grad *= scale
+        ...     return engine, lambda engine: engine.run(data, max_epochs=1)
+        >>> found = bisect(lambda: build(1.0), lambda: build(1.1))
+        >>> found.iteration, found.event, found.receiver, found.things
+        (2, 'GRADIENTS_READY', 'rescale', ('gradients/model.weight',))
+    """
+    compared = None
+    since, last = 0, 10**9 if until is None else until
+    if traces:
+        compared = compare(*traces)
+        if compared.first is None:
+            raise ValueError(f"bisect(traces={[str(one) for one in traces]}): there is no difference: {compared}")
+        since, last = compared.equal_until, compared.first.iteration
+    begun, state = _beginning(checkpoints, since)
+    random = random_state()
+    a, b = _Side("a", build_a, run, state, random), _Side("b", build_b or build_a, run, state, random)
+    try:
+        found = _first(*[record_steps(*side.made(), since, last) for side in (a, b)])
+        if found is None:
+            return Bisection(compared, begun)
+        return _explained(Bisection(compared, begun, found.at.iteration, found.at.event, found.things), found, a, b)
+    finally:
+        set_random_state(random)
+
+
+def _beginning(checkpoints: Path_ | None, since: int) -> tuple[str | None, Any]:
+    """The newest checkpoint of an iteration that is not after one, and its state."""
+    files, found = Files(), list[tuple[int, Path]]()
+    for _, path in [] if checkpoints is None else find(Path(checkpoints), files):
+        manifest = read_manifest_or_none(path, files)
+        if manifest is not None and manifest["kind"] == "state" and manifest["iteration"] <= since:
+            found.append((manifest["iteration"], path))
+    if not found:
+        return None, None
+    path = max(found)[1]
+    return str(path), load(path, name=None, where="bisect(checkpoints=)", files=files)
+
+
+class _First(NamedTuple):
+    """The first step after which two runs differ.
+
+    Attributes:
+        at: The step.
+        things: What differs.
+        before: The last step that is equal; None if there is none.
+        alone: A step between the two that only one run has, and that has changed something.
+        of: The name of that run.
+    """
+
+    at: Step
+    things: tuple[str, ...]
+    before: Step | None
+    alone: Step | None = None
+    of: str = ""
+
+
+def _first(ours: list[Step], theirs: list[Step]) -> _First | None:
+    """The first step after which two runs differ; receivers that one of them has alone are passed over."""
+    places = {step.key: place for place, step in enumerate(theirs)}
+    before, behind = None, (0, 0)
+    for place, step in enumerate(ours):
+        there = places.get(step.key)
+        if there is None:
+            continue
+        things = tuple(sorted(_differing(step, theirs[there]), key=_importance))
+        if things:
+            for name, steps, begin, end in (("a", ours, behind[0], place), ("b", theirs, behind[1], there)):
+                for one in range(max(begin, 1), end):
+                    if _differing(steps[one], steps[one - 1]):
+                        return _First(step, things, before, steps[one], name)
+            return _First(step, things, before)
+        before, behind = step, (place + 1, there + 1)
+    return None
+
+
+def _differing(one: Step, other: Step) -> list[str]:
+    return [name for name, value in one.digests.items() if other.digests.get(name, value) != value]
+
+
+_THINGS = (
+    "batch",
+    "random",
+    "output",
+    "loss",
+    "gradients",
+    "parameters",
+    "buffers",
+    "optimizer",
+    "metrics",
+    "handlers",
+)
+
+
+def _importance(thing: str) -> int:
+    return _THINGS.index(thing.partition("/")[0])
+
+
+def _explained(found: Bisection, first: _First, a: _Side, b: _Side) -> Bisection:
+    """What made the difference."""
+    if first.alone is not None:
+        name = first.alone.receiver
+        cause = f"made by {name}, which only run {first.of!r} calls here"
+        return replace(found, event=first.alone.event, receiver=name, cause=cause)
+    if first.at.receiver is not None:
+        return replace(
+            found, receiver=first.at.receiver, cause=f"made by {first.at.receiver}, which both runs call here"
+        )
+    if first.before is None:
+        return replace(found, cause="the runs differ where they begin")
+    begin, end = first.before, first.at
+    part = _PARTS.get(begin.event, "code that runs beside the engine, such as a hook or a thread")
+    found = replace(found, cause=f"made between {begin.event} and {end.event}: {part}")
+    if begin.event not in _PARTS:
+        return found
+    recorded = [record_operations(*side.made(), begin, end) for side in (a, b)]
+    for place, (one, other) in enumerate(zip_longest(*recorded), 1):
+        if one != other:
+            return _of_operation(found, place, one, other)
+    return replace(found, cause=f"{found.cause}; its operations are the same when they are looked at one by one")
+
+
+_PARTS = {
+    "GET_BATCH_STARTED": "the data",
+    "FORWARD_STARTED": "the forward",
+    "FORWARD_COMPLETED": "the loss function",
+    "BACKWARD_STARTED": "the backward",
+    "BACKWARD_COMPLETED": "the reduction of the gradients",
+    "OPTIMIZER_STEP_STARTED": "the optimizer's step",
+}
+
+
+def _of_operation(found: Bisection, place: int, one: Operation | None, other: Operation | None) -> Bisection:
+    """That an operation is what differs first."""
+    if one is None or other is None or one.name != other.name:
+        names = [("none" if each is None else each.name) for each in (one, other)]
+        known = one or other
+        assert known is not None
+        return replace(
+            found,
+            operation=known.name,
+            module=known.module,
+            cause=f"{found.cause}; operation {place} is {names[0]} in a and {names[1]} in b{_in(known)}",
+        )
+    why = "has the same arguments and another result" if one.given == other.given else "has other arguments"
+    return replace(
+        found,
+        operation=one.name,
+        module=one.module,
+        cause=f"{found.cause}; operation {place}, {one.name}{_in(one)}, {why}",
+    )
+
+
+def _in(operation: Operation) -> str:
+    return f" in {operation.module}" if operation.module else ""
