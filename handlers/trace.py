@@ -107,7 +107,7 @@ class Trace(Handler):
         Events.STARTED,
         phase=Phase.PERSIST,
         rank=RECORD_TRACE,
-        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "state", "processes", "device"],
+        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "device"],
         writes=["files"],
     )
     def begin(self, engine: Engine) -> None:
@@ -158,7 +158,7 @@ class Trace(Handler):
         "end_event",
         phase=Phase.PERSIST,
         rank=RECORD_TRACE,
-        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "metrics", "state"],
+        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "metrics"],
         writes=["files"],
     )
     def record_iteration(self, engine: Engine) -> None:
@@ -169,7 +169,7 @@ class Trace(Handler):
         Events.EPOCH_COMPLETED,
         phase=Phase.PERSIST,
         rank=RECORD_TRACE,
-        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "metrics", "state"],
+        reads=["weights", "buffers", "optimizer", "rates", "groups", "modules", "metrics"],
         writes=["files"],
     )
     def record_epoch(self, engine: Engine) -> None:
@@ -211,7 +211,7 @@ class Trace(Handler):
             writer.append(self._header)
         return writer
 
-    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["processes"], writes=["files"])
+    @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
         """Cut the file to the checkpoint's place."""
         self._close()

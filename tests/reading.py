@@ -69,7 +69,7 @@ __all__ = ["MORE", "THREADED", "TOGETHER", "Reading", "read_by", "reading"]
 PACKAGE = Path(signalfire.__path__[0])  # where its code runs from, which links to the repository
 HANDLERS = (
     str(Path(signalfire.handlers.__path__[0])),
-    *(str(PACKAGE / name) for name in ("authoring/monitor.py", "authoring/planning.py", "checkpoints")),
+    *(str(PACKAGE / name) for name in ("authoring/monitor.py", "authoring/planning.py", "checkpoints", "traces")),
 )
 """Whose code reads for a handler."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,9 @@ class Comparison:
         later = [row for row in self.rows if row.iteration >= first.iteration]
         differ = sum(not row.equal for row in later)
         yield f"  {differ} of {len(later)} iterations from there on differ"
-        far = [(words, max(row.apart.get(name, 0.0) for row in later)) for name, words in _NUMBERS.items()]
+        far = [
+            (words, max((row.apart.get(name, 0.0) for row in later), default=0.0)) for name, words in _NUMBERS.items()
+        ]
         if shown := [f"{words} up to {value:.2g}" for words, value in far if value]:
             yield f"  how far apart, as a fraction: {', '.join(shown)}"
 
@@ -130,8 +133,7 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
     unseeded = _unseeded(one[common[0]], other[common[0]]) if common else []
     pairs = ((key, _difference(one[key], other[key], unseeded)) for key in common)
     differences = {key: found for key, found in pairs if found is not None}
-    first = next(iter(differences), None)
-    before = common[: common.index(first)] if first is not None else common
+    before = list(takewhile(lambda key: key not in differences, common))
     made_in, other_made_in = ours[0].environments[-1], theirs[0].environments[-1]
     return Comparison(
         str(a),
@@ -139,17 +141,21 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
         _unlike(made_in, other_made_in),
         list(_compositions(made_in.get("handlers", {}), other_made_in.get("handlers", {}))),
         len(common),
-        None if first is None else differences[first],
-        (before[-1][1][0], before[-1][1][1]) if before else None,
+        next(iter(differences.values()), None),
+        before[-1][1][:2] if before else None,
         _rows(common, one, other, differences),
-        (max((key[1][0] for key in one), default=0), max((key[1][0] for key in other), default=0)),
+        (_last_iteration(one), _last_iteration(other)),
         [name.partition("/")[2] for name in unseeded],
-        max((key[1][0] for key in before if key[1][1] in _ENDS), default=0),
+        _last_iteration(key for key in before if key[1][1] in _ENDS),
     )
 
 
 Ranked = tuple[int, Key]
 """The rank of a record, and its key; those of shards belong to rank 0, whichever process computes them."""
+
+
+def _last_iteration(keys: Iterable[Ranked]) -> int:
+    return max((key[1][0] for key in keys), default=0)
 
 
 def _records(files: Sequence[TraceFile]) -> dict[Ranked, Record]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..authoring.devices import widened
 from ..authoring.randomness import packed, random_state
 from ..checkpoints.manifest import environment
 from ..distributed.sharded import local_part
@@ -136,8 +137,8 @@ def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False
 
 def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     """The norm of all tensors together, on the device of the first; None for none."""
-    norms = [torch.linalg.vector_norm(local_part(one.detach())).double() for one in values.values() if one is not None]
-    return torch.linalg.vector_norm(torch.stack([one.to(norms[0].device) for one in norms])) if norms else None
+    norms = [widened(torch.linalg.vector_norm(local_part(p.detach()))) for p in values.values() if p is not None]
+    return torch.linalg.vector_norm(torch.stack([one.to(norms[0]) for one in norms])) if norms else None
 
 
 def _reported(values: Mapping[str, Tensor | None]) -> Tensor | None:

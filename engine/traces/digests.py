@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..authoring.batches import parts
+from ..authoring.devices import is_readable, widened
 from ..distributed.sharded import local_part
 
 __all__ = ["Digests"]
 
-_CHUNK = 2**20
+_CHUNK = 2**18
 """Elements that are summed at once."""
 
 _SMALL = 2**14
@@ -50,6 +51,7 @@ class Digests:
         self._contents: dict[str, bytes] = {}
         self._sums: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
+        self._wide: dict[str, bool] = {}
         self.numbers: dict[str, float] = {}
 
     def add(self, name: str, value: Any) -> None:
@@ -63,8 +65,9 @@ class Digests:
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
-        number = torch.as_tensor(value).detach()
-        self._numbers[name] = local_part(number).to(torch.float64).reshape(()).view(torch.int64)
+        number = widened(local_part(torch.as_tensor(value).detach())).reshape(())
+        self._wide[name] = number.dtype is torch.float64
+        self._numbers[name] = number.view(torch.int64) if self._wide[name] else number.view(torch.int32).long()
 
     def read(self) -> dict[str, str]:
         """The digests by name, of 16 hexadecimal digits each."""
@@ -76,7 +79,10 @@ class Digests:
             for _ in several:
                 content.update(struct.pack("<q", next(read)))
             found[name] = content.hexdigest()
-        self.numbers = {name: struct.unpack("<d", struct.pack("<q", next(read)))[0] for name in self._numbers}
+        for name, wide in self._wide.items():
+            self.numbers[name] = struct.unpack("<d" if wide else "<f", struct.pack("<q" if wide else "<i", next(read)))[
+                0
+            ]
         return found
 
 
@@ -119,8 +125,8 @@ def _described_parts(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
 
 
 def _dense(tensor: Tensor) -> Tensor:
-    if tensor.layout is not torch.strided:
-        return tensor.to_dense()
+    if tensor.is_sparse or tensor.is_sparse_csr:
+        tensor = tensor.to_dense()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -128,7 +134,7 @@ def _flattened(tensors: list[Tensor]) -> Iterator[Tensor]:
     """The elements of tensors: small ones of one device and dtype are joined, large ones are not copied."""
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_meta or tensor.numel() == 0:
+        if not is_readable(tensor) or tensor.numel() == 0:  # such as a quantized one, of which the shape alone is known
             continue
         if tensor.numel() > _SMALL:
             yield tensor.reshape(-1)

@@ -24,9 +24,7 @@ def draw(rows: Sequence[Row], first: Difference | None) -> Any:
     figure = Figure(figsize=(8, 3.2), layout="constrained")
     axes = figure.add_subplot()
     for name, color in _LINES.items():
-        places = [(row.iteration, row.apart[name]) for row in rows if name in row.apart]
-        if places:
-            axes.plot(*zip(*places, strict=True), color=color, linewidth=1.2, marker=".", label=name)
+        _draw_line(axes, rows, name, color)
     equal = [row.iteration for row in rows if row.equal]
     axes.scatter(equal, [0] * len(equal), s=14, color=_EQUAL, label="equal, bit for bit", zorder=3, clip_on=False)
     if first is not None:
@@ -41,3 +39,10 @@ def draw(rows: Sequence[Row], first: Difference | None) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
+
+
+def _draw_line(axes: Any, rows: Sequence[Row], name: str, color: str) -> None:
+    """Draw how far one of the numbers is apart."""
+    known = [row for row in rows if name in row.apart]
+    apart = [row.apart[name] for row in known]
+    axes.plot([row.iteration for row in known], apart, color=color, linewidth=1.2, marker=".", label=name)

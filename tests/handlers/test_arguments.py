@@ -35,6 +35,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "GradientAccumulation": {"steps": 2},
     "GradientClipping": {"max_norm": 1.0},
     "JSONLinesLogger": {"path": "x.jsonl"},
+    "Trace": {"path": "x.jsonl"},
     "L1": {"weight": 0.1},
     "L2": {"weight": 0.1},
     "LimitBatches": {"train": 2},

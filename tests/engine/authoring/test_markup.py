@@ -24,6 +24,7 @@ from signalfire.findings import Finding, Findings
 from signalfire.handlers import EMA, Average, History, Metrics, summary
 from signalfire.handlers._common.weight_plan import WeightPlan
 from signalfire.runs.replay import Made, Remade
+from signalfire.traces import Bisection, Comparison, Difference
 from signalfire.tuning import LearningRateCurve
 from signalfire.tuning.batch_size import BatchSizes, Trial
 from tests.kit import batches, build, mlp
@@ -85,11 +86,14 @@ SHOWN: dict[str, Any] = {
     "folds": lambda: Folds("loss & more", (((0,), (1,)), ((1,), (0,))), {0: Result("<fold>", 0, 0.5)}),
     "summary": lambda: summary(nn.Sequential(nn.Linear(2, 2))),
     "replay": lambda: Remade(7, [Made(0.5, 1.5, "ab", "cd")], {"loss": 0.5, "gradient_norm": 1.25}),
+    "comparison": lambda: Comparison("<a>", "b & c", [], [], 1, Difference(3, "E", "<u>", None, "loss"), None, []),
+    "bisection": lambda: Bisection(None, None, 3, "E", ("loss",), "made by <function>"),
     "weights": lambda: WeightPlan("<file>", {"0.weight": "0.weight"}, missing=["0.bias & more"]),
 }
 
 ON_ONE_LINE = {
     "Cost",
+    "Difference",
     "Divergence",
     "Engine",
     "EventEnum",

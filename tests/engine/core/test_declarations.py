@@ -81,6 +81,8 @@ NOT_IN_THESE_RUNS = {
     ("TruncatedBPTT", "finish"): "only in a run that stops between the chunks of a batch",
     ("UpdateFrequency", "mark_updates"): "it is set when the handler is attached; another one that leaves may reset it",
     ("TextLogger", "close"): "closing writes no byte that was not written",
+    ("Trace", "close"): "as above",
+    ("Trace", "resume"): "only in a run that resumes after the checkpoint's place",
     ("LRScheduling", "check_total"): "only where a loaded state has no such schedule",
     ("Checkpoint", "save_between_runs"): "only at an event that is emitted between runs",
     ("MemorySnapshot", "catch"): "only where the memory runs out",
@@ -175,6 +177,8 @@ NOT_RECORDED = {
     ("TensorParallel", "compare_gradients"): {"gradients", "processes"},  # with four ranks only
     ("LRScheduling", "check_total"): {"optimizer"},  # only where a loaded state has no such schedule
     ("Checkpoint", "save_between_runs"): {"state"},  # only at an event that is emitted between runs
+    # All options of the groups are read at once.
+    **{("Trace", name): {"rates", "groups"} for name in ("begin", "record_step", "record_iteration", "record_epoch")},
     # By receivers that these connect, which are called through the guard of looks.
     ("Guards", "look"): {"loss", "output"},
     ("Guards", "look_at_evaluation"): {"buffers", "modules"},
