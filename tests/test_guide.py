@@ -56,6 +56,7 @@ WRITTEN = (
     "contributing",
     "processes",
     "elastic",
+    "compare",
     "costs",
     "stable",
     "changelog",

@@ -160,6 +160,8 @@ NOT_BY_ITSELF = {
     ("Validation", "sanity_check"): {"trainable"},
     ("FastDevRun", "rehearse_all"): {"trainable"},
     ("SpikeGuard", "read"): {"buffers", "metrics", "weights"},  # by the check of the state that is put back
+    ("Trace", "begin"): {"metrics"},  # by handlers, for their states
+    ("Trace", "record_iteration"): {"loss"},
     ("TensorBoardLogger", "write_graph"): {"gradients", "trainable"},  # by torch, which traces the model
     ("Export", "write"): {"gradients", "trainable"},  # as above
     ("Export", "write_best"): {"gradients", "trainable"},
