@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -120,10 +121,9 @@ def record_steps(engine: Engine, run: Callable[[Engine], object], since: int, un
 
 def _run(engine: Engine, run: Callable[[Engine], object]) -> None:
     engine.dry_run, engine.findings.prints = True, False
-    try:
+    with warnings.catch_warnings(), suppress(Stopped):
+        warnings.simplefilter("ignore")  # the run has said it when it was made first
         run(engine)
-    except Stopped:
-        return
 
 
 class Operation(NamedTuple):

@@ -1,0 +1,89 @@
+"""``python -m signalfire bisect``: scripts and builds are made again, and what made the difference is printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from signalfire.__main__ import main
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from signalfire import Engine, Events, Update
+from signalfire.handlers import EMA, Trace
+
+NAME, CHANGED = "{name}", {changed}
+
+
+def build():
+    torch.manual_seed(0)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=0.1), model=nn.Linear(2, 1), seed=0)
+    engine.attach(EMA(0.9), Trace(NAME + ".jsonl", every="2it"))
+
+    @engine.on(Events.BACKWARD_COMPLETED(once=5))
+    def scale(engine):
+        engine.model.weight.grad *= 1.01 if CHANGED else 1.0
+
+    data = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
+    return engine, lambda engine: engine.run(data, max_epochs=3)
+
+
+if __name__ == "__main__":
+    evaluator = Engine(Update.supervised(nn.functional.mse_loss).evaluation(), model=nn.Linear(2, 1))
+    evaluator.run([(torch.ones(4, 2), torch.ones(4, 1))])
+    engine, run = build()
+    run(engine)
+    Path(NAME + ".done").touch()
+"""
+
+
+@pytest.fixture
+def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two scripts that have run in this folder, of which one changes a gradient."""
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for name, changed in (("first", False), ("second", True)):
+        Path(f"{name}.py").write_text(SCRIPT.format(name=name, changed=changed))
+        exec(compile(Path(f"{name}.py").read_text(), f"{name}.py", "exec"), {"__name__": "__main__"})
+        Path(f"{name}.done").unlink()
+        names.append(f"{name}.py")
+    return names
+
+
+def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    files = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+    assert main(["bisect", "first.jsonl", "second.jsonl", "--script", *scripts]) == 1
+    printed = capsys.readouterr().out
+    assert "first difference: iteration 6, FORWARD_COMPLETED: the output" in printed
+    assert "made again from the start: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
+    assert "made by scale, which both runs call here" in printed
+    assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
+
+
+def test_a_build_that_repeats_itself(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bisect", "--build", "first.py:build", "--until", "4"]) == 0
+    assert "the runs do not differ" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["first.jsonl", "--script", "first.py"], "takes two traces, or none; got 1"),
+        (["first.jsonl", "second.jsonl"], "needs --script train.py, or --build train:build"),
+        (["--script", "empty.py"], "ends without a training"),
+        (["first.jsonl", "missing.jsonl", "--script", "first.py"], "missing.jsonl"),
+        (["--build", "first.py:biuld"], "did you mean 'build'"),
+    ],
+)
+def test_what_cannot_be_made_again_is_said_in_a_sentence(
+    arguments: list[str], message: str, scripts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty.py").write_text("x = 1")
+    assert main(["bisect", *arguments]) == 2
+    assert message in capsys.readouterr().err

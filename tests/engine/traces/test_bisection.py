@@ -1,0 +1,248 @@
+"""What made two runs differ is named: a receiver, a part of the step, a module or an operation."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from signalfire import Engine, Events, Handler, Phase, Update, on
+from signalfire.handlers import (
+    EMA,
+    Accuracy,
+    Checkpoint,
+    CSVLogger,
+    ElasticDataParallel,
+    GradientAccumulation,
+    GradientClipping,
+    Metrics,
+    MicroBatching,
+    SharpnessAwareMinimization,
+    Trace,
+    Validation,
+)
+from signalfire.traces import bisect
+from tests.kit import digest
+
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+Plant = Callable[[Engine], object]
+
+
+def table(**options: Any) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(64, 6, generator=generator), torch.randint(0, 3, (64,), generator=generator))
+    return DataLoader(data, batch_size=8, shuffle=True, **options)
+
+
+def layers(middle: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), middle(), nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+def build(
+    *handlers: Handler, plant: Plant | None = None, middle: Callable[[], nn.Module] = nn.ReLU, data: Any = None
+) -> tuple[Engine, Callable[[Engine], object]]:
+    """An engine, and what trains it."""
+    torch.manual_seed(0)
+    engine = Engine(Update.supervised(F.cross_entropy, ADAM), model=layers(middle), seed=0)
+    engine.attach(EMA(0.9), Metrics(accuracy=Accuracy()), *handlers)
+    if plant is not None:
+        plant(engine)
+    loader = table() if data is None else data()
+    return engine, lambda engine: engine.run(loader, max_epochs=4)
+
+
+def heavier(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.model[0].weight[2, 3] += 1e-3
+
+
+def planted(event: Events, iteration: int) -> Plant:
+    def plant(engine: Engine) -> None:
+        engine.connect(event(once=iteration), heavier)
+
+    return plant
+
+
+EVENTS = [
+    *(Events.GET_BATCH_COMPLETED, Events.FORWARD_STARTED, Events.BACKWARD_COMPLETED, Events.OPTIMIZER_STEP_STARTED),
+    Events.ITERATION_COMPLETED,
+]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_the_function_that_changes_a_weight_is_named_with_its_event(event: Events) -> None:
+    found = bisect(build, lambda: build(plant=planted(event, 5)))
+    assert (found.iteration, found.event, found.receiver) == (5, event.name, "heavier")
+    assert found.things == ("parameters/model.0.weight",)
+    assert "which only run 'b' calls here" in str(found)
+    other_way = bisect(lambda: build(plant=planted(event, 5)), build)
+    assert (other_way.iteration, other_way.event, other_way.receiver) == (5, event.name, "heavier")
+
+
+def reseed(engine: Engine) -> None:
+    random.random()
+
+
+def test_a_draw_and_the_change_of_a_state_are_named() -> None:
+    found = bisect(build, lambda: build(plant=lambda e: e.connect(Events.LOSS_COMPUTED(once=3), reseed)))
+    assert (found.iteration, found.event, found.receiver, found.things) == (
+        3,
+        "LOSS_COMPUTED",
+        "reseed",
+        ("random/python",),
+    )
+
+
+def test_a_handler_that_only_one_run_has_is_named_where_it_first_changes_anything() -> None:
+    found = bisect(lambda: build(GradientClipping(max_norm=100.0)), lambda: build(GradientClipping(max_norm=0.1)))
+    assert (found.iteration, found.receiver) == (1, "gradient_clipping.clip")
+    assert "which both runs call here" in found.cause
+    found = bisect(build, lambda: build(GradientClipping(max_norm=0.1)))
+    assert (found.event, found.receiver) == ("GRADIENTS_READY", "gradient_clipping.clip")
+    assert bisect(build, lambda: build(GradientClipping(max_norm=1e9))).iteration is None
+
+
+class Tanh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, approximate="tanh")
+
+
+class Noisy(nn.Module):
+    """Adds numbers that no seed makes again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.frombuffer(bytearray(os.urandom(16)), dtype=torch.uint8)
+
+
+def test_a_module_that_computes_something_else_is_named() -> None:
+    found = bisect(lambda: build(middle=nn.GELU), lambda: build(middle=Tanh))
+    assert (found.iteration, found.event, found.receiver) == (1, "FORWARD_COMPLETED", None)
+    assert (found.module, found.operation) == ("model.1", "aten.gelu.default")
+    assert "the forward" in found.cause
+
+
+def test_one_run_that_does_not_repeat_itself_is_made_twice() -> None:
+    assert bisect(build).iteration is None
+    assert "do not differ" in str(bisect(build))
+    found = bisect(lambda: build(middle=Noisy))
+    assert (found.iteration, found.event, found.module) == (1, "FORWARD_COMPLETED", "model.1")
+    assert found.operation == "aten.add.Tensor"
+
+
+class Unrepeatable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * (1 + torch.frombuffer(bytearray(os.urandom(1)), dtype=torch.uint8) / 100)
+
+
+class OddBackward(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return Unrepeatable.apply(x)  # type: ignore[no-untyped-call]
+
+
+def test_a_backward_that_does_not_repeat_itself_is_named_by_its_operation() -> None:
+    found = bisect(lambda: build(middle=OddBackward))
+    assert (found.iteration, found.event) == (1, "BACKWARD_COMPLETED")
+    assert "the backward; operation" in found.cause
+    assert found.operation is not None
+
+
+class Shuffled(Dataset[Any]):
+    """Data of which one sample is another one each time."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((6,), float(index)) + (os.urandom(1)[0] if index == 40 else 0), index % 3
+
+
+def test_data_that_do_not_repeat_themselves_are_named() -> None:
+    found = bisect(lambda: build(data=lambda: DataLoader(Shuffled(), batch_size=8)))
+    assert (found.iteration, found.event, found.things) == (6, "GET_BATCH_COMPLETED", ("batch/batch",))
+    assert "the data" in found.cause
+
+
+class Drifting(Handler):
+    """Multiplies the learning rate."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.CONTROL)
+    def multiply(self, engine: Engine) -> None:
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= self.factor
+
+
+@pytest.mark.parametrize(
+    "handlers",
+    [
+        lambda: [GradientAccumulation(2)],
+        lambda: [SharpnessAwareMinimization()],
+        lambda: [MicroBatching(4)],
+        lambda: [ElasticDataParallel(shards=4)],
+        lambda: [Validation(table(), accuracy=Accuracy(), every="3it")],
+    ],
+)
+def test_it_is_found_beside_other_handlers(handlers: Callable[[], list[Handler]]) -> None:
+    assert bisect(lambda: build(*handlers())).iteration is None
+    found = bisect(lambda: build(*handlers(), Drifting(0.5)), lambda: build(*handlers(), Drifting(0.9)))
+    assert (found.event, found.receiver) == ("EPOCH_COMPLETED", "drifting.multiply")
+
+
+def train(folder: Path, **options: Any) -> Callable[[], Any]:
+    """Train with a trace and checkpoints, and return the build."""
+
+    def built() -> Any:
+        return build(
+            Trace(folder / "trace.jsonl", every="5it"),
+            Checkpoint(folder / "checkpoints", every="4it", keep=20),
+            CSVLogger(folder / "log.csv"),
+            **options,
+        )
+
+    engine, run = built()
+    run(engine)
+    return built
+
+
+def test_with_traces_the_runs_begin_at_the_newest_checkpoint_before_the_difference(tmp_path: Path) -> None:
+    builds = train(tmp_path / "a"), train(tmp_path / "b", plant=planted(Events.BACKWARD_COMPLETED, 13))
+    traces = [tmp_path / name / "trace.jsonl" for name in "ab"]
+    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    found = bisect(*builds, traces=traces, checkpoints=tmp_path / "a" / "checkpoints")
+    assert "iter00000008" in (found.begun or "")
+    assert found.compared is not None
+    assert found.compared.equal_until == 10
+    assert (found.iteration, found.event, found.receiver) == (13, "BACKWARD_COMPLETED", "heavier")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files  # nothing is written
+    with pytest.raises(ValueError, match="there is no difference"):
+        bisect(*builds, traces=[traces[0], traces[0]])
+
+
+def test_nothing_of_the_caller_changes() -> None:
+    before = digest([torch.get_rng_state(), list(random.getstate()[1])])
+    bisect(build, lambda: build(middle=Tanh))
+    assert digest([torch.get_rng_state(), list(random.getstate()[1])]) == before
+
+
+def test_what_cannot_be_made_again_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected an Engine or"):
+        bisect(lambda: 3)
+    with pytest.raises(TypeError, match="expected a function run"):
+        bisect(lambda: build()[0])
