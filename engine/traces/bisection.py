@@ -88,8 +88,14 @@ class _Side(NamedTuple):
                 f"bisect(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
             )
         if self.state is not None:
-            engine.load_state_dict(self.state)
+            saved = self.state["handlers"].keys()
+            engine.load_state_dict(self.state, allow=sorted(saved ^ engine.handlers.keys()))
         return engine, run
+
+    def fits(self, state: Any) -> bool:
+        """Whether a state has those of all handlers; else the run has to begin at the start."""
+        engine, _ = self.made()
+        return all(handler.writes or name in state["handlers"] for name, handler in engine.handlers.items())
 
 
 def bisect(
@@ -148,7 +154,12 @@ def bisect(
         since, last = compared.equal_until, compared.first.iteration
     begun, state = _beginning(checkpoints, since)
     random = random_state()
-    a, b = _Side("a", build_a, run, state, random), _Side("b", build_b or build_a, run, state, random)
+    sides = [_Side("a", build_a, run, None, random), _Side("b", build_b or build_a, run, None, random)]
+    if state is not None and all(side.fits(state) for side in sides):
+        sides = [side._replace(state=state) for side in sides]
+    else:
+        begun = None
+    a, b = sides
     try:
         found = _first(*[record_steps(*side.made(), since, last) for side in (a, b)])
         if found is None:
