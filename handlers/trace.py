@@ -9,8 +9,9 @@ from typing import Any, Literal
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.authoring import Capture, check_choice, check_every, check_int, check_local
 from signalfire.authoring.checks import check_parents
+from signalfire.distributed import Processes
 from signalfire.traces.contents import described_environment, digests_of
-from signalfire.traces.files import Record, file_of_rank, header_line
+from signalfire.traces.files import Record, header_line, ranks_of
 
 from ._common.claims import FILE
 from ._common.folders import open_folder
@@ -98,6 +99,7 @@ class Trace(Handler):
         self._header = ""
         self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
         self._place: Place | None = None  # of the last record
+        self._processes = 0, 1  # the rank, and how many there are
         self._counts: dict[tuple[Any, ...], int] = {}  # how often each event came in this iteration
 
     def attached(self, engine: Engine) -> None:
@@ -112,8 +114,16 @@ class Trace(Handler):
     )
     def begin(self, engine: Engine) -> None:
         """Record the start of a run; one that continues has it already."""
+        self._counts.clear()
         open_folder(self, self.path.parent)
-        self._header = header_line(described_environment(engine))
+        if engine.findings.is_within:
+            engine.findings.report(
+                "W62",
+                f"{self.name!r} is attached to an evaluator that another engine runs, so that its trace starts again with each "
+                "evaluation",
+                "attach it to the engine that trains",
+                self.name,
+            )
         if engine.state.iteration == 0 and not engine.snapshots.has_loaded_state:
             self._state, self._place = {}, None
             self._record(engine, "STARTED", ("parameters", "buffers", "optimizer", "random", "handlers"))
@@ -194,12 +204,18 @@ class Trace(Handler):
         """The file: cut to where the run continues, or begun anew."""
         if self._writer is not None:
             return self._writer
-        rank = engine.processes.rank
-        self._writer = writer = TraceWriter(file_of_rank(self.path, rank), self._header, self.part_size)
-        if not self._state:
+        processes = engine.processes
+        open_folder(self, self.path.parent)
+        self._header = header_line(described_environment(engine))
+        self._writer = writer = TraceWriter(self.path, processes.rank, self._header, self.part_size)
+        continues = bool(self._state) and self._resume(writer, processes)
+        if not continues:
             writer.begin()
-        elif not (writer.resume(self._state) if rank == 0 else writer.resume_at(Place(*self._state["place"]))):
-            writer.begin()
+        elif self._header != self._state["header"]:
+            writer.append(self._header)
+        if processes.is_rank_zero:
+            self._settle_others(processes, continues)
+        if self._state and not continues and processes.rank < self._state["processes"]:
             engine.findings.report(
                 "W34",
                 f"the trace {str(writer.path)!r} of {self.name!r} is not the one that the loaded state continues: what was "
@@ -207,9 +223,25 @@ class Trace(Handler):
                 "put the trace of that run back before resuming",
                 self.name,
             )
-        elif self._header != self._state["header"]:
-            writer.append(self._header)
+        self._processes = processes.rank, processes.world_size
         return writer
+
+    def _resume(self, writer: TraceWriter, processes: Processes) -> bool:
+        """Cut the file to the state's place. A state that was saved with other processes may be that of another rank."""
+        if processes.rank == self._state["rank"]:
+            return writer.resume(self._state)
+        return writer.resume_at(Place(*self._state["place"]))
+
+    def _settle_others(self, processes: Processes, continues: bool) -> None:
+        """Cut the files of ranks that this run is without, or keep them under other names if they are of another run."""
+        for rank in ranks_of(self.path):
+            if rank < processes.world_size:
+                continue
+            other = TraceWriter(self.path, rank, self._header, self.part_size)
+            if continues and other.resume_at(Place(*self._state["place"])):
+                other.close()
+            else:
+                other.retire()
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
@@ -225,9 +257,22 @@ class Trace(Handler):
 
     def _close(self) -> None:
         if self._writer is not None:
+            self._check_place()
             self._state = self._place_in_file()
             self._writer.close()
             self._writer = None
+
+    def _check_place(self) -> None:
+        """Report a file that is no longer the one at its path, so that what is written is lost."""
+        writer, engine = self._writer, self.engine
+        if writer is not None and engine is not None and not writer.in_place:
+            engine.findings.report(
+                "W38",
+                f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed while this run writes to it, so that "
+                "its records are lost; another process seems to write to the same path",
+                "give each run its own folder",
+                self.name,
+            )
 
     def _place_in_file(self) -> dict[str, Any]:
         writer, place = self._writer, self._place
@@ -238,11 +283,14 @@ class Trace(Handler):
             "length": writer.length,
             "sha256": writer.digest,
             "place": list(place),
+            "rank": self._processes[0],
+            "processes": self._processes[1],
             "header": self._header,
         }
 
     def sync_written(self) -> None:
         """Flush all records to disk, before a checkpoint with this state refers to them."""
+        self._check_place()
         if self._writer is not None:
             self._writer.sync()
 

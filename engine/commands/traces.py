@@ -24,10 +24,10 @@ def compare(given: argparse.Namespace) -> int:
 
     try:
         found = compare_traces(given.a, given.b)
+        print(found)
         if given.picture is not None:
             found.plot(given.picture)
     except (OSError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(found)
     return 0 if found.equal else 2 if not found.compared else 1

@@ -152,21 +152,30 @@ def bisect(
         if compared.first is None:
             raise ValueError(f"bisect(traces={[str(one) for one in traces]}): there is no difference: {compared}")
         since, last = compared.equal_until, compared.first.iteration
-    begun, state = _beginning(checkpoints, since)
     random = random_state()
-    sides = [_Side("a", build_a, run, None, random), _Side("b", build_b or build_a, run, None, random)]
-    if state is not None and all(side.fits(state) for side in sides):
-        sides = [side._replace(state=state) for side in sides]
-    else:
-        begun = None
-    a, b = sides
+    sides = [_Side(name, build, run, None, random) for name, build in (("a", build_a), ("b", build_b or build_a))]
     try:
-        found = _first(*[record_steps(*side.made(), since, last) for side in (a, b)])
-        if found is None:
-            return Bisection(compared, begun)
-        return _explained(Bisection(compared, begun, found.at.iteration, found.at.event, found.things), found, a, b)
+        return _made_again(Bisection(compared, None), *_placed(sides, checkpoints, since), since, last)
     finally:
         set_random_state(random)
+
+
+def _placed(sides: list[_Side], checkpoints: Path_ | None, since: int) -> tuple[str | None, _Side, _Side]:
+    """Where the runs begin, and the runs that begin there."""
+    begun, state = _beginning(checkpoints, since)
+    if state is None or not all(side.fits(state) for side in sides):
+        return None, sides[0], sides[1]
+    return begun, sides[0]._replace(state=state), sides[1]._replace(state=state)
+
+
+def _made_again(result: Bisection, begun: str | None, a: _Side, b: _Side, since: int, last: int) -> Bisection:
+    """What is found when both runs are made again, and looked at from one iteration to another."""
+    result = replace(result, begun=begun)
+    found = _first(*[record_steps(*side.made(), since, last) for side in (a, b)])
+    if found is None:
+        return result
+    at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)
+    return _explained(at, found, a, b)
 
 
 def _beginning(checkpoints: Path_ | None, since: int) -> tuple[str | None, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import textwrap
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -17,11 +20,7 @@ __all__ = ["Comparison", "Difference", "compare"]
 
 Key = tuple[int, str, str | None, int | None, int]
 
-EVENTS = (
-    *("STARTED", "GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BACKWARD_COMPLETED", "GRADIENTS_READY"),
-    *("OPTIMIZER_STEP_COMPLETED", "ITERATION_COMPLETED", "EPOCH_COMPLETED"),
-)
-_OF_UPDATES, _ENDS = EVENTS[2:7], EVENTS[7:]
+_ENDS = ("ITERATION_COMPLETED", "EPOCH_COMPLETED")
 _NUMBERS = {"loss": "losses", "gradients": "norms of gradients", "parameters": "norms of parameters"}
 
 
@@ -60,11 +59,16 @@ class Comparison:
         return self.first is None and self.compared > 0
 
     def __str__(self) -> str:
-        lines = [f"a: {self.a}", f"b: {self.b}"]
-        lines += [f"not comparable: {one}" for one in self.unlike]
-        lines += [f"composed differently: {one}" for one in self.composed]
+        paths = f"a: {self.a}", f"b: {self.b}"
+        return "\n".join([*paths, *(part for line in self._lines() for part in _wrapped(line))])
+
+    def _lines(self) -> list[str]:
+        """What is said of the two traces, a line each."""
+        lines: list[str] = []
+        lines += [f"not comparable: {one}" for one in self._shortened(self.unlike, 4)]
+        lines += [f"composed differently: {one}" for one in self._shortened(self.composed, 4)]
         if not self.compared:
-            return "\n".join([*lines, "the traces have no record in common: record the same iterations (every=)"])
+            return [*lines, "the traces have no record in common: record the same iterations (every=)"]
         if self.first is None:
             lines.append(f"equal: {self.compared} records, up to iteration {self.rows[-1].iteration}")
         else:
@@ -78,7 +82,12 @@ class Comparison:
         if self.ends[0] != self.ends[1]:
             longer, shorter = ("a", "b") if self.ends[0] > self.ends[1] else ("b", "a")
             lines.append(f"{shorter} ends at iteration {min(self.ends)}, {longer} at {max(self.ends)}")
-        return "\n".join(lines)
+        return lines
+
+    @staticmethod
+    def _shortened(lines: list[str], most: int) -> list[str]:
+        """The first few lines, and how many more there are."""
+        return lines if len(lines) <= most else [*lines[: most - 1], f"{len(lines) - most + 1} more"]
 
     def _further(self, first: Difference) -> Iterator[str]:
         """How the runs went on after the first difference."""
@@ -129,12 +138,10 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
     """
     ours, theirs = read_traces(Path(a)), read_traces(Path(b))
     one, other = _records(ours), _records(theirs)
-    common = sorted(one.keys() & other.keys(), key=_order(ours))
-    unseeded = _unseeded(one[common[0]], other[common[0]]) if common else []
-    pairs = ((key, _difference(one[key], other[key], unseeded)) for key in common)
-    differences = {key: found for key, found in pairs if found is not None}
+    common = [key for key in one if key in other]
+    unseeded, differences = _differences(common, one, other)
     before = list(takewhile(lambda key: key not in differences, common))
-    made_in, other_made_in = ours[0].environments[-1], theirs[0].environments[-1]
+    made_in, other_made_in = ours[0].environment, theirs[0].environment
     return Comparison(
         str(a),
         str(b),
@@ -150,6 +157,10 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
     )
 
 
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False, drop_whitespace=True)
+
+
 Ranked = tuple[int, Key]
 """The rank of a record, and its key; those of shards belong to rank 0, whichever process computes them."""
 
@@ -159,29 +170,21 @@ def _last_iteration(keys: Iterable[Ranked]) -> int:
 
 
 def _records(files: Sequence[TraceFile]) -> dict[Ranked, Record]:
+    """The records of all ranks, in the order in which the run has come to them; of one that was repeated, the last."""
     found: dict[Ranked, Record] = {}
+    places: dict[Ranked, tuple[int, ...]] = {}
     for rank, file in enumerate(files):
-        for record in file.records():
-            sharded = file.environments[-1].get("shards") is not None
+        common: Counter[int] = Counter()  # records of each iteration that all processes have: shards are between them
+        for number, record in enumerate(file.records()):
+            sharded = file.environment.get("shards") is not None
+            common[record.iteration] += record.shard is None
             if sharded and record.shard is None and rank > 0:
                 continue  # as on rank 0
-            found[0 if sharded else rank, record.key] = record
-    return found
-
-
-def _order(files: Sequence[TraceFile]) -> Any:
-    """The order in which a process makes records."""
-    updates: dict[str | None, int] = {}
-    for record in files[0].records():
-        updates.setdefault(record.update, len(updates))
-
-    def order(ranked: Ranked) -> tuple[Any, ...]:
-        rank, (iteration, event, update, shard, count) = ranked
-        place = EVENTS.index(event) if event in EVENTS else len(EVENTS)
-        stage = 0 if place < 2 else 1 if event in _OF_UPDATES else 2
-        return iteration, stage, updates.get(update, len(updates)), shard or 0, count, place, rank
-
-    return order
+            ranked = 0 if sharded else rank, record.key
+            found[ranked] = record
+            of_shard = -1 if record.shard is None else record.shard
+            places[ranked] = record.iteration, common[record.iteration], of_shard, number if of_shard >= 0 else 0, rank
+    return {ranked: found[ranked] for ranked in sorted(found, key=places.__getitem__)}
 
 
 def _differing(one: Record, other: Record) -> list[str]:
@@ -203,6 +206,15 @@ def _difference(one: Record, other: Record, unseeded: Sequence[str]) -> Differen
     if one.numbers.get(kind) != other.numbers.get(kind) and kind in one.numbers and kind in other.numbers:
         numbers = one.numbers[kind], other.numbers[kind]
     return Difference(one.iteration, one.event, one.update, one.shard, things[0], tuple(things[1:]), numbers)
+
+
+def _differences(
+    common: Sequence[Ranked], one: Mapping[Ranked, Record], other: Mapping[Ranked, Record]
+) -> tuple[list[str], dict[Ranked, Difference]]:
+    """The generators that are not seeded alike, and what differs beside them."""
+    unseeded = [name for key in common[:1] for name in _unseeded(one[key], other[key])]
+    pairs = ((key, _difference(one[key], other[key], unseeded)) for key in common)
+    return unseeded, {key: found for key, found in pairs if found is not None}
 
 
 def _rows(
@@ -227,7 +239,7 @@ def _apart(one: float, other: float) -> float:
     if one == other or (one != one and other != other):
         return 0.0
     largest = max(abs(one), abs(other))
-    return abs(one - other) / largest if largest < float("inf") else 1.0
+    return abs(one - other) / largest if math.isfinite(one) and math.isfinite(other) else 1.0
 
 
 def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -241,6 +253,6 @@ def _unlike(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
 def _compositions(ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
-            yield f"{name} (only in {'a' if name in ours else 'b'})"
+            yield f"{name!r} only in {'a' if name in ours else 'b'}"
         elif ours[name] != theirs[name]:
-            yield f"{name} (its code differs)"
+            yield f"the code of {name!r}"

@@ -124,7 +124,7 @@ def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False
     found = Digests()
     with torch.no_grad():
         for thing in things:
-            values = dict(CONTENTS[thing](engine))
+            values = _named(CONTENTS[thing](engine))
             if by_tensor or thing in BY_NAME:
                 for name, value in values.items():
                     found.add(f"{thing}/{name}", value)
@@ -135,10 +135,31 @@ def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False
     return found
 
 
+def _named(values: Named) -> dict[str, Any]:
+    """Values in the order of their names, whatever the order was that handlers were attached in; none hides another."""
+    found: dict[str, Any] = {}
+    repeated: dict[str, int] = {}
+    for name, value in values:
+        count = repeated[name] = repeated.get(name, 0) + 1
+        found[name if count == 1 else f"{name} ({count})"] = value
+    return dict(sorted(found.items()))
+
+
 def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     """The norm of all tensors together, on the device of the first; None for none."""
-    norms = [widened(torch.linalg.vector_norm(local_part(p.detach()))) for p in values.values() if p is not None]
+    norms = [_norm_of(local_part(one.detach())) for one in values.values() if one is not None and not one.is_meta]
     return torch.linalg.vector_norm(torch.stack([one.to(norms[0]) for one in norms])) if norms else None
+
+
+def _norm_of(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided:
+        tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.to_dense()
+    if tensor.dtype not in _PRECISE:
+        tensor = tensor.float()
+    return widened(torch.linalg.vector_norm(tensor))
+
+
+_PRECISE = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 def _reported(values: Mapping[str, Tensor | None]) -> Tensor | None:

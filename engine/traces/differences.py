@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..core.words import listed
+
 __all__ = ["Difference", "Row", "in_words"]
 
 
@@ -42,7 +44,7 @@ class Difference:
         if self.shard is not None:
             places.append(f"shard {self.shard}")
         numbers = "" if self.numbers is None else f" ({self.numbers[0]!r} and {self.numbers[1]!r})"
-        others = f"; with it {', '.join(self.others)}" if self.others else ""
+        others = f"; with it {listed(self.others)}" if self.others else ""
         return f"{', '.join(places)}: {in_words(self.thing)}{numbers}{others}"
 
 

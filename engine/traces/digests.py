@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Mapping
+from decimal import Decimal
+from enum import Enum
 from functools import cache
 from typing import Any
 
@@ -12,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..authoring.batches import parts
-from ..authoring.devices import is_readable, widened
+from ..authoring.batches import field_names, parts
+from ..authoring.devices import widened
 from ..distributed.sharded import local_part
 
 __all__ = ["Digests"]
@@ -25,7 +27,7 @@ _SMALL = 2**14
 """Elements up to which tensors are joined before they are summed."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-_ATOMS = (type(None), bool, int, float, complex, str)
+_ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtype, torch.Size)
 
 _SIZE = 8  # bytes of a digest
 
@@ -61,7 +63,7 @@ class Digests:
         for part in _described(value, tensors):
             content.update(part)
         self._contents[name] = content.digest()
-        self._sums[name] = [_positional_sum(flat) for flat in _flattened(tensors)]
+        self._sums[name] = [_positional_sum(bits) for bits in _flattened(tensors)]
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
@@ -101,14 +103,12 @@ def _read(sums: list[Tensor]) -> list[int]:
 def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
     """What a value consists of beside the elements of its tensors, which are appended to a list."""
     if isinstance(value, Tensor):
-        value = _dense(local_part(value.detach()))
-        tensors.append(value)
-        yield f"{value.dtype}{tuple(value.shape)};".encode()
-    elif isinstance(value, bytes):
-        yield value + b";"
+        yield from _described_tensor(local_part(value.detach()), tensors)
+    elif isinstance(value, bytes | bytearray):
+        yield f"bytes {len(value)};".encode() + value
     elif isinstance(value, _ATOMS):
         yield f"{value!r};".encode()
-    elif isinstance(value, np.ndarray) and value.dtype != object:
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         yield f"{value.dtype}{value.shape};".encode() + np.ascontiguousarray(value).tobytes()
     else:
         yield from _described_parts(value, tensors)
@@ -116,41 +116,81 @@ def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
 
 def _described_parts(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
     """What a container consists of; of other objects, nothing but the class is known to be the same in another run."""
-    keys = list(value) if isinstance(value, Mapping) else ""
-    yield f"{type(value).__qualname__}{keys!r}[".encode()
-    container = parts(value)
-    for one in () if container is None else container[0]:
-        yield from _described(one, tensors)
+    yield f"{type(value).__qualname__}[".encode()
+    if isinstance(value, set | frozenset):
+        yield from sorted(b"".join(_described(one, tensors)) for one in value)
+    elif isinstance(value, Enum):
+        yield value.name.encode()
+    elif isinstance(value, np.ndarray):
+        yield from _described([value.shape, *value.flat], tensors)
+    elif (container := parts(value)) is not None:
+        for key in value.keys() if isinstance(value, Mapping) else field_names(value) or ():
+            yield from _described(key, tensors)
+        for one in container[0]:
+            yield from _described(one, tensors)
     yield b"]"
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    if tensor.is_sparse or tensor.is_sparse_csr:
-        tensor = tensor.to_dense()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+def _described_tensor(tensor: Tensor, tensors: list[Tensor]) -> Iterator[bytes]:
+    """The dtype, the layout and the shape of a tensor; its elements are appended as one or several strided ones."""
+    if tensor.is_nested:
+        rows = tensor.unbind()
+        yield f"nested {len(rows)}[".encode()
+        for row in rows:
+            yield from _described_tensor(row, tensors)
+        yield b"]"
+        return
+    yield f"{tensor.dtype}{tensor.layout}{tuple(tensor.shape)};".encode()
+    if tensor.is_quantized:
+        yield f"{tensor.qscheme()} {_scales(tensor)};".encode()
+        tensor = tensor.int_repr()
+    for one in _strided(tensor):
+        if tensor.layout is not torch.strided:
+            yield f"{tuple(one.shape)}".encode()
+        tensors.append(torch.view_as_real(one.resolve_conj()) if one.is_complex() else one.resolve_neg())
+
+
+def _scales(tensor: Tensor) -> object:
+    """What the integers of a quantized tensor mean."""
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return tensor.q_scale(), tensor.q_zero_point()
+    return tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
+
+
+def _strided(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that hold the elements of one, and where they are."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
 
 def _flattened(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The elements of tensors: small ones of one device and dtype are joined, large ones are not copied."""
+    """The bits of tensors as integers: small ones of one device and size are joined, large ones are not copied."""
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if not is_readable(tensor) or tensor.numel() == 0:  # such as a quantized one, of which the shape alone is known
+        if tensor.is_meta or tensor.numel() == 0:
             continue
-        if tensor.numel() > _SMALL:
-            yield tensor.reshape(-1)
+        bits = tensor.reshape(-1).contiguous().view(_INTEGERS.get(tensor.element_size(), torch.int32))
+        if bits.numel() > _SMALL:
+            yield bits
         else:
-            small.setdefault((tensor.device, tensor.dtype), []).append(tensor.reshape(-1))
+            small.setdefault((bits.device, bits.dtype), []).append(bits)
     for several in small.values():
         yield several[0] if len(several) == 1 else torch.cat(several)
 
 
-def _positional_sum(flat: Tensor) -> Tensor:
-    """The sum of the elements' bits, each times the number of its position, modulo 2**64."""
-    bits = flat.view(_INTEGERS.get(flat.element_size(), torch.int32))
-    factors = _factors(flat.device)
+def _positional_sum(bits: Tensor) -> Tensor:
+    """The sum of integers, each times the number of its position, modulo 2**64."""
+    factors = _factors(bits.device)
     if bits.numel() <= _CHUNK:
         return (bits * factors[: bits.numel()]).sum()
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for chunk in bits.split(_CHUNK):
         total = total * 0x9E3779B97F4A7C1 + (chunk * factors[: chunk.numel()]).sum()
     return total

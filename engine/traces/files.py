@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["FORMAT", "Record", "TraceFile", "file_of_rank", "header_line", "part_of", "read_traces"]
+__all__ = [
+    "FORMAT",
+    "Record",
+    "TraceFile",
+    "file_of_rank",
+    "header_line",
+    "part_of",
+    "parts_of",
+    "ranks_of",
+    "read_traces",
+]
 
 FORMAT = 1
 
@@ -73,6 +84,28 @@ def part_of(path: Path, part: int) -> Path:
     return path if part == 1 else path.with_name(f"{path.stem}.part{part}{path.suffix}")
 
 
+def parts_of(path: Path) -> list[int]:
+    """The parts of a file that exist, in their order."""
+    return [1] * path.exists() + _numbers(path, "part")
+
+
+def ranks_of(path: Path) -> list[int]:
+    """The ranks of which there is a file, or a part of one, besides rank 0."""
+    whole = path.with_name(f"{path.stem}.rank")
+    parts = re.compile(re.escape(whole.name) + r"([1-9]\d*)\.part\d+" + re.escape(path.suffix))
+    of_parts = {int(found[1]) for one in _listing(path) if (found := parts.fullmatch(one))}
+    return sorted({*_numbers(path, "rank"), *of_parts})
+
+
+def _numbers(path: Path, word: str) -> list[int]:
+    pattern = re.compile(re.escape(f"{path.stem}.{word}") + r"([1-9]\d*)" + re.escape(path.suffix))
+    return sorted(int(found[1]) for one in _listing(path) if (found := pattern.fullmatch(one)))
+
+
+def _listing(path: Path) -> list[str]:
+    return [one.name for one in path.parent.iterdir()] if path.parent.is_dir() else []
+
+
 class TraceFile:
     """The trace of one process.
 
@@ -91,27 +124,39 @@ class TraceFile:
         self.path = path
         self.environments: list[dict[str, Any]] = []
         if next(self._lines(), None) is None:
-            raise ValueError(f"{str(path)!r} is empty")
+            raise ValueError(f"{str(path)!r} is no trace: it has no complete line")
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The last environment; empty if no line has one."""
+        return self.environments[-1] if self.environments else {}
 
     def records(self) -> Iterator[Record]:
-        """The records in the order of writing; a line that a killed process has not finished is left out."""
+        """The records in the order of writing; a line that a killed process has not finished is left out.
+
+        Raises:
+            FileNotFoundError: If a part is missing between others.
+            ValueError: For a line that is none of a trace.
+        """
         for values in self._lines():
             if "event" in values:
                 yield Record.of_line(values)
 
     def _lines(self) -> Iterator[dict[str, Any]]:
-        part = 1
-        while (path := part_of(self.path, part)).exists() or part == 1:
-            with open(path, encoding="utf-8") as file:
+        last = max(parts_of(self.path), default=1)
+        for part in range(1, last + 1):
+            path = part_of(self.path, part)
+            if not path.exists():
+                raise FileNotFoundError(f"there is no file {str(path)!r}" + f", but part {last}" * (last > 1))
+            with open(path, encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith("\n"):
                         yield self._decoded(path, number, line)
-            part += 1
 
     def _decoded(self, path: Path, number: int, line: str) -> dict[str, Any]:
         try:
             values = dict(json.loads(line))
-            known = "event" in values or values["format"] <= FORMAT
+            known = values["digests"] is not None if "event" in values else values["format"] <= FORMAT
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{str(path)!r} is no trace: line {number} is {line[:60]!r}") from None
         if not known:
@@ -123,7 +168,5 @@ class TraceFile:
 
 def read_traces(path: Path) -> list[TraceFile]:
     """The traces of all processes of a run, by rank."""
-    files = [TraceFile(path)]
-    while (further := file_of_rank(path, len(files))).exists():
-        files.append(TraceFile(further))
-    return files
+    ranks = ranks_of(path)
+    return [TraceFile(file_of_rank(path, rank)) for rank in range(max(ranks, default=0) + 1)]

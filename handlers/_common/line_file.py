@@ -65,6 +65,11 @@ class LineFile:
         """Create a file with these lines, after a backup of an existing one."""
         if path.exists() and path.stat().st_size:
             cls.back_up(path)
+        return cls.replace(path, lines)
+
+    @classmethod
+    def replace(cls, path: Path, lines: str) -> LineFile:
+        """Create a file with these lines in place of any other."""
         temporary = temporary_name(path)
         data = lines.encode()
         try:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import shutil
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from signalfire.traces.files import Record, part_of
+from signalfire.traces.files import Record, file_of_rank, part_of, parts_of
 
 from .line_file import LineFile
 
@@ -29,17 +32,20 @@ class TraceWriter:
     """Writes the trace of one process.
 
     Args:
-        path: The first part.
+        path: The first part of rank 0.
+        rank: The rank of the process.
         header: The first line of each part.
         part_size: Bytes after which a part ends.
 
     Attributes:
+        path: The first part.
         part: The part that is written to, counted from 1.
     """
 
-    def __init__(self, path: Path, header: str, part_size: int) -> None:
-        self.path, self.header, self.part_size = path, header, part_size
+    def __init__(self, path: Path, rank: int, header: str, part_size: int) -> None:
+        self.path, self.header, self.part_size = file_of_rank(path, rank), header, part_size
         self.part = 1
+        self._root, self._rank = path, rank
         self._file: LineFile | None = None
 
     @property
@@ -52,16 +58,27 @@ class TraceWriter:
         """The sha256 of the part that is written to."""
         return "" if self._file is None else self._file.digest
 
+    @property
+    def in_place(self) -> bool:
+        """Whether what is written is found at the path."""
+        return self._file is None or self._file.is_at(part_of(self.path, self.part))
+
     def begin(self) -> None:
         """Begin anew; files of another trace are kept under other names."""
         self.part = 1
-        for path in self._parts():
-            LineFile.back_up(path)
-            path.unlink()
-        self._file = LineFile.create(self.path, self.header)
+        self._back_up()
+        self._remove_after(1)
+        self._file = LineFile.replace(self.path, self.header)
+
+    def retire(self) -> None:
+        """Keep the files under other names, without beginning others."""
+        self._back_up()
+        self._remove_after(0)
 
     def resume(self, state: Mapping[str, Any]) -> bool:
         """Cut the file to what a state has; returns False if it is not the file of that run, which is left as it is."""
+        if not set(range(1, state["part"])) <= set(parts_of(self.path)):
+            return False
         file = LineFile.reopen(part_of(self.path, state["part"]), state["length"], state["sha256"])
         if file is None:
             return False
@@ -70,7 +87,11 @@ class TraceWriter:
 
     def resume_at(self, place: Place) -> bool:
         """Cut the file behind the last record that is not after a place; returns False if there is none."""
-        for part, path in reversed(list(enumerate(self._parts(), 1))):
+        parts = parts_of(self.path)
+        if parts != list(range(1, len(parts) + 1)):
+            return False
+        for part in reversed(parts):
+            path = part_of(self.path, part)
             if (length := _length_until(path, place)) is not None:
                 self._continue(LineFile.cut(path, length), part)
                 return True
@@ -78,8 +99,7 @@ class TraceWriter:
 
     def _continue(self, file: LineFile, part: int) -> None:
         self._file, self.part = file, part
-        for path in self._parts()[part:]:
-            path.unlink()
+        self._remove_after(part)
 
     def append(self, lines: str) -> None:
         """Append lines to the file, in one piece."""
@@ -98,20 +118,28 @@ class TraceWriter:
     def close(self) -> None:
         """Flush and close the file."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError) if self._file.failed else nullcontext():
+                self._file.close()
 
-    def _parts(self) -> list[Path]:
-        """The parts that exist."""
-        found: list[Path] = []
-        while (path := part_of(self.path, len(found) + 1)).exists():
-            found.append(path)
-        return found
+    def _back_up(self) -> None:
+        """Copy the parts to the names of a trace of its own: ``trace.1.jsonl``, ``trace.1.part2.jsonl``."""
+        if not (parts := parts_of(self.path)):
+            return
+        names = (self._root.with_name(f"{self._root.stem}.{n}{self._root.suffix}") for n in itertools.count(1))
+        kept = next(one for name in names if not parts_of(one := file_of_rank(name, self._rank)))
+        for part in parts:
+            shutil.copy2(part_of(self.path, part), part_of(kept, part))
+
+    def _remove_after(self, part: int) -> None:
+        """Remove later parts, the last one first: a kill leaves no gap."""
+        for later in reversed([one for one in parts_of(self.path) if one > part]):
+            part_of(self.path, later).unlink()
 
 
 def _length_until(path: Path, place: Place) -> int | None:
     """The bytes up to the last record that is not after a place; None if there is no such record."""
     length, read = None, 0
-    with open(path, "rb") as file:
+    with open(path, "rb") as file, suppress(ValueError, KeyError, TypeError):  # from a damaged line on
         for line in file:
             values = json.loads(line) if line.endswith(b"\n") else {}
             read += len(line)
