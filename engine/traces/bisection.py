@@ -196,7 +196,7 @@ class _First(NamedTuple):
 
     Attributes:
         at: The step.
-        things: What differs.
+        things: What differs; if `alone` made it, what that has changed.
         before: The last step that is equal; None if there is none.
         alone: A step between the two that only one run has, and that has changed something.
         of: The name of that run.
@@ -221,8 +221,8 @@ def _first(ours: list[Step], theirs: list[Step]) -> _First | None:
         if things:
             for name, steps, begin, end in (("a", ours, behind[0], place), ("b", theirs, behind[1], there)):
                 for one in range(max(begin, 1), end):
-                    if _differing(steps[one], steps[one - 1]):
-                        return _First(step, things, before, steps[one], name)
+                    if changed := _differing(steps[one], steps[one - 1]):
+                        return _First(step, tuple(sorted(changed, key=_importance)), before, steps[one], name)
             return _First(step, things, before)
         before, behind = step, (place + 1, there + 1)
     return None
