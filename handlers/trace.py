@@ -21,6 +21,7 @@ from ._common.trace_file import Place, TraceWriter
 __all__ = ["Trace"]
 
 _KEPT = ("parameters", "buffers", "optimizer", "random", "handlers", "metrics")
+_UNMEASURED = {"BACKWARD_COMPLETED", "OPTIMIZER_STEP_COMPLETED"}  # what is measured right after them
 _OF_A_SHARD = {"GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BACKWARD_COMPLETED"}
 
 
@@ -32,10 +33,11 @@ class Trace(Handler):
     stays small; those of tensors depend on each bit and on its position. They are computed on the device of the tensors, and read
     in one transfer for each record.
 
-    In each iteration that is recorded there is a record at GET_BATCH_COMPLETED (the batch, the random numbers), FORWARD_COMPLETED
-    (the output), LOSS_COMPUTED, BACKWARD_COMPLETED and GRADIENTS_READY (the gradients), OPTIMIZER_STEP_COMPLETED (parameters and
-    optimizer) and ITERATION_COMPLETED (also buffers, handlers' states and metrics), each after all receivers of the event. The
-    start of the run and the end of each epoch are recorded, too.
+    In each iteration that is recorded there is a record at GET_BATCH_COMPLETED (the batch, the random numbers), LOSS_COMPUTED
+    (the output, the loss), GRADIENTS_READY (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random
+    numbers, handlers' states and metrics), each after all receivers of the event. With ``detail="tensor"``, there are further
+    ones at FORWARD_COMPLETED, BACKWARD_COMPLETED and OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are
+    recorded, too.
 
     The file is continued by a run that resumes, from the place of its checkpoint. With several processes, each writes a file of
     its own: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
@@ -44,7 +46,7 @@ class Trace(Handler):
     Args:
         path: The file, such as "runs/trace.jsonl"; its folder is created.
         every: Which iterations are recorded: "10it" for each tenth.
-        detail: "step" for one digest of all parameters, or "tensor" for one of each tensor.
+        detail: "step" for one digest of all parameters, or "tensor" for one of each tensor, and for all events.
         part_size: Bytes after which a file is continued in another one.
 
     Example:
@@ -87,13 +89,13 @@ class Trace(Handler):
         self.every = check_every(self, every, units=["it"])
         self.detail = check_choice(self, "detail", detail, ("step", "tensor"))
         self.part_size = check_int(self, "part_size", part_size)
-        count = int(self.every.value)
+        count, every_event = int(self.every.value), detail == "tensor"
         self.batch_event = Events.GET_BATCH_COMPLETED(every=count)
-        self.output_event = Events.FORWARD_COMPLETED(every=count)
+        self.output_event = Events.FORWARD_COMPLETED(every=count) if every_event else None
         self.loss_event = Events.LOSS_COMPUTED(every=count)
-        self.backward_event = Events.BACKWARD_COMPLETED(every=count)
+        self.backward_event = Events.BACKWARD_COMPLETED(every=count) if every_event else None
         self.gradients_event = Events.GRADIENTS_READY(every=count)
-        self.step_event = Events.OPTIMIZER_STEP_COMPLETED(every=count)
+        self.step_event = Events.OPTIMIZER_STEP_COMPLETED(every=count) if every_event else None
         self.end_event = Events.ITERATION_COMPLETED(every=count)
         self._writer: TraceWriter | None = None
         self._header = ""
@@ -135,13 +137,13 @@ class Trace(Handler):
 
     @on("output_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["output"], writes=["files"])
     def record_output(self, engine: Engine) -> None:
-        """Record the output of the forward, and the random numbers."""
-        self._record(engine, "FORWARD_COMPLETED", ("output", "random"), engine.state.update)
+        """Record the output of the forward."""
+        self._record(engine, "FORWARD_COMPLETED", ("output",), engine.state.update)
 
-    @on("loss_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["loss"], writes=["files"])
+    @on("loss_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["output", "loss"], writes=["files"])
     def record_loss(self, engine: Engine) -> None:
-        """Record the loss."""
-        self._record(engine, "LOSS_COMPUTED", ("loss",), engine.state.update)
+        """Record the output and the loss."""
+        self._record(engine, "LOSS_COMPUTED", ("output", "loss"), engine.state.update)
 
     @on("backward_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["gradients", "modules"], writes=["files"])
     def record_backward(self, engine: Engine) -> None:
@@ -153,16 +155,10 @@ class Trace(Handler):
         """Record the gradients that the optimizer will use."""
         self._record(engine, "GRADIENTS_READY", ("gradients",), engine.state.update)
 
-    @on(
-        "step_event",
-        phase=Phase.PERSIST,
-        rank=RECORD_TRACE,
-        reads=["weights", "optimizer", "rates", "groups", "modules"],
-        writes=["files"],
-    )
+    @on("step_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["weights", "modules"], writes=["files"])
     def record_step(self, engine: Engine) -> None:
-        """Record what the step has changed."""
-        self._record(engine, "OPTIMIZER_STEP_COMPLETED", ("parameters", "optimizer"), engine.state.update)
+        """Record the parameters after the step."""
+        self._record(engine, "OPTIMIZER_STEP_COMPLETED", ("parameters",), engine.state.update)
 
     @on(
         "end_event",
@@ -189,7 +185,7 @@ class Trace(Handler):
     def _record(self, engine: Engine, event: str, things: tuple[str, ...], update: UpdateState | None = None) -> None:
         """Write a record of these things."""
         state = engine.state
-        digests = digests_of(engine, things, by_tensor=self.detail == "tensor")
+        digests = digests_of(engine, things, by_tensor=self.detail == "tensor", measures=event not in _UNMEASURED)
         found = digests.read()
         if self._place is None or self._place.iteration != state.iteration:
             self._counts.clear()

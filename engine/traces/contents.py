@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..authoring.devices import widened
-from ..authoring.randomness import packed, random_state
+from ..authoring.randomness import random_state
 from ..checkpoints.manifest import environment
 from ..distributed.sharded import local_part
 from ..distributed.shards import OF_SHARDS
@@ -19,6 +21,7 @@ from .digests import Digests
 from .watched import optimizers_of, parameters_of
 
 if TYPE_CHECKING:
+    from ..core.handler import Handler
     from ..engine import Engine
 
 __all__ = ["BY_NAME", "CONTENTS", "described_environment", "digests_of"]
@@ -31,7 +34,10 @@ def _batch(engine: Engine) -> Named:
 
 
 def _random(engine: Engine) -> Named:
-    return iter(packed(random_state()).items())
+    state = random_state()
+    version, words, gauss = state["python"]
+    # Hashes of integers are the same in each process, and take a tenth of the time of their bytes.
+    yield from (state | {"python": [version, hash(words), gauss]}).items()
 
 
 def _output(engine: Engine) -> Named:
@@ -89,7 +95,7 @@ def described_environment(engine: Engine) -> dict[str, Any]:
         "shards": None if shards is None else shards.world_size,
         "seed": engine.seed,
         "flags": _flags(),
-        "handlers": {name: _code_of(handler) for name, handler in sorted(engine.handlers.items())},
+        "handlers": {name: _code_of(type(handler)) for name, handler in sorted(engine.handlers.items())},
     }
 
 
@@ -103,9 +109,9 @@ def _flags() -> dict[str, Any]:
     }
 
 
-def _code_of(handler: object) -> str:
+@cache
+def _code_of(kind: type[Handler]) -> str:
     """The class of a handler, and a digest of its source."""
-    kind = type(handler)
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # typed in an interpreter
@@ -113,42 +119,52 @@ def _code_of(handler: object) -> str:
     return f"{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 
-def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False) -> Digests:
-    """The digests of what a run consists of now, still on their devices, with the loss and the norms of gradients and weights.
+def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False, measures: bool = False) -> Digests:
+    """The digests of what a run consists of now, still on their devices.
 
     Args:
         engine: The engine of the run.
         things: Keys of `CONTENTS`.
         by_tensor: Whether each tensor has a digest of its own.
+        measures: Whether the loss and norms are measured, too.
     """
     found = Digests()
     with torch.no_grad():
         for thing in things:
-            values = _named(CONTENTS[thing](engine))
+            values = _named(CONTENTS[thing](engine), in_order=thing in BY_NAME)
             if by_tensor or thing in BY_NAME:
                 for name, value in values.items():
                     found.add(f"{thing}/{name}", value)
             else:
                 found.add(thing, values)
-            if (measure := _MEASURED.get(thing)) is not None and (number := measure(values)) is not None:
+            if measures and thing in _MEASURED and (number := _MEASURED[thing](values)) is not None:
                 found.add_number(thing, number)
     return found
 
 
-def _named(values: Named) -> dict[str, Any]:
-    """Values in the order of their names, whatever the order was that handlers were attached in; none hides another."""
-    found: dict[str, Any] = {}
-    repeated: dict[str, int] = {}
-    for name, value in values:
-        count = repeated[name] = repeated.get(name, 0) + 1
-        found[name if count == 1 else f"{name} ({count})"] = value
-    return dict(sorted(found.items()))
+def _named(values: Named, *, in_order: bool) -> dict[str, Any]:
+    """Values by name: none hides another of the same name; in the order of the names where handlers give them, in any order."""
+    pairs = list(values)
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts: Counter[str] = Counter()
+        found = {}
+        for name, value in pairs:
+            counts[name] += 1
+            found[name if counts[name] == 1 else f"{name} ({counts[name]})"] = value
+    return dict(sorted(found.items())) if in_order else found
 
 
 def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     """The norm of all tensors together, on the device of the first; None for none."""
-    norms = [_norm_of(local_part(one.detach())) for one in values.values() if one is not None and not one.is_meta]
-    return torch.linalg.vector_norm(torch.stack([one.to(norms[0]) for one in norms])) if norms else None
+    tensors = [local_part(one.detach()) for one in values.values() if one is not None and not one.is_meta]
+    alike = len({(one.dtype, one.device, one.layout) for one in tensors}) == 1
+    if alike and tensors[0].dtype in _PRECISE and tensors[0].layout is torch.strided:
+        norms = list(torch._foreach_norm(tensors))
+    else:
+        norms = [_norm_of(one) for one in tensors]
+        norms = [one.to(norms[0]) for one in norms]
+    return torch.linalg.vector_norm(widened(torch.stack(norms))) if norms else None
 
 
 def _norm_of(tensor: Tensor) -> Tensor:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..authoring.batches import field_names, parts
 from ..authoring.devices import widened
@@ -59,10 +59,13 @@ class Digests:
     def add(self, name: str, value: Any) -> None:
         """Add what is to be digested under a name; it may change afterwards."""
         tensors: list[Tensor] = []
-        content = hashlib.blake2b(digest_size=_SIZE)
-        for part in _described(value, tensors):
-            content.update(part)
-        self._contents[name] = content.digest()
+        plain = b""
+        if type(value) is dict:
+            ordinary = {key: one for key, one in value.items() if _is_plain(one)}
+            tensors += ordinary.values()
+            plain = _of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors]))
+            value = {key: one for key, one in value.items() if key not in ordinary}
+        self._contents[name] = plain + _hashed(_described(value, tensors))
         self._sums[name] = [_positional_sum(bits) for bits in _flattened(tensors)]
 
     def add_number(self, name: str, value: Tensor | float) -> None:
@@ -86,6 +89,30 @@ class Digests:
                 0
             ]
         return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is an ordinary tensor, as most are: its description is known from its dtype and its shape."""
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_complex())
+    )
+
+
+@lru_cache(maxsize=64)
+def _of_plain(names: tuple[Any, ...], kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
+    """The digest of the names, dtypes and shapes of ordinary tensors: computed once for those of a model."""
+    return _hashed(
+        f"{name!r}: {dtype}{tuple(shape)};".encode() for name, (dtype, shape) in zip(names, kinds, strict=True)
+    )
+
+
+def _hashed(parts: Iterable[bytes]) -> bytes:
+    content = hashlib.blake2b(digest_size=_SIZE)
+    for part in parts:
+        content.update(part)
+    return content.digest()
 
 
 def _read(sums: list[Tensor]) -> list[int]:
@@ -172,18 +199,19 @@ def _strided(tensor: Tensor) -> list[Tensor]:
 
 
 def _flattened(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """The bits of tensors as integers: small ones of one device and size are joined, large ones are not copied."""
+    """The bits of tensors as integers: small ones of one device and dtype are joined, large ones are not copied."""
     small: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.is_meta or tensor.numel() == 0:
-            continue
-        bits = tensor.reshape(-1).contiguous().view(_INTEGERS.get(tensor.element_size(), torch.int32))
-        if bits.numel() > _SMALL:
-            yield bits
-        else:
-            small.setdefault((bits.device, bits.dtype), []).append(bits)
+        if tensor.numel() > _SMALL and not tensor.is_meta:
+            yield _bits(tensor.detach().reshape(-1))
+        elif tensor.numel() and not tensor.is_meta:
+            small.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach().reshape(-1))
     for several in small.values():
-        yield several[0] if len(several) == 1 else torch.cat(several)
+        yield _bits(torch.cat(several) if len(several) > 1 else several[0])
+
+
+def _bits(flat: Tensor) -> Tensor:
+    return flat.resolve_neg().contiguous().view(_INTEGERS.get(flat.element_size(), torch.int32))
 
 
 def _positional_sum(bits: Tensor) -> Tensor:

@@ -180,7 +180,7 @@ NOT_RECORDED = {
     ("LRScheduling", "check_total"): {"optimizer"},  # only where a loaded state has no such schedule
     ("Checkpoint", "save_between_runs"): {"state"},  # only at an event that is emitted between runs
     # All options of the groups are read at once.
-    **{("Trace", name): {"rates", "groups"} for name in ("begin", "record_step", "record_iteration", "record_epoch")},
+    **{("Trace", name): {"rates", "groups"} for name in ("begin", "record_iteration", "record_epoch")},
     # By receivers that these connect, which are called through the guard of looks.
     ("Guards", "look"): {"loss", "output"},
     ("Guards", "look_at_evaluation"): {"buffers", "modules"},
