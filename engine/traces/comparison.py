@@ -175,6 +175,10 @@ def _records(files: Sequence[TraceFile]) -> dict[Ranked, Record]:
 def _difference(one: Record, other: Record) -> Difference | None:
     """What two records of the same key have differently."""
     things = [name for name in one.digests if other.digests.get(name, one.digests[name]) != one.digests[name]]
+    shared = {name.split("/")[0] for name in one.digests.keys() & other.digests.keys()}
+    for name in sorted(one.numbers.keys() & other.numbers.keys() - shared):  # of traces with other details
+        if _apart(one.numbers[name], other.numbers[name]):
+            things.append(name)
     if not things:
         return None
     numbers = None

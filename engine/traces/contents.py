@@ -155,7 +155,8 @@ def _norm_of(tensor: Tensor) -> Tensor:
         tensor = tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor.to_dense()
     if tensor.dtype not in _PRECISE:
         tensor = tensor.float()
-    return torch.linalg.vector_norm(tensor).double()
+    norm: Tensor = torch.linalg.vector_norm(tensor).double()
+    return norm
 
 
 _PRECISE = {torch.float32, torch.float64, torch.complex64, torch.complex128}

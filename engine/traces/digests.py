@@ -65,7 +65,7 @@ class Digests:
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
-        number = torch.as_tensor(value).detach()
+        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         self._numbers[name] = local_part(number).to(torch.float64).reshape(()).view(torch.int64)
 
     def read(self) -> dict[str, str]:
