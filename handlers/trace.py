@@ -202,7 +202,7 @@ class Trace(Handler):
             return self._writer
         processes = engine.processes
         open_folder(self, self.path.parent)
-        self._header = header_line(described_environment(engine))
+        self._header = header_line({**described_environment(engine), "detail": self.detail})
         self._writer = writer = TraceWriter(self.path, processes.rank, self._header, self.part_size)
         continues = bool(self._state) and self._resume(writer, processes)
         if not continues:

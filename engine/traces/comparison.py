@@ -191,6 +191,13 @@ def _differing(one: Record, other: Record) -> list[str]:
     return [name for name, value in one.digests.items() if other.digests.get(name, value) != value]
 
 
+def _other_numbers(one: Record, other: Record) -> list[str]:
+    """The numbers that differ of what has no digest in common, in traces with other details."""
+    shared = {name.split("/")[0] for name in one.digests.keys() & other.digests.keys()}
+    names = sorted(one.numbers.keys() & other.numbers.keys() - shared)
+    return [name for name in names if _apart(one.numbers[name], other.numbers[name])]
+
+
 def _unseeded(one: Record, other: Record) -> list[str]:
     """The generators that the runs begin with in other states; whatever depends on them differs by itself."""
     return [name for name in _differing(one, other) if name.startswith("random/")]
@@ -199,6 +206,7 @@ def _unseeded(one: Record, other: Record) -> list[str]:
 def _difference(one: Record, other: Record, unseeded: Sequence[str]) -> Difference | None:
     """What two records of the same key have differently."""
     things = [name for name in _differing(one, other) if name not in unseeded]
+    things += _other_numbers(one, other)
     if not things:
         return None
     numbers = None

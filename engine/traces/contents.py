@@ -21,7 +21,6 @@ from .digests import Digests
 from .watched import optimizers_of, parameters_of
 
 if TYPE_CHECKING:
-    from ..core.handler import Handler
     from ..engine import Engine
 
 __all__ = ["BY_NAME", "CONTENTS", "described_environment", "digests_of"]
@@ -90,12 +89,13 @@ BY_NAME = frozenset({"random", "handlers", "metrics"})
 def described_environment(engine: Engine) -> dict[str, Any]:
     """What makes runs comparable: versions, the processor, flags of torch, the seed, and the handlers with their code."""
     processes, shards = engine.processes.world_size, engine.group.shards
+    kinds: dict[str, Any] = {name: type(handler) for name, handler in sorted(engine.handlers.items())}
     return {
         **environment(engine.device, processes),
         "shards": None if shards is None else shards.world_size,
         "seed": engine.seed,
         "flags": _flags(),
-        "handlers": {name: _code_of(type(handler)) for name, handler in sorted(engine.handlers.items())},
+        "handlers": {name: _code_of(kind) for name, kind in kinds.items()},
     }
 
 
@@ -110,12 +110,12 @@ def _flags() -> dict[str, Any]:
 
 
 @cache
-def _code_of(kind: type[Handler]) -> str:
-    """The class of a handler, and a digest of its source."""
+def _code_of(kind: Any) -> str:
+    """The name of a class, and a digest of its source."""
     try:
         source = inspect.getsource(kind)
     except (OSError, TypeError):  # typed in an interpreter
-        return kind.__qualname__
+        return str(kind.__qualname__)
     return f"{kind.__qualname__} {hashlib.sha256(source.encode()).hexdigest()[:12]}"
 
 

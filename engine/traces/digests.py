@@ -70,7 +70,8 @@ class Digests:
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
-        number = widened(local_part(torch.as_tensor(value).detach())).reshape(())
+        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        number = widened(local_part(number)).reshape(())
         self._wide[name] = number.dtype is torch.float64
         self._numbers[name] = number.view(torch.int64) if self._wide[name] else number.view(torch.int32).long()
 

@@ -1,0 +1,308 @@
+"""Trace: equal runs have equal records, also where they are resumed, and nothing of a trace is lost silently."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from signalfire import Engine, Events, Handler, Update
+from signalfire.findings import FindingWarning
+from signalfire.handlers import (
+    EMA,
+    Average,
+    Checkpoint,
+    DistributedDataParallel,
+    ElasticDataParallel,
+    GradientAccumulation,
+    Metrics,
+    MicroBatching,
+    SharpnessAwareMinimization,
+    Trace,
+)
+from signalfire.traces import compare
+from tests.kit import assert_same, batches, build, evaluator_of, mlp
+from tests.processes import run_together
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def engine_of(*handlers: Handler, **options: Any) -> Engine:
+    engine = build(mlp(5, 4, 1, nn.Dropout(0.3)), optimizer=ADAM, **options)
+    engine.attach(*handlers)
+    torch.manual_seed(1)
+    return engine
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [one for line in path.read_text().splitlines() if "event" in (one := json.loads(line))]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_file())
+
+
+def whole(path: Path, **options: Any) -> Path:
+    engine_of(Trace(path, every="1it", **options), Metrics(loss=Average())).run(batches(), max_epochs=3)
+    return path
+
+
+def resumed(folder: Path, path: Path, at: int, **options: Any) -> None:
+    engine = engine_of(
+        Trace(path, every="1it", **options), Metrics(loss=Average()), Checkpoint(folder, every="4it", keep=9)
+    )
+    torch.manual_seed(99)
+    engine.load_state_dict(Checkpoint.load(next(folder.glob(f"*iter{at:08}"))))
+    engine.run(batches(), max_epochs=3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [MicroBatching(2, halve_on_oom=False)],
+        lambda: [GradientAccumulation(2)],
+        lambda: [SharpnessAwareMinimization()],
+        lambda: [EMA(0.9), Metrics(loss=Average())],
+    ],
+)
+def test_equal_runs_have_equal_traces_in_any_order_of_attaching(make: Any, tmp_path: Path) -> None:
+    engine_of(Trace(tmp_path / "a" / "trace.jsonl", every="1it"), *make()).run(batches(), max_epochs=2)
+    engine_of(*reversed(make()), Trace(tmp_path / "b" / "other", every="1it")).run(batches(), max_epochs=2)
+    found = compare(tmp_path / "a" / "trace.jsonl", tmp_path / "b" / "other")
+    assert found.equal, found
+    assert not found.unlike
+    assert found.ends == (12, 12)
+
+
+def test_steps_that_compute_gradients_twice_have_the_records_of_the_first_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        engine = build(
+            mlp(5, 4, 1), Trace(tmp_path / name, every="1it"), optimizer=partial(torch.optim.LBFGS, max_iter=3)
+        )
+        engine.run(batches(), max_epochs=1)
+        engine_of(Trace(tmp_path / f"sam {name}", every="1it"), SharpnessAwareMinimization()).run(
+            batches(1), max_epochs=1
+        )
+    assert compare(tmp_path / "a", tmp_path / "b").equal
+    assert compare(tmp_path / "sam a", tmp_path / "sam b").equal
+    for name in ("a", "sam a"):
+        found = [(one["iteration"], one["event"]) for one in records(tmp_path / name)]
+        assert len(found) == len(set(found))
+
+
+def test_an_update_that_is_a_function_has_records_of_batches_and_iterations(tmp_path: Path) -> None:
+    engine = Engine(Update.from_function(lambda engine, batch: None))
+    engine.attach(Trace(tmp_path / "trace", every="1it"))
+    engine.run([{"x": torch.ones(2), "names": ["a", "b"]}, ["c"], "text"], max_epochs=1)
+    events = [one["event"] for one in records(tmp_path / "trace")]
+    assert events == ["STARTED", *["GET_BATCH_COMPLETED", "ITERATION_COMPLETED"] * 3, "EPOCH_COMPLETED"]
+
+
+def test_only_the_chosen_iterations_are_recorded_and_compare_with_more(tmp_path: Path) -> None:
+    for name, every in (("a", "1it"), ("b", "5it")):
+        engine_of(Trace(tmp_path / name, every=every)).run(batches(), max_epochs=2)
+    assert {one["iteration"] for one in records(tmp_path / "b")} == {0, 5, 6, 10, 12}
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.equal
+    assert found.compared == len(records(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("at", [4, 8, 12])
+@pytest.mark.parametrize("options", [{}, {"detail": "tensor", "part_size": 3000}])
+def test_a_trace_of_a_resumed_run_is_that_of_an_undisturbed_one(
+    at: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    path, folder = tmp_path / "trace.jsonl", tmp_path / "checkpoints"
+    saving = Checkpoint(folder, every="4it", keep=9)
+    engine_of(Trace(path, every="1it", **options), Metrics(loss=Average()), saving).run(batches(), max_epochs=3)
+    before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    for _ in range(2):
+        resumed(folder, path, at, **options)
+        assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path)} == before
+    found = compare(path, whole(tmp_path / "undisturbed.jsonl", **options))
+    assert found.equal, found
+    assert found.ends == (18, 18)
+    assert len(before) > 3 or not options
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "replaced"])
+def test_a_trace_that_is_not_that_of_the_state_is_kept_and_reported(damage: str, tmp_path: Path) -> None:
+    path, folder = tmp_path / "trace.jsonl", tmp_path / "checkpoints"
+    saving = Checkpoint(folder, every="4it", keep=9)
+    engine_of(Trace(path, every="1it"), Metrics(loss=Average()), saving).run(batches(), max_epochs=3)
+    content = path.read_bytes()
+    left = {"missing": b"", "truncated": content[:900], "replaced": content.replace(b'"iteration":2', b'"iteration":3')}
+    path.write_bytes(left[damage])
+    if damage == "missing":
+        path.unlink()
+    with pytest.warns(FindingWarning, match="W34"):
+        resumed(folder, path, 8)
+    assert min(one["iteration"] for one in records(path)) == 9
+    if damage != "missing":
+        assert (tmp_path / "trace.1.jsonl").read_bytes() == left[damage]
+
+
+def test_a_trace_without_its_first_part_is_reported_and_its_other_parts_are_kept(tmp_path: Path) -> None:
+    path, folder = tmp_path / "trace.jsonl", tmp_path / "checkpoints"
+    saving = Checkpoint(folder, every="4it", keep=9)
+    engine_of(Trace(path, every="1it", part_size=1500), Metrics(loss=Average()), saving).run(batches(), max_epochs=3)
+    path.unlink()
+    with pytest.warns(FindingWarning, match="W34"):
+        resumed(folder, path, 12, part_size=1500)
+    assert (tmp_path / "trace.1.part2.jsonl").exists()
+    assert records(path)[0]["event"] == "EPOCH_COMPLETED"  # which follows the checkpoint of iteration 12
+    assert min(one["iteration"] for one in records(path)[1:]) == 13
+    assert compare(path, path).ends == (18, 18)
+
+
+def test_a_new_run_keeps_the_trace_of_another_one_under_a_name_that_can_be_compared(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    whole(path, part_size=1500)
+    parts = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
+    whole(path)
+    assert len(parts) > 2
+    kept = {name.replace("trace", "trace.1", 1): content for name, content in parts.items()}
+    assert {name: (tmp_path / name).read_bytes() for name in names(tmp_path) if name != "trace.jsonl"} == kept
+    assert compare(path, tmp_path / "trace.1.jsonl").equal
+
+
+def test_two_runs_of_one_engine_have_the_trace_of_one_run(tmp_path: Path) -> None:
+    engine = engine_of(Trace(tmp_path / "a", every="1it"))
+    engine.run(batches(), max_epochs=1)
+    engine.run(batches(), max_epochs=2)
+    engine_of(Trace(tmp_path / "b", every="1it")).run(batches(), max_epochs=2)
+    assert records(tmp_path / "a") == records(tmp_path / "b")
+
+
+def test_a_run_after_an_exception_continues_the_trace(tmp_path: Path) -> None:
+    engine = engine_of(Trace(tmp_path / "a", every="1it"))
+
+    @engine.on(Events.FORWARD_COMPLETED(once=4))
+    def fail(engine: Engine) -> None:
+        raise RuntimeError("planted")
+
+    with pytest.raises(RuntimeError, match="planted"):
+        engine.run(batches(), max_epochs=1)
+    before = records(tmp_path / "a")
+    engine.detach(fail)
+    with pytest.warns(UserWarning, match="iteration 4 is made again"):
+        engine.run(batches(), max_epochs=1)
+    found = records(tmp_path / "a")
+    assert found[: len(before)] == before
+    assert found[-1]["event"] == "EPOCH_COMPLETED"
+    assert all(one.get("occurrence", 1) == 1 for one in found)
+
+
+def test_a_trace_that_is_disabled_or_detached_writes_nothing(tmp_path: Path) -> None:
+    disabled, detached = Trace(tmp_path / "a", detail="tensor"), Trace(tmp_path / "b", name="second")
+    engine = engine_of(disabled, detached)
+    engine.detach(detached)
+    with engine.without("trace"):
+        engine.run(batches(), max_epochs=1)
+    assert names(tmp_path) == []
+    assert not any(one.owner == "second" for signal in engine.signals.all() for one in signal.connections)
+    engine.run(batches(), max_epochs=2)
+    assert [one["iteration"] for one in records(tmp_path / "a")] == [*[10] * 7, 12]
+    assert compare(tmp_path / "a", tmp_path / "a").equal
+
+
+def test_an_evaluator_has_a_trace(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        evaluator = evaluator_of(mlp(5, 4, 1))
+        evaluator.attach(Trace(tmp_path / name, every="1it"))
+        evaluator.run(batches())
+    assert compare(tmp_path / "a", tmp_path / "b").equal
+    assert {one["event"] for one in records(tmp_path / "a")} >= {"STARTED", "GET_BATCH_COMPLETED", "LOSS_COMPUTED"}
+
+
+@pytest.mark.parametrize("detail", ["step", "tensor"])
+def test_weights_with_a_trace_are_those_without(detail: Any, tmp_path: Path) -> None:
+    def train(*handlers: Handler) -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+        engine = build(nn.Sequential(layer, nn.Linear(8, 1)), *handlers, optimizer=ADAM)
+        with torch.autocast("cpu", torch.bfloat16):
+            engine.run(batches(3, (4, 8), (4, 1)), max_epochs=2)
+        trained: nn.Module = engine.model
+        return trained
+
+    assert_same(train(), train(Trace(tmp_path / "trace", every="1it", detail=detail)))
+
+
+def test_gradients_that_are_sparse_are_recorded(tmp_path: Path) -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return output.square().mean()
+
+    for name in ("a", "b"):
+        torch.manual_seed(0)
+        engine = build(nn.Embedding(7, 3, sparse=True), Trace(tmp_path / name, every="1it"), loss=loss)
+        engine.run([(torch.tensor([1, 2]), torch.ones(2))] * 3, max_epochs=1)
+    assert compare(tmp_path / "a", tmp_path / "b").equal
+
+
+# ---- several processes --------------------------------------------------------------------------------------------
+
+
+def train_together(folder: Path, elastic: bool, at: int, epochs: int, planted: bool) -> None:
+    engine = build(mlp(5, 4, 1, nn.Dropout(0.3)), optimizer=ADAM)
+    engine.attach(
+        ElasticDataParallel(shards=4) if elastic else DistributedDataParallel(),
+        Trace(folder / "trace.jsonl", every="1it"),
+        Checkpoint(folder / "checkpoints", every="2it", keep=9),
+    )
+    torch.manual_seed(1)
+    if planted:
+        engine.attach(Planted())
+    if at:
+        engine.load_state_dict(Checkpoint.load(next((folder / "checkpoints").glob(f"*iter{at:08}"))))
+    engine.run(batches(16), max_epochs=epochs)
+
+
+class Planted(Handler):
+    by_shard = True
+
+    def attached(self, engine: Engine) -> None:
+        def change(engine: Engine) -> None:
+            if engine.state.iteration == 3 and engine.state.shard == 3:
+                engine.state.update.output = engine.state.update.output * 1.5
+
+        engine.connect(Events.FORWARD_COMPLETED, change)
+
+
+def test_each_of_two_ranks_has_a_file_and_resuming_cuts_both(tmp_path: Path) -> None:
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        run_together(train_together, 2, folder, False, 0, 1, False)
+    assert names(tmp_path / "a") == ["trace.jsonl", "trace.rank1.jsonl"]
+    before = [(tmp_path / "a" / name).read_bytes() for name in names(tmp_path / "a")]
+    run_together(train_together, 2, tmp_path / "a", False, 4, 1, False)
+    assert [(tmp_path / "a" / name).read_bytes() for name in names(tmp_path / "a")] == before
+    found = compare(tmp_path / "a" / "trace.jsonl", tmp_path / "b" / "trace.jsonl")
+    assert found.equal, found
+    assert found.compared == sum(len(records(tmp_path / "b" / name)) for name in names(tmp_path / "b"))
+
+
+@pytest.mark.filterwarnings("ignore:C41", "ignore:.*different environment")
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+def test_steps_of_shards_have_the_same_trace_for_any_number_of_processes(
+    before: int, after: int, tmp_path: Path
+) -> None:
+    run_together(train_together, 1, tmp_path / "one", True, 0, 2, False)
+    run_together(train_together, before, tmp_path / "two", True, 0, 2, False)
+    for _ in range(2):
+        found = compare(tmp_path / "one" / "trace.jsonl", tmp_path / "two" / "trace.jsonl")
+        assert found.equal, found
+        assert not found.unlike
+        assert found.compared == len(records(tmp_path / "one" / "trace.jsonl"))
+        run_together(train_together, after, tmp_path / "two", True, 2, 2, False)
+    if after < before:
+        assert max(one["iteration"] for one in records(tmp_path / "two" / f"trace.rank{before - 1}.jsonl")) <= 2
