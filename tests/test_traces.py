@@ -1,4 +1,4 @@
-"""The short forms of tests/campaigns/traces.py: `compare` names what was changed, and runs that should be equal have equal traces."""
+"""Short forms of tests/campaigns/traces.py: what was changed is named, and runs that should be equal have equal traces."""
 
 from __future__ import annotations
 
