@@ -557,7 +557,7 @@ def logs(folder: Path) -> Engine:
         validation(model, every="3it"),
         CSVLogger(folder / "log.csv", every="1it"),
         JSONLinesLogger(folder / "log.jsonl", every="2it"),
-        Trace(folder / "trace.jsonl", every="2it"),
+        Trace(folder / "trace.jsonl", every="2it", detail="tensor"),
         TensorBoardLogger(folder / "events", every="2it"),
         *(in_memory(kind, folder, every="2it") for kind in (RemoteLogger, MLflowLogger, WandbLogger, TrackioLogger)),
         Histograms(every="3it"),

@@ -158,12 +158,11 @@ def _named(values: Named, *, in_order: bool) -> dict[str, Any]:
 def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     """The norm of all tensors together, on the device of the first; None for none."""
     tensors = [local_part(one.detach()) for one in values.values() if one is not None and not one.is_meta]
-    alike = len({(one.dtype, one.device, one.layout) for one in tensors}) == 1
-    if alike and tensors[0].dtype in _PRECISE and tensors[0].layout is torch.strided:
+    kinds = {(one.dtype, one.device, one.layout) for one in tensors}
+    if len(kinds) == 1 and tensors[0].dtype in _PRECISE and tensors[0].layout is torch.strided:
         norms = list(torch._foreach_norm(tensors))
     else:
-        norms = [_norm_of(one) for one in tensors]
-        norms = [one.to(norms[0]) for one in norms]
+        norms = [_norm_of(one).to(tensors[0].device) for one in tensors]
     return torch.linalg.vector_norm(widened(torch.stack(norms))) if norms else None
 
 

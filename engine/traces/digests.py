@@ -24,10 +24,12 @@ _CHUNK = 2**18
 """Elements that are summed at once."""
 
 _SMALL = 2**14
-"""Elements up to which tensors are joined before they are summed."""
+"""Elements up to which tensors are joined before they are summed; on the CPU they are hashed."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtype, torch.Size)
+
+_OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 _SIZE = 8  # bytes of a digest
 
@@ -61,12 +63,11 @@ class Digests:
         tensors: list[Tensor] = []
         plain = b""
         if type(value) is dict:
-            ordinary = {key: one for key, one in value.items() if _is_plain(one)}
-            tensors += ordinary.values()
-            plain = _of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors]))
-            value = {key: one for key, one in value.items() if key not in ordinary}
-        self._contents[name] = plain + _hashed(_described(value, tensors))
-        self._sums[name] = [_positional_sum(bits) for bits in _flattened(tensors)]
+            plain, value = _without_plain(value, tensors)
+        described = _hashed(_described(value, tensors))
+        far = [one for one in tensors if not _is_near(one)]
+        self._contents[name] = plain + described + _hashed(map(_content, filter(_is_near, tensors)))
+        self._sums[name] = [_positional_sum(bits) for bits in _flattened(far)]
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
@@ -101,6 +102,14 @@ def _is_plain(value: Any) -> bool:
     )
 
 
+def _without_plain(value: dict[Any, Any], tensors: list[Tensor]) -> tuple[bytes, dict[Any, Any]]:
+    """What describes the ordinary tensors of a dict, which are appended to a list, and the rest of it."""
+    ordinary = {key: one for key, one in value.items() if _is_plain(one)}
+    tensors += ordinary.values()
+    rest = {key: one for key, one in value.items() if key not in ordinary}
+    return _of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors])), rest
+
+
 @lru_cache(maxsize=64)
 def _of_plain(names: tuple[Any, ...], kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
     """The digest of the names, dtypes and shapes of ordinary tensors: computed once for those of a model."""
@@ -109,7 +118,18 @@ def _of_plain(names: tuple[Any, ...], kinds: tuple[tuple[torch.dtype, torch.Size
     )
 
 
-def _hashed(parts: Iterable[bytes]) -> bytes:
+def _is_near(tensor: Tensor) -> bool:
+    """Whether this is a small tensor on the CPU."""
+    return tensor.device.type == "cpu" and tensor.numel() <= _SMALL
+
+
+def _content(tensor: Tensor) -> Any:
+    """The elements of a tensor on the CPU, for a hash: for small ones, this is faster than a sum."""
+    tensor = tensor.detach().resolve_neg().contiguous()
+    return (tensor if tensor.dtype in _OF_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
+
+
+def _hashed(parts: Iterable[Any]) -> bytes:
     content = hashlib.blake2b(digest_size=_SIZE)
     for part in parts:
         content.update(part)

@@ -30,7 +30,7 @@ OF_UPDATES = (
 )
 _EVENTS = (
     *(Events.STARTED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED),
-    *(Events.ITERATION_STARTED, *OF_UPDATES, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED),
+    *(Events.ITERATION_STARTED, *OF_UPDATES, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED),
 )
 _KEPT = ("random", "gradients", "parameters", "buffers", "optimizer", "handlers", "metrics")
 _FIRST = -(10**9)  # a rank before all others
@@ -96,8 +96,6 @@ class _Steps:
 
     def _look(self, event: EventEnum, receiver: str | None, engine: Engine) -> None:
         state = engine.state
-        if event is Events.GET_BATCH_STARTED and receiver is None and state.iteration >= self.until:
-            raise Stopped
         if state.iteration < self.since:
             return
         of_update = event in OF_UPDATES
@@ -105,6 +103,8 @@ class _Steps:
         self._counts[here] = occurrence = self._counts.get(here, 0) + 1
         things = (*_KEPT, *(("output", "loss") if of_update else ()), *(("batch",) if state.batch is not None else ()))
         self.found.append(Step(*here, occurrence, digests_of(engine, things, by_tensor=True).read()))
+        if event is Events.GET_BATCH_STARTED and receiver is None and state.iteration >= self.until:
+            raise Stopped
 
 
 def _name_of(connection: Connection) -> str:

@@ -96,11 +96,8 @@ _KEPT = ("parameters", "buffers", "optimizer", "random", "handlers", "metrics")
 THINGS = {
     "STARTED": ("parameters", "buffers", "optimizer", "random", "handlers"),
     "GET_BATCH_COMPLETED": ("batch", "random"),
-    "FORWARD_COMPLETED": ("output", "random"),
-    "LOSS_COMPUTED": ("loss",),
-    "BACKWARD_COMPLETED": ("gradients",),
+    "LOSS_COMPUTED": ("output", "loss"),
     "GRADIENTS_READY": ("gradients",),
-    "OPTIMIZER_STEP_COMPLETED": ("parameters", "optimizer"),
     "ITERATION_COMPLETED": _KEPT,
     "EPOCH_COMPLETED": _KEPT,
 }

@@ -60,7 +60,7 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
     files = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", *scripts]) == 1
     printed = capsys.readouterr().out
-    assert "first difference: iteration 6, FORWARD_COMPLETED: the output" in printed
+    assert "first difference: iteration 6, LOSS_COMPUTED: the output" in printed
     assert "made again from the start: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
     assert "made by scale, which both runs call here" in printed
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
