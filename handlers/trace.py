@@ -33,11 +33,10 @@ class Trace(Handler):
     stays small; those of tensors depend on each bit and on its position. They are computed on the device of the tensors, and read
     in one transfer for each record.
 
-    In each iteration that is recorded there is a record at GET_BATCH_COMPLETED (the batch, the random numbers), LOSS_COMPUTED
-    (the output, the loss), GRADIENTS_READY (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random
-    numbers, handlers' states and metrics), each after all receivers of the event. With ``detail="tensor"``, there are further
-    ones at FORWARD_COMPLETED, BACKWARD_COMPLETED and OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are
-    recorded, too.
+    In each iteration that is recorded there is a record at GET_BATCH_COMPLETED (the batch), LOSS_COMPUTED (the output, the loss),
+    GRADIENTS_READY (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random numbers, handlers' states
+    and metrics), each after all receivers of the event. With ``detail="tensor"``, there are further ones at FORWARD_COMPLETED,
+    BACKWARD_COMPLETED and OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are recorded, too.
 
     The file is continued by a run that resumes, from the place of its checkpoint. With several processes, each writes a file of
     its own: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
@@ -132,8 +131,8 @@ class Trace(Handler):
 
     @on("batch_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["batch"], writes=["files"])
     def record_batch(self, engine: Engine) -> None:
-        """Record the batch and the random numbers."""
-        self._record(engine, "GET_BATCH_COMPLETED", ("batch", "random"))
+        """Record the batch."""
+        self._record(engine, "GET_BATCH_COMPLETED", ("batch", "random") if self.detail == "tensor" else ("batch",))
 
     @on("output_event", phase=Phase.PERSIST, rank=RECORD_TRACE, reads=["output"], writes=["files"])
     def record_output(self, engine: Engine) -> None:

@@ -95,7 +95,7 @@ SPARE = 1.6
 _KEPT = ("parameters", "buffers", "optimizer", "random", "handlers", "metrics")
 THINGS = {
     "STARTED": ("parameters", "buffers", "optimizer", "random", "handlers"),
-    "GET_BATCH_COMPLETED": ("batch", "random"),
+    "GET_BATCH_COMPLETED": ("batch",),
     "LOSS_COMPUTED": ("output", "loss"),
     "GRADIENTS_READY": ("gradients",),
     "ITERATION_COMPLETED": _KEPT,
