@@ -62,11 +62,13 @@ from signalfire.handlers import (
     SharpnessAwareMinimization,
     TensorBoardLogger,
     Throughput,
+    Trace,
     TruePrecision,
     Validation,
 )
 from signalfire.handlers._common.ranks import AFTER_ALL
 from signalfire.resuming.copies import Copies
+from signalfire.traces import digests
 from tests import kit
 from tests.kit import assert_same
 
@@ -291,6 +293,20 @@ def test_statistics_in_every_iteration_wait_for_nothing() -> None:
     assert waits(engine, batches(), max_epochs=1) == []
     for name in ("samples_per_second", "mfu", "process_mib", "update_ratio", "momentum"):
         assert engine.state.metrics.serials[name] >= LENGTH - 2
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(("detail", "records"), [("step", 4), ("tensor", 7)])
+def test_a_record_of_a_trace_waits_once(
+    tmp_path: Path, detail: Any, records: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Small tensors of the CPU are hashed there; those of a device, whose way is counted here, are not.
+    monkeypatch.setattr(digests, "_is_near", lambda tensor: False)
+    engine = build(Trace(tmp_path / "trace.jsonl", every="5it", detail=detail), EMA(0.9))
+    found = waits(engine, batches(), max_epochs=1)
+    reads = Counter(iteration for iteration, _ in found)
+    assert (reads[5], reads[10]) == (records, records), found
+    assert reads.keys() <= {0, 5, 10, LENGTH}
 
 
 @pytest.mark.moderate
