@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import runpy
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,7 +27,10 @@ def add_bisect(commands: Any) -> None:
         "traces", nargs="*", type=Path, help="the two traces; without, the runs are compared from the start"
     )
     parser.add_argument(
-        "--script", nargs="+", type=Path, metavar="FILE", help="the script that trains, or those of both runs"
+        "--script",
+        nargs="+",
+        metavar="SCRIPT",
+        help="the script that trains, or those of both runs; with arguments in quotes: 'train.py --lr 0.1'",
     )
     parser.add_argument(
         "--build", nargs="+", metavar="NAME", help="a function that returns (engine, run), such as train:build, or two"
@@ -63,13 +68,17 @@ class _Captured(BaseException):
     """Ends a script once its engine is about to train; not an `Exception`, which the script may catch."""
 
 
-def built_by(script: Path) -> tuple[Engine, Callable[[Engine], object]]:
+def built_by(script: str) -> tuple[Engine, Callable[[Engine], object]]:
     """The engine that a script trains first, and what the script calls to train it.
+
+    Args:
+        script: Its path, and its arguments as on a command line.
 
     Raises:
         ValueError: If the script ends without a training.
     """
     captured: list[tuple[Engine, Callable[[Engine], object]]] = []
+    path, *arguments = shlex.split(script, posix=os.name != "nt")
 
     def capture(engine: Engine, *args: Any, **options: Any) -> Any:
         if not engine.training:
@@ -77,14 +86,14 @@ def built_by(script: Path) -> tuple[Engine, Callable[[Engine], object]]:
         captured.append((engine, lambda engine: run(engine, *args, **options)))
         raise _Captured
 
-    with _in_place_of_run(capture) as run:
+    with _in_place_of_run(capture) as run, _as_a_program(Path(path).resolve(), arguments):
         try:
-            runpy.run_path(str(script), run_name="__main__")
+            runpy.run_path(path, run_name="__main__")
         except _Captured as error:
             # The script's variables, such as its data, live as long as the engine.
             captured[0][0].__dict__["script"] = error
             return captured[0]
-    raise ValueError(f"{str(script)!r} ends without a training: it calls run() of no engine that trains")
+    raise ValueError(f"{path!r} ends without a training: it calls run() of no engine that trains")
 
 
 @contextmanager
@@ -95,3 +104,18 @@ def _in_place_of_run(capture: Callable[..., Any]) -> Iterator[Callable[..., Any]
         yield run
     finally:
         Engine.run = run  # type: ignore[method-assign]
+
+
+@contextmanager
+def _as_a_program(script: Path, arguments: list[str]) -> Iterator[None]:
+    """Let a script find its arguments, and the modules beside it; they are imported anew for another script."""
+    before, given, searched = set(sys.modules), sys.argv, list(sys.path)
+    sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = given, searched
+        for name in set(sys.modules) - before:
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and script.parent in Path(file).resolve().parents and "site-packages" not in file:
+                del sys.modules[name]

@@ -87,6 +87,10 @@ class _Side(NamedTuple):
             raise TypeError(
                 f"bisect(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
             )
+        if engine.processes.distributed:
+            raise ValueError(
+                "bisect() makes runs of a single process again; those of shards are the same on one process"
+            )
         if self.state is not None:
             saved = self.state["handlers"].keys()
             engine.load_state_dict(self.state, allow=sorted(saved ^ engine.handlers.keys()))
@@ -128,7 +132,7 @@ def bisect(
         What was found; its `iteration` is None if the runs that were made again do not differ.
 
     Raises:
-        TypeError, ValueError: For a build that returns no engine, or for traces that are equal.
+        TypeError, ValueError: For a build that returns no engine, for traces that are equal, and in several processes.
 
     Example:
         >>> from signalfire import Engine, Events, Update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,38 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
 def test_a_build_that_repeats_itself(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", "--build", "first.py:build", "--until", "4"]) == 0
     assert "the runs do not differ" in capsys.readouterr().out
+
+
+WITH_ARGUMENTS = """
+import argparse
+
+import torch
+from torch import nn
+
+from rates import RATE
+from signalfire import Engine, Update
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--factor", type=float, default=1.0)
+factor = parser.parse_args().factor
+torch.manual_seed(0)
+update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=RATE * factor)
+Engine(update, model=nn.Linear(2, 1), seed=0).run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+"""
+
+
+def test_scripts_have_their_arguments_and_the_modules_beside_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, rate in (("a", 0.1), ("b", 0.2)):
+        Path(name).mkdir()
+        Path(name, "train.py").write_text(WITH_ARGUMENTS)
+        Path(name, "rates.py").write_text(f"RATE = {rate}")
+    assert main(["bisect", "--script", "a/train.py", "b/train.py"]) == 1
+    assert "the optimizer's state or options (lr of group 0 (update 'main'))" in capsys.readouterr().out
+    assert main(["bisect", "--script", "a/train.py --factor 2", "b/train.py"]) == 0
+    assert "rates" not in sys.modules
 
 
 @pytest.mark.parametrize(
