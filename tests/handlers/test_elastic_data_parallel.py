@@ -386,6 +386,7 @@ def test_a_step_of_several_processes_is_made_again_by_one(window: int, tmp_path:
     assert engine.replay(closing).run().times[0].gradients == seen[closing][1]
 
 
+@pytest.mark.moderate
 def test_the_samples_of_a_step_are_those_of_all_its_shards() -> None:
     engine, taken = classifier(), list[Tensor]()
     engine.attach(ElasticDataParallel(shards=2), Rewindable(every="2it"))

@@ -84,6 +84,7 @@ def test_equal_runs_have_equal_traces_in_any_order_of_attaching(make: Any, tmp_p
     assert found.ends == (12, 12)
 
 
+@pytest.mark.moderate
 def test_steps_that_compute_gradients_twice_have_the_records_of_the_first_time(tmp_path: Path) -> None:
     for name in ("a", "b"):
         engine = build(
@@ -117,6 +118,7 @@ def test_only_the_chosen_iterations_are_recorded_and_compare_with_more(tmp_path:
     assert found.compared == len(records(tmp_path / "b"))
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("at", [4, 8, 12])
 @pytest.mark.parametrize("options", [{}, {"detail": "tensor", "part_size": 3000}])
 def test_a_trace_of_a_resumed_run_is_that_of_an_undisturbed_one(
@@ -279,6 +281,7 @@ class Planted(Handler):
         engine.connect(Events.FORWARD_COMPLETED, change)
 
 
+@pytest.mark.moderate
 def test_each_of_two_ranks_has_a_file_and_resuming_cuts_both(tmp_path: Path) -> None:
     for folder in (tmp_path / "a", tmp_path / "b"):
         run_together(train_together, 2, folder, False, 0, 1, False)
@@ -291,6 +294,7 @@ def test_each_of_two_ranks_has_a_file_and_resuming_cuts_both(tmp_path: Path) -> 
     assert found.compared == sum(len(records(tmp_path / "b" / name)) for name in names(tmp_path / "b"))
 
 
+@pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:C41", "ignore:.*different environment")
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 1), (1, 2), (3, 2)])
 def test_steps_of_shards_have_the_same_trace_for_any_number_of_processes(

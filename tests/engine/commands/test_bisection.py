@@ -90,6 +90,7 @@ Engine(update, model=nn.Linear(2, 1), seed=0).run([(torch.ones(4, 2), torch.ones
 """
 
 
+@pytest.mark.moderate
 def test_scripts_have_their_arguments_and_the_modules_beside_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

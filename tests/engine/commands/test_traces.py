@@ -10,6 +10,7 @@ from signalfire.__main__ import main
 from tests.engine.traces.test_comparison import planted, train
 
 
+@pytest.mark.moderate
 def test_equal_and_different_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = train(tmp_path / "a"), train(tmp_path / "b"), train(tmp_path / "c", plant=planted())
     assert main(["compare", str(a), str(b)]) == 0

@@ -31,6 +31,7 @@ def added(has_sum: list[bool]) -> tuple[bool, str, list[tuple[int, ...]]]:
     return sums.flagged, digest(total), [one.stride() for one in total]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("has_sum", [[True] * RANKS, [True, False, True, True]])
 def test_the_sums_of_ranks_are_those_of_a_tree_on_each_of_them(has_sum: list[bool]) -> None:
     tree = TreeSum()

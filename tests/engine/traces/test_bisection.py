@@ -48,7 +48,11 @@ def layers(middle: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
 
 
 def build(
-    *handlers: Handler, plant: Plant | None = None, middle: Callable[[], nn.Module] = nn.ReLU, data: Any = None
+    *handlers: Handler,
+    plant: Plant | None = None,
+    middle: Callable[[], nn.Module] = nn.ReLU,
+    data: Any = None,
+    epochs: int = 1,
 ) -> tuple[Engine, Callable[[Engine], object]]:
     """An engine, and what trains it."""
     torch.manual_seed(0)
@@ -57,7 +61,7 @@ def build(
     if plant is not None:
         plant(engine)
     loader = table() if data is None else data()
-    return engine, lambda engine: engine.run(loader, max_epochs=4)
+    return engine, lambda engine: engine.run(loader, max_epochs=epochs)
 
 
 def heavier(engine: Engine) -> None:
@@ -78,6 +82,7 @@ EVENTS = [
 ]
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_function_that_changes_a_weight_is_named_with_its_event(event: Events) -> None:
     found = bisect(build, lambda: build(plant=planted(event, 5)))
@@ -102,6 +107,7 @@ def test_a_draw_and_the_change_of_a_state_are_named() -> None:
     )
 
 
+@pytest.mark.moderate
 def test_a_handler_that_only_one_run_has_is_named_where_it_first_changes_anything() -> None:
     found = bisect(lambda: build(GradientClipping(max_norm=100.0)), lambda: build(GradientClipping(max_norm=0.1)))
     assert (found.iteration, found.receiver) == (1, "gradient_clipping.clip")
@@ -130,6 +136,7 @@ def test_a_module_that_computes_something_else_is_named() -> None:
     assert "the forward" in found.cause
 
 
+@pytest.mark.moderate
 def test_one_run_that_does_not_repeat_itself_is_made_twice() -> None:
     assert bisect(build).iteration is None
     assert "do not differ" in str(bisect(build))
@@ -153,6 +160,7 @@ class OddBackward(nn.Module):
         return Unrepeatable.apply(x)  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.moderate
 def test_a_backward_that_does_not_repeat_itself_is_named_by_its_operation() -> None:
     found = bisect(lambda: build(middle=OddBackward))
     assert (found.iteration, found.event) == (1, "BACKWARD_COMPLETED")
@@ -170,6 +178,7 @@ class Shuffled(Dataset[Any]):
         return torch.full((6,), float(index)) + (os.urandom(1)[0] if index == 40 else 0), index % 3
 
 
+@pytest.mark.moderate
 def test_data_that_do_not_repeat_themselves_are_named() -> None:
     found = bisect(lambda: build(data=lambda: DataLoader(Shuffled(), batch_size=8)))
     assert (found.iteration, found.event, found.things) == (6, "GET_BATCH_COMPLETED", ("batch/batch",))
@@ -189,6 +198,7 @@ class Drifting(Handler):
             group["lr"] *= self.factor
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     "handlers",
     [
@@ -213,6 +223,7 @@ def train(folder: Path, **options: Any) -> Callable[[], Any]:
             Trace(folder / "trace.jsonl", every="5it"),
             Checkpoint(folder / "checkpoints", every="4it", keep=20),
             CSVLogger(folder / "log.csv"),
+            epochs=4,
             **options,
         )
 
@@ -221,6 +232,7 @@ def train(folder: Path, **options: Any) -> Callable[[], Any]:
     return built
 
 
+@pytest.mark.moderate
 def test_with_traces_the_runs_begin_at_the_newest_checkpoint_before_the_difference(tmp_path: Path) -> None:
     builds = train(tmp_path / "a"), train(tmp_path / "b", plant=planted(Events.BACKWARD_COMPLETED, 13))
     traces = [tmp_path / name / "trace.jsonl" for name in "ab"]
@@ -235,6 +247,7 @@ def test_with_traces_the_runs_begin_at_the_newest_checkpoint_before_the_differen
         bisect(*builds, traces=[traces[0], traces[0]])
 
 
+@pytest.mark.moderate
 def test_nothing_of_the_caller_changes() -> None:
     before = digest([torch.get_rng_state(), list(random.getstate()[1])])
     bisect(build, lambda: build(middle=Tanh))

@@ -85,6 +85,7 @@ def test_by_tensor_the_tensor_and_the_event_are_named(tmp_path: Path) -> None:
     assert (found.event, found.thing) == ("OPTIMIZER_STEP_COMPLETED", "parameters/model.0.weight")
 
 
+@pytest.mark.moderate
 def test_traces_of_other_details_are_compared_by_their_numbers(tmp_path: Path) -> None:
     whole, by_tensor = train(tmp_path / "a"), train(tmp_path / "b", detail="tensor")
     assert compare(whole, by_tensor).equal
@@ -149,6 +150,7 @@ class Named(Handler):
         """Do nothing."""
 
 
+@pytest.mark.moderate
 def test_what_is_printed_fits_one_screen(tmp_path: Path) -> None:
     a = train(tmp_path / "a", detail="tensor")
     many = [Named(name=f"named_{number}") for number in range(60)]
@@ -159,6 +161,7 @@ def test_what_is_printed_fits_one_screen(tmp_path: Path) -> None:
     assert any("more" in line for line in lines)
 
 
+@pytest.mark.moderate
 def test_the_picture_shows_the_iterations(tmp_path: Path) -> None:
     found = compare(train(tmp_path / "a"), train(tmp_path / "b", plant=planted()))
     figure = found.plot(tmp_path / "apart.png")
