@@ -7,6 +7,7 @@ import os
 import runpy
 import shlex
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -50,6 +51,8 @@ def bisect(given: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     print(found)
+    if found.iteration is None and found.compared is not None:
+        return 2
     return 0 if found.iteration is None else 1
 
 
@@ -93,6 +96,8 @@ def built_by(script: str) -> tuple[Engine, Callable[[Engine], object]]:
             # The script's variables, such as its data, live as long as the engine.
             captured[0][0].__dict__["script"] = error
             return captured[0]
+        except SystemExit as error:
+            raise ValueError(f"{path!r} ended before a training, with the exit status {error.code!r}") from None
     raise ValueError(f"{path!r} ends without a training: it calls run() of no engine that trains")
 
 
@@ -117,5 +122,11 @@ def _as_a_program(script: Path, arguments: list[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = given, searched
         for name in set(sys.modules) - before:
             file = getattr(sys.modules[name], "__file__", None)
-            if file is not None and script.parent in Path(file).resolve().parents and "site-packages" not in file:
+            if file is not None and not any(Path(file).is_relative_to(folder) for folder in _INSTALLED):
                 del sys.modules[name]
+
+
+_INSTALLED = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {
+    str(Path(sys.modules[Engine.__module__].__file__ or "").parent)
+}
+"""Folders of what is installed: the same for each script."""

@@ -57,7 +57,13 @@ class Bisection:
         begun = "from the start" if self.begun is None else f"from {self.begun}"
         lines = [] if self.compared is None else [str(self.compared)]
         if self.iteration is None:
-            return "\n".join([*lines, f"made again {begun}, the runs do not differ"])
+            lines.append(f"made again {begun}, the runs do not differ")
+            if self.compared is not None:
+                lines.append(
+                    "  so that what made the difference is not in what was made again: other scripts, data, seeds, settings of "
+                    "the process such as PYTHONHASHSEED, or another number of processes"
+                )
+            return "\n".join(lines)
         things = listed([in_words(one) for one in self.things], most=3)
         lines.append(f"made again {begun}: iteration {self.iteration}, {self.event}: {things}")
         lines.append(f"  {self.cause}")
@@ -86,6 +92,10 @@ class _Side(NamedTuple):
         if not callable(run):
             raise TypeError(
                 f"bisect(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
+            )
+        if engine.dry_run:  # which it has been since it was made again
+            raise ValueError(
+                f"bisect(build_{self.name}=...) returned an engine that has run; build a new one in each call"
             )
         if engine.processes.distributed:
             raise ValueError(
@@ -149,19 +159,27 @@ def bisect(
         >>> found.iteration, found.event, found.receiver, found.things
         (2, 'GRADIENTS_READY', 'rescale', ('gradients/model.weight',))
     """
+    if until is not None and until < 1:
+        raise ValueError(f"bisect(until={until!r}): expected the number of an iteration, from 1")
     compared = None
     since, last = 0, 10**9 if until is None else until
     if traces:
-        compared = compare(*traces)
-        if compared.first is None:
-            raise ValueError(f"bisect(traces={[str(one) for one in traces]}): there is no difference: {compared}")
-        since, last = compared.equal_until, compared.first.iteration
+        compared = _compared(traces)
+        since, last = compared.equal_until, compared.first.iteration if compared.first is not None else last
     random = random_state()
     sides = [_Side(name, build, run, None, random) for name, build in (("a", build_a), ("b", build_b or build_a))]
     try:
         return _made_again(Bisection(compared, None), *_placed(sides, checkpoints, since), since, last)
     finally:
         set_random_state(random)
+
+
+def _compared(traces: Sequence[Path_]) -> Comparison:
+    """The comparison of two traces that differ."""
+    compared = compare(*traces)
+    if compared.first is None:
+        raise ValueError(f"bisect(traces={[str(one) for one in traces]}): there is no difference: {compared}")
+    return compared
 
 
 def _placed(sides: list[_Side], checkpoints: Path_ | None, since: int) -> tuple[str | None, _Side, _Side]:
@@ -175,7 +193,10 @@ def _placed(sides: list[_Side], checkpoints: Path_ | None, since: int) -> tuple[
 def _made_again(result: Bisection, begun: str | None, a: _Side, b: _Side, since: int, last: int) -> Bisection:
     """What is found when both runs are made again, and looked at from one iteration to another."""
     result = replace(result, begun=begun)
-    found = _first(*[record_steps(*side.made(), since, last) for side in (a, b)])
+    steps = [record_steps(*side.made(), since, last) for side in (a, b)]
+    if not all(any(step.event == "ITERATION_COMPLETED" for step in several) for several in steps):
+        raise ValueError("bisect(): a run that was made again ended without an iteration that could be looked at")
+    found = _first(*steps)
     if found is None:
         return result
     at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)
@@ -259,6 +280,8 @@ def _explained(found: Bisection, first: _First, a: _Side, b: _Side) -> Bisection
     if first.alone is not None:
         name = first.alone.receiver
         cause = f"made by {name}, which only run {first.of!r} calls here"
+        if name is None:
+            cause = f"only run {first.of!r} comes to {first.alone.event} here"
         return replace(found, event=first.alone.event, receiver=name, cause=cause)
     if first.at.receiver is not None:
         return replace(
@@ -271,11 +294,25 @@ def _explained(found: Bisection, first: _First, a: _Side, b: _Side) -> Bisection
     found = replace(found, cause=f"made between {begin.event} and {end.event}: {part}")
     if begin.event not in _PARTS:
         return found
-    recorded = [record_operations(*side.made(), begin, end) for side in (a, b)]
-    for place, (one, other) in enumerate(zip_longest(*recorded), 1):
-        if one != other:
+    return _by_operations(found, a, b, begin, end)
+
+
+def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step) -> Bisection:
+    """The first operation of torch between two steps that the runs do not have alike."""
+    ours, theirs = (record_operations(*side.made(), begin, end) for side in (a, b))
+    # Some operations leave memory as it was, and differ from themselves; of two equal builds, they may be what is looked for.
+    again = ours if a.build == b.build else record_operations(*a.made(), begin, end)
+    for place, (one, other, itself) in enumerate(zip_longest(ours, theirs, again), 1):
+        if _is_unknown(one, other, itself):
+            continue
+        if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
     return replace(found, cause=f"{found.cause}; its operations are the same when they are looked at one by one")
+
+
+def _is_unknown(one: Operation | None, other: Operation | None, itself: Operation | None) -> bool:
+    """Whether an operation has other arguments or results when the same run makes it again."""
+    return one is not None and other is not None and one != itself
 
 
 _PARTS = {

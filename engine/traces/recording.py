@@ -75,6 +75,7 @@ class _Steps:
         self.found: list[Step] = []
         self._counts: dict[tuple[Any, ...], int] = {}
         self._own: set[int] = set()
+        self._complete = False  # the last iteration that is looked at
         for event in _EVENTS:
             receiver = partial(self._look, event, None)
             self._own.add(id(receiver))
@@ -103,8 +104,10 @@ class _Steps:
         self._counts[here] = occurrence = self._counts.get(here, 0) + 1
         things = (*_KEPT, *(("output", "loss") if of_update else ()), *(("batch",) if state.batch is not None else ()))
         self.found.append(Step(*here, occurrence, digests_of(engine, things, by_tensor=True).read()))
-        if event is Events.GET_BATCH_STARTED and receiver is None and state.iteration >= self.until:
+        if self._complete and event in (Events.ITERATION_STARTED, Events.GET_BATCH_STARTED):
             raise Stopped
+        # With shards, there are batches within the iteration, too.
+        self._complete = (event is Events.ITERATION_COMPLETED and state.iteration >= self.until) or self._complete
 
 
 def _name_of(connection: Connection) -> str:
@@ -133,13 +136,17 @@ class Operation(NamedTuple):
         name: Its name, such as "aten.mm.default".
         module: The module whose forward calls it, by its path; empty outside of the modules' forwards.
         given: The digest of its arguments.
-        result: The digest of its results, and of its arguments afterwards, which it may change.
+        result: The digest of its results, and of its arguments afterwards, which it may change; empty where nothing is known.
     """
 
     name: str
     module: str
     given: str
     result: str
+
+    def same(self, other: Operation | None) -> bool:
+        """Whether another run makes the same, in whatever module."""
+        return other is not None and self._replace(module="") == other._replace(module="")
 
 
 class _Operations(TorchDispatchMode):
@@ -152,10 +159,14 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)
         given = _digest([args, kwargs])
         result = func(*args, **kwargs)
         module = self._modules[-1] if self._modules else ""
-        self.found.append(Operation(str(func), module, given, _digest([result, args])))
+        # The memory of an empty tensor has whatever was in it.
+        left = "" if "empty" in func._schema.name else _digest([result, args])
+        self.found.append(Operation(str(func), module, given, left))
         return result
 
 

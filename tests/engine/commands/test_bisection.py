@@ -67,6 +67,11 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
 
 
+def test_a_difference_that_is_not_made_again_is_said(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bisect", "first.jsonl", "second.jsonl", "--script", "first.py"]) == 2
+    assert "what made the difference is not in what was made again" in capsys.readouterr().out
+
+
 def test_a_build_that_repeats_itself(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", "--build", "first.py:build", "--until", "4"]) == 0
     assert "the runs do not differ" in capsys.readouterr().out
@@ -111,6 +116,7 @@ def test_scripts_have_their_arguments_and_the_modules_beside_them(
         (["first.jsonl", "--script", "first.py"], "takes two traces, or none; got 1"),
         (["first.jsonl", "second.jsonl"], "needs --script train.py, or --build train:build"),
         (["--script", "empty.py"], "ends without a training"),
+        (["--script", "done.py"], "ended before a training, with the exit status 0"),
         (["first.jsonl", "missing.jsonl", "--script", "first.py"], "missing.jsonl"),
         (["--build", "first.py:biuld"], "did you mean 'build'"),
     ],
@@ -119,5 +125,6 @@ def test_what_cannot_be_made_again_is_said_in_a_sentence(
     arguments: list[str], message: str, scripts: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("empty.py").write_text("x = 1")
+    Path("done.py").write_text("import sys; sys.exit(0)")
     assert main(["bisect", *arguments]) == 2
     assert message in capsys.readouterr().err

@@ -248,6 +248,41 @@ def test_with_traces_the_runs_begin_at_the_newest_checkpoint_before_the_differen
 
 
 @pytest.mark.moderate
+@pytest.mark.moderate
+def test_a_difference_in_a_shard_is_found_within_its_iteration() -> None:
+    def swap(engine: Engine) -> None:
+        if engine.state.shard == 1:
+            engine.state.batch = engine.state.batch[0].flip(0), engine.state.batch[1].flip(0)
+
+    plant = lambda engine: engine.connect(Events.GET_BATCH_COMPLETED(once=1), swap)  # noqa: E731
+    found = bisect(
+        lambda: build(ElasticDataParallel(shards=4)), lambda: build(ElasticDataParallel(shards=4), plant=plant), until=1
+    )
+    assert (found.iteration, found.event, found.receiver) == (1, "GET_BATCH_COMPLETED", "swap")
+
+
+def test_memory_that_dropout_leaves_as_it_was_is_no_difference() -> None:
+    def with_dropout(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 16), middle())
+
+    found = bisect(lambda: build(middle=with_dropout(nn.GELU)), lambda: build(middle=with_dropout(Tanh)), until=1)
+    assert (found.operation, found.module) == ("aten.gelu.default", "model.1.2")
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.GELU()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def test_the_same_operation_in_another_module_is_no_difference() -> None:
+    found = bisect(lambda: build(middle=nn.GELU), lambda: build(middle=Wrapped), until=2)
+    assert found.iteration is None
+
+
 def test_nothing_of_the_caller_changes() -> None:
     before = digest([torch.get_rng_state(), list(random.getstate()[1])])
     bisect(build, lambda: build(middle=Tanh))
@@ -259,3 +294,10 @@ def test_what_cannot_be_made_again_is_refused() -> None:
         bisect(lambda: 3)
     with pytest.raises(TypeError, match="expected a function run"):
         bisect(lambda: build()[0])
+    made = build()
+    with pytest.raises(ValueError, match="returned an engine that has run"):
+        bisect(lambda: made, until=1)
+    with pytest.raises(ValueError, match="from 1"):
+        bisect(build, until=0)
+    with pytest.raises(ValueError, match="without an iteration"):
+        bisect(lambda: (build()[0], lambda engine: None))
