@@ -172,8 +172,11 @@ def drawn(draw: random.Random, epochs: int) -> tuple[str, str, int]:
 
 
 def last_before(folder: Path, iteration: int) -> dict[str, Any] | None:
-    """The state of the undisturbed run from which the changed one begins, so that each takes seconds."""
-    earlier = [path for path in folder.iterdir() if int(path.name[-8:]) < iteration]
+    """The state of the undisturbed run from which the changed one begins, so that each takes seconds.
+
+    At least one iteration is recorded before the change.
+    """
+    earlier = [path for path in folder.iterdir() if int(path.name[-8:]) < iteration - 11]
     return Checkpoint.load(max(earlier, key=lambda path: path.name[-8:])) if earlier else None
 
 
