@@ -122,6 +122,8 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        if path.is_dir():
+            raise ValueError(f"{str(path)!r} is a folder; give the file in it, such as {str(path / 'trace.jsonl')!r}")
         self.environments: list[dict[str, Any]] = []
         if next(self._lines(), None) is None:
             raise ValueError(f"{str(path)!r} is no trace: it has no complete line")
