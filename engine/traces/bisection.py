@@ -145,19 +145,19 @@ def bisect(
         TypeError, ValueError: For a build that returns no engine, for traces that are equal, and in several processes.
 
     Example:
-        >>> from signalfire import Engine, Events, Update
+        >>> import torch
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import GradientClipping
         >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 3
-        >>> def build(scale):
+        >>> def build(norm):
         ...     torch.manual_seed(0)
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        ...     engine = Engine(update, model=torch.nn.Linear(2, 1))
-        ...     @engine.on(Events.GRADIENTS_READY(once=2))
-        ...     def rescale(engine):
-        ...         engine.model.weight.grad *= scale
+        ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        ...     engine.attach(GradientClipping(max_norm=norm))
         ...     return engine, lambda engine: engine.run(data, max_epochs=1)
-        >>> found = bisect(lambda: build(1.0), lambda: build(1.1))
-        >>> found.iteration, found.event, found.receiver, found.things
-        (2, 'GRADIENTS_READY', 'rescale', ('gradients/model.weight',))
+        >>> found = bisect(lambda: build(0.02), lambda: build(0.01))
+        >>> found.iteration, found.event, found.receiver
+        (1, 'GRADIENTS_READY', 'gradient_clipping.clip')
     """
     if until is not None and until < 1:
         raise ValueError(f"bisect(until={until!r}): expected the number of an iteration, from 1")
