@@ -196,7 +196,7 @@ class Trace(Handler):
         self._place = Place.of(record)
 
     def _open(self, engine: Engine) -> TraceWriter:
-        """The file: cut to where the run continues, or begun anew."""
+        """The file: cut to where the run continues, or a new one."""
         if self._writer is not None:
             return self._writer
         processes = engine.processes

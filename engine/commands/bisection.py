@@ -113,7 +113,7 @@ def _in_place_of_run(capture: Callable[..., Any]) -> Iterator[Callable[..., Any]
 
 @contextmanager
 def _as_a_program(script: Path, arguments: list[str]) -> Iterator[None]:
-    """Let a script find its arguments, and the modules beside it; they are imported anew for another script."""
+    """Let a script find its arguments, and the modules beside it; another script imports its own."""
     before, given, searched = set(sys.modules), sys.argv, list(sys.path)
     sys.argv, sys.path[:0] = [str(script), *arguments], [str(script.parent)]
     try:

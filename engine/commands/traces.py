@@ -19,7 +19,10 @@ def add_compare(commands: Any) -> None:
 
 
 def compare(given: argparse.Namespace) -> int:
-    """Print where two traces differ; returns 0 if they do not, 1 if they do, and 2 for files that cannot be compared."""
+    """Print where two traces differ; returns 0 if they do not, and 2 for files that cannot be compared.
+
+    It returns 1 if they differ, also where one of the runs has ended earlier.
+    """
     from ..traces import compare as compare_traces
 
     try:
@@ -30,4 +33,6 @@ def compare(given: argparse.Namespace) -> int:
     except (OSError, ValueError, ImportError) as error:
         print(error, file=sys.stderr)
         return 2
-    return 0 if found.equal else 2 if not found.compared else 1
+    if not found.compared:
+        return 2
+    return 0 if found.equal and found.ends[0] == found.ends[1] else 1

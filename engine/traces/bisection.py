@@ -24,7 +24,7 @@ __all__ = ["Bisection", "bisect"]
 
 Build = Callable[[], Any]
 Run = Callable[[Engine], object]
-Path_ = str | PathLike[str]
+StrPath = str | PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -116,17 +116,16 @@ def bisect(
     build_a: Build,
     build_b: Build | None = None,
     *,
-    traces: Sequence[Path_] = (),
+    traces: Sequence[StrPath] = (),
     run: Run | None = None,
-    checkpoints: Path_ | None = None,
+    checkpoints: StrPath | None = None,
     until: int | None = None,
 ) -> Bisection:
     """Find what makes two runs differ: the receiver, the module or the operation.
 
     The traces say in which iteration the runs differ first. Both are run again up to there, from the newest of the checkpoints
     before it, and everything is looked at after each receiver. If no receiver made the difference, but what the engine does
-    between two events, such as the forward, the operations of torch are compared, too. Nothing is written: handlers that write
-    files are disabled.
+    between two events, such as the forward, the operations of torch are compared, too. Handlers that write files are disabled.
 
     With one build, the run is made twice: where does a run that should repeat itself not do so?
 
@@ -174,7 +173,7 @@ def bisect(
         set_random_state(random)
 
 
-def _compared(traces: Sequence[Path_]) -> Comparison:
+def _compared(traces: Sequence[StrPath]) -> Comparison:
     """The comparison of two traces that differ."""
     compared = compare(*traces)
     if compared.first is None:
@@ -182,7 +181,7 @@ def _compared(traces: Sequence[Path_]) -> Comparison:
     return compared
 
 
-def _placed(sides: list[_Side], checkpoints: Path_ | None, since: int) -> tuple[str | None, _Side, _Side]:
+def _placed(sides: list[_Side], checkpoints: StrPath | None, since: int) -> tuple[str | None, _Side, _Side]:
     """Where the runs begin, and the runs that begin there."""
     begun, state = _beginning(checkpoints, since)
     if state is None or not all(side.fits(state) for side in sides):
@@ -203,7 +202,7 @@ def _made_again(result: Bisection, begun: str | None, a: _Side, b: _Side, since:
     return _explained(at, found, a, b)
 
 
-def _beginning(checkpoints: Path_ | None, since: int) -> tuple[str | None, Any]:
+def _beginning(checkpoints: StrPath | None, since: int) -> tuple[str | None, Any]:
     """The newest checkpoint of an iteration that is not after one, and its state."""
     files, found = Files(), list[tuple[int, Path]]()
     for _, path in [] if checkpoints is None else find(Path(checkpoints), files):

@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all records that both have are equal, of which there is at least one."""
+        """Whether all records that both have are equal, of which there is at least one; one run may have ended earlier (`ends`)."""
         return self.first is None and self.compared > 0
 
     def __str__(self) -> str:
@@ -134,7 +134,19 @@ def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
         FileNotFoundError, ValueError: For paths without a trace.
 
     Example:
-        >>> compare("yesterday.jsonl", "today.jsonl")  # doctest: +SKIP
+        >>> import tempfile, torch
+        >>> from signalfire import Engine, Update
+        >>> from signalfire.handlers import Trace
+        >>> folder = tempfile.mkdtemp()
+        >>> def train(name):
+        ...     torch.manual_seed(0)
+        ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
+        ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        ...     engine.attach(Trace(f"{folder}/{name}.jsonl", every="1it"))
+        ...     engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+        ...     return f"{folder}/{name}.jsonl"
+        >>> compare(train("yesterday"), train("today")).equal
+        True
     """
     ours, theirs = read_traces(Path(a)), read_traces(Path(b))
     one, other = _records(ours), _records(theirs)
@@ -199,7 +211,7 @@ def _other_numbers(one: Record, other: Record) -> list[str]:
 
 
 def _unseeded(one: Record, other: Record) -> list[str]:
-    """The generators that the runs begin with in other states; whatever depends on them differs by itself."""
+    """The generators that the runs begin with in other states; what depends on them is compared by itself."""
     return [name for name in _differing(one, other) if name.startswith("random/")]
 
 

@@ -87,9 +87,8 @@ class Digests:
                 content.update(struct.pack("<q", next(read)))
             found[name] = content.hexdigest()
         for name, wide in self._wide.items():
-            self.numbers[name] = struct.unpack("<d" if wide else "<f", struct.pack("<q" if wide else "<i", next(read)))[
-                0
-            ]
+            bits, number = ("<q", "<d") if wide else ("<i", "<f")
+            (self.numbers[name],) = struct.unpack(number, struct.pack(bits, next(read)))
         return found
 
 

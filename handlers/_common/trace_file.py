@@ -64,7 +64,7 @@ class TraceWriter:
         return self._file is None or self._file.is_at(part_of(self.path, self.part))
 
     def begin(self) -> None:
-        """Begin anew; files of another trace are kept under other names."""
+        """Start a new file; those of another trace are kept under other names."""
         self.part = 1
         self._back_up()
         self._remove_after(1)

@@ -18,6 +18,8 @@ def test_equal_and_different_traces(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["compare", str(a), str(c), "--picture", str(tmp_path / "apart.png")]) == 1
     assert "first difference: iteration 5" in capsys.readouterr().out
     assert (tmp_path / "apart.png").exists()
+    assert main(["compare", str(a), str(train(tmp_path / "d", until=9))]) == 1
+    assert "b ends at iteration 9, a at 16" in capsys.readouterr().out
 
 
 def test_what_is_no_trace_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
