@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all records that both have are equal, of which there is at least one; one run may have ended earlier (`ends`)."""
+        """Whether all records that both have are equal, and there is one; a run may have ended earlier (`ends`)."""
         return self.first is None and self.compared > 0
 
     def __str__(self) -> str:
