@@ -279,8 +279,13 @@ class Wrapped(nn.Module):
 
 
 def test_the_same_operation_in_another_module_is_no_difference() -> None:
-    found = bisect(lambda: build(middle=nn.GELU), lambda: build(middle=Wrapped), until=2)
-    assert found.iteration is None
+    assert bisect(lambda: build(middle=nn.GELU), lambda: build(middle=Wrapped), until=2).iteration is None
+
+    def twice(first: Callable[[], nn.Module], second: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(first(), nn.Linear(16, 16), second())
+
+    found = bisect(lambda: build(middle=twice(nn.GELU, nn.GELU)), lambda: build(middle=twice(Wrapped, Tanh)), until=1)
+    assert (found.operation, found.module) == ("aten.gelu.default", "model.1.2")
 
 
 def test_nothing_of_the_caller_changes() -> None:
