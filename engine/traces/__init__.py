@@ -5,5 +5,16 @@ from .comparison import Comparison, compare
 from .differences import Difference
 from .digests import Digests
 from .files import TraceFile, read_traces
+from .scripts import Script
 
-__all__ = ["Bisection", "Comparison", "Difference", "Digests", "TraceFile", "bisect", "compare", "read_traces"]
+__all__ = [
+    "Bisection",
+    "Comparison",
+    "Difference",
+    "Digests",
+    "Script",
+    "TraceFile",
+    "bisect",
+    "compare",
+    "read_traces",
+]

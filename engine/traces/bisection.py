@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from signalfire import Engine
 
@@ -19,9 +20,11 @@ from ..core.words import listed
 from .comparison import Comparison, compare
 from .differences import in_words
 from .recording import Operation, Step, record_operations, record_steps
+from .scripts import Look, Script
 
 __all__ = ["Bisection", "bisect"]
 
+T = TypeVar("T")
 Build = Callable[[], Any]
 Run = Callable[[Engine], object]
 StrPath = str | PathLike[str]
@@ -77,13 +80,19 @@ class _Side(NamedTuple):
     """One of the two runs, which can be made as often as it is looked at."""
 
     name: str
-    build: Build
+    build: Build | Script
     run: Run | None
-    state: Any
+    begun: str | None
     random: dict[str, Any]
 
-    def made(self) -> tuple[Engine, Run]:
-        """An engine at the place where the runs begin, and what runs it."""
+    def see(self, look: Look[T]) -> T:
+        """What a look at the run finds; it is made again, from where it begins."""
+        look = partial(_seen_from, self.name, self.begun, look)
+        if isinstance(self.build, Script):
+            try:
+                return self.build.see(look, self.random)
+            except ValueError as error:
+                raise ValueError(f"bisect(): run {self.name!r}: {error}") from None
         set_random_state(self.random)
         built = self.build()
         engine, run = built if isinstance(built, tuple) and len(built) == 2 else (built, self.run)
@@ -93,28 +102,35 @@ class _Side(NamedTuple):
             raise TypeError(
                 f"bisect(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
             )
-        if engine.dry_run:  # which it has been since it was made again
-            raise ValueError(
-                f"bisect(build_{self.name}=...) returned an engine that has run; build a new one in each call"
-            )
-        if engine.processes.distributed:
-            raise ValueError(
-                "bisect() makes runs of a single process again; those of shards are the same on one process"
-            )
-        if self.state is not None:
-            saved = self.state["handlers"].keys()
-            engine.load_state_dict(self.state, allow=sorted(saved ^ engine.handlers.keys()))
-        return engine, run
+        return look(engine, run)
 
-    def fits(self, state: Any) -> bool:
-        """Whether a state has those of all handlers; else the run has to begin at the start."""
-        engine, _ = self.made()
-        return all(handler.writes or name in state["handlers"] for name, handler in engine.handlers.items())
+
+def _seen_from(name: str, begun: str | None, look: Look[T], engine: Engine, run: Run) -> T:
+    """What a look at a run finds that begins at a checkpoint, or at the start."""
+    if engine.dry_run:  # which it has been since it was made again
+        raise ValueError(f"bisect(build_{name}=...) returned an engine that has run; build a new one in each call")
+    if engine.processes.distributed:
+        raise ValueError("bisect() makes runs of a single process again; those of shards are the same on one process")
+    if begun is not None:
+        state = _state_in(begun)
+        saved = state["handlers"].keys()
+        engine.load_state_dict(state, allow=sorted(saved ^ engine.handlers.keys()))
+    return look(engine, run)
+
+
+def _state_in(checkpoint: str) -> Any:
+    return load(Path(checkpoint), name=None, where="bisect(checkpoints=)", files=Files())
+
+
+def _fits(checkpoint: str, engine: Engine, run: Run) -> bool:
+    """Whether a checkpoint has the states of all handlers; else the run has to begin at the start."""
+    saved = _state_in(checkpoint)["handlers"]
+    return all(handler.writes or name in saved for name, handler in engine.handlers.items())
 
 
 def bisect(
-    build_a: Build,
-    build_b: Build | None = None,
+    build_a: Build | Script,
+    build_b: Build | Script | None = None,
     *,
     traces: Sequence[StrPath] = (),
     run: Run | None = None,
@@ -130,7 +146,7 @@ def bisect(
     With one build, the run is made twice: where does a run that should repeat itself not do so?
 
     Args:
-        build_a: Builds the first engine; called without arguments. It may return ``(engine, run)`` instead.
+        build_a: Builds the first engine; called without arguments. It may return ``(engine, run)`` instead. Or a `Script`.
         build_b: Builds the second; by default the first one again.
         traces: The paths of the two traces. Without them, the runs are compared from their start.
         run: Trains an engine if the builds return no function: ``lambda engine: engine.run(loader, max_epochs=1)``.
@@ -168,7 +184,7 @@ def bisect(
     random = random_state()
     sides = [_Side(name, build, run, None, random) for name, build in (("a", build_a), ("b", build_b or build_a))]
     try:
-        return _made_again(Bisection(compared, None), *_placed(sides, checkpoints, since), since, last)
+        return _made_again(compared, *_placed(sides, checkpoints, since), since, last)
     finally:
         set_random_state(random)
 
@@ -181,38 +197,38 @@ def _compared(traces: Sequence[StrPath]) -> Comparison:
     return compared
 
 
-def _placed(sides: list[_Side], checkpoints: StrPath | None, since: int) -> tuple[str | None, _Side, _Side]:
-    """Where the runs begin, and the runs that begin there."""
-    begun, state = _beginning(checkpoints, since)
-    if state is None or not all(side.fits(state) for side in sides):
-        return None, sides[0], sides[1]
-    return begun, sides[0]._replace(state=state), sides[1]._replace(state=state)
+def _placed(sides: list[_Side], checkpoints: StrPath | None, since: int) -> tuple[_Side, _Side]:
+    """The runs, from where they begin."""
+    begun = _beginning(checkpoints, since)
+    if begun is not None and all(side.see(partial(_fits, begun)) for side in sides):
+        sides = [side._replace(begun=begun) for side in sides]
+    return sides[0], sides[1]
 
 
-def _made_again(result: Bisection, begun: str | None, a: _Side, b: _Side, since: int, last: int) -> Bisection:
-    """What is found when both runs are made again, and looked at from one iteration to another."""
-    result = replace(result, begun=begun)
-    steps = [record_steps(*side.made(), since, last) for side in (a, b)]
-    if not all(any(step.event == "ITERATION_COMPLETED" for step in several) for several in steps):
-        raise ValueError("bisect(): a run that was made again ended without an iteration that could be looked at")
-    found = _first(*steps)
-    if found is None:
-        return result
-    at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)
-    return _explained(at, found, a, b)
-
-
-def _beginning(checkpoints: StrPath | None, since: int) -> tuple[str | None, Any]:
-    """The newest checkpoint of an iteration that is not after one, and its state."""
+def _beginning(checkpoints: StrPath | None, since: int) -> str | None:
+    """The newest checkpoint of an iteration that is not after one."""
     files, found = Files(), list[tuple[int, Path]]()
     for _, path in [] if checkpoints is None else find(Path(checkpoints), files):
         manifest = read_manifest_or_none(path, files)
         if manifest is not None and manifest["kind"] == "state" and manifest["iteration"] <= since:
             found.append((manifest["iteration"], path))
-    if not found:
-        return None, None
-    path = max(found)[1]
-    return str(path), load(path, name=None, where="bisect(checkpoints=)", files=files)
+    return str(max(found)[1]) if found else None
+
+
+def _made_again(compared: Comparison | None, a: _Side, b: _Side, since: int, last: int) -> Bisection:
+    """What is found when both runs are made again, and looked at from one iteration to another."""
+    seen = [side.see(partial(record_steps, since=since, until=last)) for side in (a, b)]
+    failed = [f"run {side.name!r} ended with {one.error}" for side, one in zip((a, b), seen, strict=True) if one.error]
+    if not all(any(step.event == "ITERATION_COMPLETED" for step in one.steps) for one in seen):
+        why = f": {'; '.join(failed)}" if failed else ""
+        raise ValueError(f"bisect(): a run that was made again ended without an iteration that could be looked at{why}")
+    found, result = _first(seen[0].steps, seen[1].steps), Bisection(compared, a.begun)
+    if found is not None:
+        at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)
+        return _explained(at, found, a, b)
+    if failed:
+        raise ValueError(f"bisect(): {'; '.join(failed)}; up to there, the runs do not differ")
+    return result
 
 
 class _First(NamedTuple):
@@ -298,9 +314,10 @@ def _explained(found: Bisection, first: _First, a: _Side, b: _Side) -> Bisection
 
 def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step) -> Bisection:
     """The first operation of torch between two steps that the runs do not have alike."""
-    ours, theirs = (record_operations(*side.made(), begin, end) for side in (a, b))
+    look = partial(record_operations, begin=begin, end=end)
+    ours, theirs = a.see(look), b.see(look)
     # Some operations leave memory as it was, and differ from themselves; of two equal builds, they may be what is looked for.
-    again = ours if a.build == b.build else record_operations(*a.made(), begin, end)
+    again = ours if a.build == b.build else a.see(look)
     for place, (one, other, itself) in enumerate(zip_longest(ours, theirs, again), 1):
         if _is_unknown(one, other, itself):
             continue

@@ -22,6 +22,8 @@ __all__ = [
 
 FORMAT = 1
 
+_ENCODE = json.JSONEncoder(separators=(",", ":")).encode
+
 
 class Record(NamedTuple):
     """What a run consisted of at one event.
@@ -60,7 +62,7 @@ class Record(NamedTuple):
             if value != usual:
                 values[name] = value
         values |= {"digests": self.digests, "numbers": self.numbers}
-        return json.dumps(values, separators=(",", ":")) + "\n"
+        return _ENCODE(values) + "\n"
 
     @classmethod
     def of_line(cls, values: Mapping[str, Any]) -> Record:
@@ -71,7 +73,7 @@ class Record(NamedTuple):
 
 def header_line(environment: Mapping[str, Any]) -> str:
     """The first line of each part: in what environment the records after it were made."""
-    return json.dumps({"format": FORMAT, "environment": environment}, separators=(",", ":")) + "\n"
+    return _ENCODE({"format": FORMAT, "environment": environment}) + "\n"
 
 
 def file_of_rank(path: Path, rank: int) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,11 +17,12 @@ from ..core.events import EventEnum, Events
 from ..core.signals import Signal
 from .contents import digests_of
 from .digests import Digests
+from .scripts import in_short
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["OF_UPDATES", "Operation", "Step", "Stopped", "record_operations", "record_steps"]
+__all__ = ["OF_UPDATES", "Operation", "Recorded", "Step", "Stopped", "record_operations", "record_steps"]
 
 OF_UPDATES = (
     *(Events.UPDATE_STARTED, Events.FORWARD_STARTED, Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED),
@@ -115,11 +116,21 @@ def _name_of(connection: Connection) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(connection))
 
 
-def record_steps(engine: Engine, run: Callable[[Engine], object], since: int, until: int) -> list[Step]:
+class Recorded(NamedTuple):
+    """The steps of a run, and the error that ended it, in a line; None if there was none."""
+
+    steps: list[Step]
+    error: str | None
+
+
+def record_steps(engine: Engine, run: Callable[[Engine], object], *, since: int, until: int) -> Recorded:
     """Run an engine, and record its steps from one iteration to another."""
     steps = _Steps(engine, since, until)
-    _run(engine, run)
-    return steps.found
+    try:
+        _run(engine, run)
+    except Exception as error:
+        return Recorded(steps.found, in_short(error))
+    return Recorded(steps.found, None)
 
 
 def _run(engine: Engine, run: Callable[[Engine], object]) -> None:
@@ -176,10 +187,10 @@ def _digest(value: Any) -> str:
     return digests.read()["value"]
 
 
-def record_operations(engine: Engine, run: Callable[[Engine], object], begin: Step, end: Step) -> list[Operation]:
+def record_operations(engine: Engine, run: Callable[[Engine], object], *, begin: Step, end: Step) -> list[Operation]:
     """Run an engine, and record the operations between two of its steps, at which no receiver was called; it ends there."""
     path: list[str] = []
-    operations = _Operations(path)
+    operations, recording = _Operations(path), ExitStack()
     reached = {begin.event: 0, end.event: 0}
 
     def reaches(step: Step, engine: Engine) -> bool:
@@ -192,16 +203,16 @@ def record_operations(engine: Engine, run: Callable[[Engine], object], begin: St
 
     def enter(engine: Engine) -> None:
         if reaches(begin, engine):
-            operations.__enter__()  # type: ignore[no-untyped-call]
+            recording.enter_context(operations)
 
     def leave(engine: Engine) -> None:
         if reaches(end, engine):
-            operations.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            recording.close()
             raise Stopped
 
     engine.connect(Events[begin.event], enter, phase=Phase.PERSIST, rank=-_FIRST)
     engine.connect(Events[end.event], leave, phase=Phase.PREPARE, rank=_FIRST)
-    with _paths(engine, path):
+    with _paths(engine, path), recording:
         _run(engine, run)
     return operations.found
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from signalfire.__main__ import main
 
@@ -57,6 +58,7 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
+@pytest.mark.moderate
 def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     files = {path: path.read_bytes() for path in Path().iterdir() if path.is_file()}
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", *scripts]) == 1
@@ -67,6 +69,7 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
 
 
+@pytest.mark.moderate
 def test_a_difference_that_is_not_made_again_is_said(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", "first.py"]) == 2
     assert "what made the difference is not in what was made again" in capsys.readouterr().out
@@ -110,11 +113,13 @@ def test_scripts_have_their_arguments_and_the_modules_beside_them(
     assert "rates" not in sys.modules
 
 
+@pytest.mark.moderate
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["first.jsonl", "--script", "first.py"], "takes two traces, or none; got 1"),
         (["first.jsonl", "second.jsonl"], "needs --script train.py, or --build train:build"),
+        (["--script", "missing.py"], "No such file or directory: 'missing.py'"),
         (["--script", "empty.py"], "ends without a training"),
         (["--script", "done.py"], "ended before a training, with the exit status 0"),
         (["first.jsonl", "missing.jsonl", "--script", "first.py"], "missing.jsonl"),
@@ -128,3 +133,71 @@ def test_what_cannot_be_made_again_is_said_in_a_sentence(
     Path("done.py").write_text("import sys; sys.exit(0)")
     assert main(["bisect", *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+SETTINGS = """
+import torch
+from torch import nn
+
+from signalfire import Engine, Events, Update
+
+torch.manual_seed(0)
+{before}
+model = nn.Linear(2, 1)
+engine = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=0.1), model=model, seed=0)
+
+
+@engine.on(Events.BACKWARD_COMPLETED(once=2))
+def late(engine):
+    {at_two}
+
+
+{around}
+    engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
+"""
+USUAL = {"before": "", "at_two": "pass", "around": "if True:"}
+
+
+def scripts_with(folder: Path, changed: dict[str, str]) -> list[str]:
+    """A script, and another one that is the same but for one place."""
+    for name, values in (("a", USUAL), ("b", USUAL | changed)):
+        (folder / f"{name}.py").write_text(SETTINGS.format(**values))
+    return [str(folder / "a.py"), str(folder / "b.py")]
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize(
+    ("changed", "code", "message"),
+    [
+        ({"around": "with torch.autocast('cpu', dtype=torch.bfloat16):"}, 1, "made between FORWARD_STARTED and"),
+        ({"before": "torch.set_default_dtype(torch.float64)"}, 1, "the runs differ where they begin"),
+        (
+            {"at_two": "engine.model.weight.grad *= 2; engine.stop = 1 / 0"},
+            2,
+            "b.py:14: ZeroDivisionError: division by",
+        ),
+        ({"at_two": "import os; os._exit(3)"}, 2, "run 'b': '{b}': its process ended with the status 3"),
+        ({"before": "1 / 0"}, 2, "run 'b': '{b}': {b}:8: ZeroDivisionError: division by zero"),
+        ({"before": "import nothing_of_this_name"}, 2, "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
+    ],
+)
+def test_a_script_is_looked_at_where_it_trains_in_a_process_of_its_own(
+    changed: dict[str, str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = scripts_with(tmp_path, changed)
+    default = torch.get_default_dtype()
+    for first, second in ((a, b), (b, a)):
+        assert main(["bisect", "--script", first, second]) == code
+        shown = capsys.readouterr()
+        named = message if first == a else message.replace("run 'b'", "run 'a'")
+        assert named.format(b=b) in (shown.out if code == 1 else shown.err)
+    assert torch.get_default_dtype() is default
+
+
+@pytest.mark.moderate
+def test_a_run_that_fails_later_does_not_hide_the_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = scripts_with(tmp_path, {"before": "torch.rand(1)", "at_two": "1 / 0"})
+    assert main(["bisect", "--script", a, b]) == 1
+    assert "the runs differ where they begin" in capsys.readouterr().out
