@@ -11,7 +11,7 @@ import random
 import sys
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from types import CellType, FunctionType, MemberDescriptorType
@@ -62,16 +62,20 @@ _MOST_ITEMS = 10_000
 _MOST_BYTES = 2**26  # of an array; a larger one is data, rather than what a forward changes
 
 
-def own_parameters(engine: Engine) -> dict[str, Tensor]:
+def own_parameters(engine: Engine, of_modules: Iterable[Tensor] | None = None) -> dict[str, Tensor]:
     """The trained tensors that are in no module, such as a temperature in ``parameters=``, by update and place among them.
 
     It is empty until the optimizers are built.
+
+    Args:
+        engine: The engine.
+        of_modules: The parameters of its modules, where they are known.
     """
-    known: set[Tensor] = set(engine.modules.parameters())
+    known = set(map(id, engine.modules.parameters() if of_modules is None else of_modules))
     found: dict[str, Tensor] = {}
     for update in engine.updates:
-        own = [parameter for parameter in update.parameters if parameter not in known]
-        known.update(own)
+        own = [parameter for parameter in update.parameters if id(parameter) not in known]
+        known.update(map(id, own))
         found |= {own_name(update.name, place): one for place, one in enumerate(own)}
     return found
 

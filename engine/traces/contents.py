@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BY_NAME", "CONTENTS", "described_environment", "digests_of"]
 
-Named = Iterator[tuple[str, Any]]
+Named = Iterable[tuple[str, Any]]
 
 
 def _batch(engine: Engine) -> Named:

@@ -27,11 +27,10 @@ def values_of(engine: Engine, state: Mapping[str, Any], kind: str) -> Iterator[t
     return _random_states(state) if kind == "random" else _OF_ENGINE[kind](engine)
 
 
-def parameters_of(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+def parameters_of(engine: Engine) -> list[tuple[str, Tensor]]:
     """The parameters of the modules, and other trained ones, by name."""
-    for root, module in engine.modules.items():
-        yield from module.named_parameters(prefix=root)
-    yield from own_parameters(engine).items()
+    found = [pair for root, module in engine.modules.items() for pair in module.named_parameters(prefix=root)]
+    return [*found, *own_parameters(engine, [one for _, one in found]).items()]
 
 
 def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
