@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import torch
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, on
 from signalfire.authoring import DeviceFeature, check_every, event_of
 
+from ._common.process_memory import peak, resident
 from ._common.ranks import MEASURE_RATES
 
 __all__ = ["DeviceStatistics"]
 
 MIB = 2**20
+_OF_PROCESS = {"process_mib": resident, "process_peak_mib": peak}
 _CUDA = {  # by metric: the entry of torch's statistics, and its unit
     "gpu_allocated_mib": ("allocated_bytes.all.current", MIB),
     "gpu_reserved_mib": ("reserved_bytes.all.current", MIB),
@@ -33,10 +32,11 @@ class DeviceStatistics(Handler):
     """Measures memory: of this process, and of the GPU that the engine's model is on.
 
     In ``state.metrics``: "process_mib", the main memory that the process holds, and "process_peak_mib", the most that it has
-    held; on a GPU of CUDA "gpu_allocated_mib" (tensors), "gpu_reserved_mib" (with what torch keeps for later ones),
-    "gpu_peak_mib" (the most that tensors have taken), "gpu_allocation_retries" (each is a slow search for memory; more than a
-    few mean that it is nearly full) and "gpu_out_of_memory" (errors that were caught). XPU has the first three of them, and MPS
-    the first two. With several processes these are those of rank 0. Checkpoints do not hold them.
+    held; outside Linux the first is not known, and on Windows neither of them. On a GPU of CUDA "gpu_allocated_mib" (tensors),
+    "gpu_reserved_mib" (with what torch keeps for later ones), "gpu_peak_mib" (the most that tensors have taken),
+    "gpu_allocation_retries" (each is a slow search for memory; more than a few mean that it is nearly full) and
+    "gpu_out_of_memory" (errors that were caught). XPU has the first three of them, and MPS the first two. With several processes
+    these are those of rank 0. Checkpoints do not hold them.
 
     All are whole numbers of MiB. Reading them does not wait for the device.
 
@@ -66,7 +66,8 @@ class DeviceStatistics(Handler):
         self.measure_event = event_of(self.every)
 
     def metric_names(self, engine: Engine) -> list[str]:
-        return ["process_mib", "process_peak_mib", *_GPU.get(engine.device.type, ())]
+        of_process = [name for name, read in _OF_PROCESS.items() if read() is not None]
+        return [*of_process, *_GPU.get(engine.device.type, ())]
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["device"], writes=["metrics"])
     def announce_metrics(self, engine: Engine) -> None:
@@ -77,10 +78,9 @@ class DeviceStatistics(Handler):
     def measure(self, engine: Engine) -> None:
         """Write the current values."""
         metrics = engine.state.metrics
-        current, peak = _of_process()
-        metrics["process_peak_mib"] = peak
-        if current is not None:
-            metrics["process_mib"] = current
+        for name, read in _OF_PROCESS.items():
+            if (size := read()) is not None:
+                metrics[name] = size // MIB
         for name, value in _of_device(engine.device).items():
             metrics[name] = value
 
@@ -94,14 +94,3 @@ def _of_device(device: torch.device) -> dict[str, int]:
         return {}
     statistics = getattr(torch, device.type).memory_stats(device)
     return {name: statistics.get(_CUDA[name][0], 0) // _CUDA[name][1] for name in _GPU[device.type]}
-
-
-def _of_process() -> tuple[int | None, int]:
-    """The memory that this process holds in MiB, None where Linux does not tell, and the most that it has held."""
-    import resource  # not on Windows
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    statm = Path("/proc/self/statm")
-    if not statm.exists():
-        return None, peak // MIB
-    return int(statm.read_text().split()[1]) * resource.getpagesize() // MIB, peak // MIB

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,6 +20,7 @@ from signalfire.models.explain import is_out_of_memory
 from signalfire.models.modules import bare_name
 
 from ._common.folders import check_folder
+from ._common.process_memory import peak, resident
 from ._common.ranks import BEFORE_ALL
 
 __all__ = ["MemorySnapshot"]
@@ -150,7 +149,7 @@ def _lines(engine: Engine, error: BaseException, largest: int) -> Iterator[str]:
         yield f"{kind:<18}" + "".join(f"{by_kind[kind] / 2**20:>14,.1f}" for by_kind in bytes_of.values())
     yield f"{'in total':<18}" + "".join(f"{sum(by_kind.values()) / 2**20:>14,.1f}" for by_kind in bytes_of.values())
     yield ""
-    yield f"Memory of the process: {_resident() / 2**20:,.1f} MiB, at most {_peak() / 2**20:,.1f} MiB."
+    yield f"Memory of the process: {_in_mib(resident())}, at most {_in_mib(peak())}."
     for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         yield f"Allocated on cuda:{index}: {torch.cuda.memory_allocated(index) / 2**20:,.1f} MiB."
     yield ""
@@ -218,17 +217,9 @@ def _key(tensor: Tensor) -> _Key | None:
     return None
 
 
+def _in_mib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / 2**20:,.1f} MiB"
+
+
 def _bytes(tensor: Tensor) -> int:
     return tensor.untyped_storage().nbytes()
-
-
-def _resident() -> int:
-    """Bytes of memory that the process holds now; the most it has held where that cannot be read."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    return _peak()
-
-
-def _peak() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

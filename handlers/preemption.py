@@ -16,6 +16,7 @@ from signalfire.findings import finding
 
 __all__ = ["Preemption"]
 
+_USUAL = tuple(name for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))  # Windows has no SIGUSR1
 _FOR_ALL = ("SIGUSR1", "SIGUSR2")
 """Signals that schedulers send to all processes of a job; by default they would kill the DataLoader's workers before the run
 is saved."""
@@ -77,7 +78,7 @@ class Preemption(Handler):
 
     def __init__(
         self,
-        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        signals: Sequence[str] = _USUAL,
         *,
         exit_status: int | Literal["signal"] | None = "signal",
         repeat_seconds: float = 1.0,

@@ -32,6 +32,8 @@ _SUM = b', "sum": "%s"}'
 _NUMBERS = ("metrics", "steps", "handlers")
 """What two lines of one run agree on, bit for bit."""
 
+_OPENED = os.O_RDWR | getattr(os, "O_BINARY", 0)  # Windows would change the ends of lines
+
 _written: set[str] = set()  # stores that studies of this process are writing
 
 
@@ -174,18 +176,22 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         with self._locked(path):
             lines, size = self._split()
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+            self._file = os.open(path, _OPENED | os.O_CREAT | os.O_APPEND, 0o666)
             try:
                 self._check_one_name(os.fstat(self._file).st_nlink)
                 if os.fstat(self._file).st_size != size:
                     os.ftruncate(self._file, size)
-                if lines and os.pread(self._file, 1, size - 1) != b"\n":
+                if lines and not self._ends_a_line(size):
                     self._write(b"\n")
                 _sync_folder(path.parent)
                 yield
             finally:
                 descriptor, self._file = self._file, None
                 os.close(descriptor)
+
+    def _ends_a_line(self, size: int) -> bool:
+        os.lseek(self._file, size - 1, os.SEEK_SET)  # what is written is appended all the same
+        return os.read(self._file, 1) == b"\n"
 
     def _check_one_name(self, names: int) -> None:
         if names > 1:
@@ -206,7 +212,7 @@ class Store:
         _written.add(name)
         descriptor = -1
         try:
-            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+            descriptor = os.open(lock, _OPENED | os.O_CREAT, 0o666)
             if fcntl is not None:
                 try:  # the system releases it if the process dies
                     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +221,7 @@ class Store:
                     raise StoreError(busy % (f" (process {owner})" if owner else "")) from None
             with self._named_in_errors():
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+                os.write(descriptor, f"{os.getpid()}\n".encode())
             yield
         finally:
             if descriptor >= 0:
@@ -278,7 +284,7 @@ class Store:
         _sync_folder(path.parent)
         if self._file is not None:  # later lines are appended to the new file
             os.close(self._file)
-            self._file = os.open(path, os.O_RDWR | os.O_APPEND)
+            self._file = os.open(path, _OPENED | os.O_APPEND)
 
 
 def encode(line: Mapping[str, Any]) -> bytes:

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -32,7 +33,9 @@ class Files:
 
     def sync(self, path: Path) -> None:
         """Block until the content of a file, or the entries of a folder, are on disk."""
-        descriptor = os.open(path, os.O_RDONLY)
+        if sys.platform == "win32" and path.is_dir():
+            return  # Windows opens no folders
+        descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -94,7 +97,7 @@ class Files:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # which Windows lacks
 
 
 class WrongSize(OSError):

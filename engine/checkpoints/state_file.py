@@ -184,10 +184,18 @@ def load_and_hash(file: BinaryIO) -> tuple[Any, str]:
             place += len(chunk)
         return found.hexdigest()
 
+    if not hasattr(os, "pread"):  # on Windows, one after the other
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        file.seek(0)
+        return _loaded(file), digest
     with ThreadPoolExecutor(1, "signalfire sha256") as pool:
         hashing = pool.submit(compute_sha256)
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            state = error
-        return state, hashing.result()
+        return _loaded(file), hashing.result()
+
+
+def _loaded(file: BinaryIO) -> Any:
+    """The state in a file, or the exception that ``torch.load`` has raised."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        return error

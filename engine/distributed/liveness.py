@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import socket
+import sys
 from typing import NamedTuple
 
 __all__ = ["Process", "boot_id", "environment_of", "find_process", "identity", "is_alive", "machine", "machine_name"]
@@ -33,6 +34,8 @@ def find_process(pid: int) -> Process | None:
     except OSError:
         if os.path.isdir("/proc/self"):
             return None
+    if sys.platform == "win32":  # where os.kill(pid, 0) would interrupt it
+        return Process(started=0, defunct=False)
     try:  # not Linux
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -96,6 +99,8 @@ _identities: dict[int, str] = {}
 def is_alive(process: str) -> bool | None:
     """Whether the process with this `identity` is running; None for another machine or boot, and for what is no identity.
 
+    On Windows, it is known of this process only.
+
     A zombie has ended: it writes no more. An identity of 0.2.0 lacks the boot: such a process is known to run if it is found
     here, and else may run on another host of the same name.
     """
@@ -103,6 +108,8 @@ def is_alive(process: str) -> bool | None:
     pid, _, started = rest.partition("~")
     lacks_boot = digest == _digest(machine_name())
     if not (lacks_boot or digest == _machine_digest()) or not re.fullmatch(r"[0-9]{1,10}", pid):
+        return None
+    if sys.platform == "win32" and int(pid) != os.getpid():
         return None
     found = find_process(int(pid))
     if found is not None and not found.defunct and str(found.started) == started:
