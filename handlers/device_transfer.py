@@ -19,6 +19,7 @@ from signalfire.authoring import (
     tensors_in,
     unavailable,
 )
+from signalfire.authoring.versions import current_accelerator
 
 __all__ = ["DeviceTransfer"]
 
@@ -187,5 +188,4 @@ def _device_of(device: Any) -> torch.device:
 
 
 def _default_device() -> torch.device:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return torch.device("cpu") if device is None else device
+    return current_accelerator() or torch.device("cpu")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.authoring import Override, check_bool, check_choice, check_int, tensors_in, unchanged_random_state
+from signalfire.authoring.versions import check_torch
 from signalfire.distributed import discard_unreduced, gathered_until_backward, is_sharded, reshard, units_in, unsharded
 from signalfire.distributed.sums import broadcast
 from signalfire.runs.restore import Buffers
@@ -106,6 +107,7 @@ class FullyShardedDataParallel(Distribution):
         name: str | None = None,
     ) -> None:
         super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
+        check_torch(self)
         self.units = _checked(units)
         self.replicas = check_int(self, "replicas", replicas)
         self.reshard_after_forward = check_bool(self, "reshard_after_forward", reshard_after_forward)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import Claim, check_choice
+from signalfire.authoring.versions import precisions_of_products
 
 from ._common.ranks import AFTER_ALL, BEFORE_ALL
 
 __all__ = ["Precision32"]
-
-_BACKENDS: Any = torch.backends  # whose modules are replaced by objects, of which a type checker does not know
 
 
 class Precision32(Handler):
@@ -53,7 +52,7 @@ class Precision32(Handler):
     def __init__(self, precision: Literal["high", "medium", "highest"], *, name: str | None = None) -> None:
         super().__init__(name=name)
         self.precision = check_choice(self, "precision", precision, ("highest", "high", "medium"))
-        self._before: tuple[str, str, str] | None = None  # only during a run
+        self._before: tuple[str, dict[str, str]] | None = None  # only during a run
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(Claim("the precision of float32 products"), by=self)
@@ -61,16 +60,16 @@ class Precision32(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:
         """Set the precision."""
-        cuda, cpu = _BACKENDS.cuda.matmul, _BACKENDS.mkldnn.matmul
+        backends = precisions_of_products()
         try:
             general = torch.get_float32_matmul_precision()
         except RuntimeError as error:
+            found = ", ".join(f"{name}: {one.fp32_precision!r}" for name, one in backends.items())
             raise RuntimeError(
-                f"{self.name!r}: fp32_precision of torch.backends was set in this process (cuda.matmul: {cuda.fp32_precision!r}, "
-                f"mkldnn.matmul: {cpu.fp32_precision!r}), which rules out torch.set_float32_matmul_precision; remove that line, "
-                f"or detach {self.name!r}"
+                f"{self.name!r}: fp32_precision of torch.backends was set in this process ({found}), which rules out "
+                f"torch.set_float32_matmul_precision; remove that line, or detach {self.name!r}"
             ) from error
-        self._before = general, cuda.fp32_precision, cpu.fp32_precision
+        self._before = general, {name: one.fp32_precision for name, one in backends.items()}
         torch.set_float32_matmul_precision(self.precision)
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
@@ -78,9 +77,9 @@ class Precision32(Handler):
         """Restore the precision."""
         if self._before is None:
             return
-        general, cuda, cpu = self._before
+        general, precisions = self._before
         self._before = None
         # The first call leaves "ieee" behind where nothing was set before.
         torch.set_float32_matmul_precision(general)
-        _BACKENDS.cuda.matmul.fp32_precision = cuda
-        _BACKENDS.mkldnn.matmul.fp32_precision = cpu
+        for name, one in precisions_of_products().items():
+            one.fp32_precision = precisions[name]

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 import signalfire.handlers
 from signalfire import Engine, EventEnum, Events, Handler, Phase, Update
+from signalfire.authoring.versions import TORCH
 from signalfire.checkpoints import Content
 from signalfire.handlers import Average, Metrics
 
@@ -54,6 +55,7 @@ __all__ = [
     "linear",
     "mlp",
     "needs",
+    "needs_torch",
     "new_metrics",
     "python",
     "quick",
@@ -105,6 +107,13 @@ def spread(values: Iterable[Any], count: int, mark: pytest.MarkDecorator = pytes
 def _slow(value: Any, whole: bool, mark: pytest.MarkDecorator = pytest.mark.slow) -> Any:
     together = isinstance(value, tuple) and not whole
     return pytest.param(*value, marks=mark) if together else pytest.param(value, marks=mark)
+
+
+def needs_torch(*version: int, why: str) -> pytest.MarkDecorator:
+    """Skip a test where torch is older."""
+    return pytest.mark.skipif(
+        version > TORCH, reason=f"needs torch {'.'.join(map(str, version))}, here it is {torch.__version__}: {why}"
+    )
 
 
 def needs(extra: str, *modules: str) -> None:

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, Events, Phase, Update, allow, seed_everything
+from signalfire.authoring.versions import NO_SYNC_OF_BUFFERS
 from signalfire.distributed import process_group
 from signalfire.handlers import (
     EMA,
@@ -310,7 +311,7 @@ class NotAsBefore(Distributed):
 
     def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> Any:
         wrapped = super()._wrap(root, module, parameters, carries=carries)
-        wrapped.ddp = TorchDDP(wrapped.ddp.module, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        wrapped.ddp = TorchDDP(wrapped.ddp.module, **NO_SYNC_OF_BUFFERS, **self.options)
         return wrapped
 
 

@@ -181,17 +181,13 @@ class Store:
                 self._check_one_name(os.fstat(self._file).st_nlink)
                 if os.fstat(self._file).st_size != size:
                     os.ftruncate(self._file, size)
-                if lines and not self._ends_a_line(size):
+                if lines and not _ends_a_line(self._file, size):
                     self._write(b"\n")
                 _sync_folder(path.parent)
                 yield
             finally:
                 descriptor, self._file = self._file, None
                 os.close(descriptor)
-
-    def _ends_a_line(self, size: int) -> bool:
-        os.lseek(self._file, size - 1, os.SEEK_SET)  # what is written is appended all the same
-        return os.read(self._file, 1) == b"\n"
 
     def _check_one_name(self, names: int) -> None:
         if names > 1:
@@ -345,6 +341,11 @@ def _sort_key(encoded: bytes) -> tuple[Any, ...]:
     line = json.loads(encoded)
     swapped = sorted(line["swapped"].items())
     return line["configuration"], line["seed"], len(line["off"]) + len(swapped), line["off"], swapped, line["key"]
+
+
+def _ends_a_line(descriptor: int, size: int) -> bool:
+    os.lseek(descriptor, size - 1, os.SEEK_SET)  # what is written is appended all the same
+    return os.read(descriptor, 1) == b"\n"
 
 
 def _sync_folder(folder: Path) -> None:

@@ -185,7 +185,7 @@ def load_and_hash(file: BinaryIO) -> tuple[Any, str]:
         return found.hexdigest()
 
     if not hasattr(os, "pread"):  # on Windows, one after the other
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
         file.seek(0)
         return _loaded(file), digest
     with ThreadPoolExecutor(1, "signalfire sha256") as pool:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..authoring.versions import all_gather_single
 from .processes import Processes
 
 __all__ = ["RankSum", "TreeSum", "broadcast", "merged"]
@@ -105,7 +106,7 @@ class _Exchange:
         assert total is not None, "no rank has a sum"
         part = torch.cat([one.view(torch.uint8) for one in total])
         gathered = part.new_empty((self._processes.world_size, part.numel()))
-        _all_gather(gathered.view(-1), part, group=self._processes.main)
+        all_gather_single(gathered.view(-1), part, group=self._processes.main)
         for flat, tensors in zip(self._in_kinds(gathered), self._kinds.values(), strict=True):
             sizes = [tensor.numel() for tensor in tensors]
             for tensor, one in zip(tensors, flat.reshape(-1)[: sum(sizes)].split(sizes), strict=True):
@@ -127,8 +128,6 @@ _BUCKET = 25 * 2**20
 
 _ALIGNED = 16
 """Bytes of which the parts of a row are multiples, so that numbers of each dtype are aligned."""
-
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name since torch 2.13
 
 
 def _in_rows(tensors: Sequence[Tensor], size: int) -> Tensor:

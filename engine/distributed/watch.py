@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from ..authoring.versions import clone_of, keys_of
 from ..core.events import Events
 from .liveness import find_process, is_alive, machine
 
@@ -84,7 +85,7 @@ class Watch:
         self.reports: dict[int, Report] = {}  # the latest report of each rank
         self.received: dict[int, float] = {}  # when it was first read, by the clock of this process
         self.gone: str | None = None  # why the store cannot be reached
-        self._store = PrefixStore(f"signalfire/watch/{Watch.made}", store.clone())  # type: ignore[attr-defined]
+        self._store = PrefixStore(f"signalfire/watch/{Watch.made}", clone_of(store))
         Watch.made += 1
         self._own: Report = {"pid": os.getpid(), "host": socket.gethostname(), "machine": machine(), "reports": 0}
         self._own["started"] = _started(os.getpid())
@@ -345,9 +346,9 @@ def _copy(descriptor: int) -> socket.socket:
 
 def _published(group: dist.ProcessGroup) -> bytes:
     """The values that gloo wrote into the store of a group, which include socket addresses."""
-    store = group.get_group_store().clone()  # type: ignore[attr-defined]  # the main thread may be waiting in the original
+    store = clone_of(group.get_group_store())  # the main thread may be waiting in the original
     store.set_timeout(timedelta(seconds=2))
-    keys = [key for key in store.list_keys() if "cpu//" in key and store.check([key])]
+    keys = [key for key in keys_of(store) if "cpu//" in key and store.check([key])]
     return b"".join(store.multi_get(keys)) if keys else b""
 
 

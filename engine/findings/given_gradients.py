@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.events import Events
+from ..distributed.sharded import local_part
 from .function_rules import is_users
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class GivenGradients:
         """Whether receivers, or an optimizer that holds gradients itself, may have used what was moved aside."""
         if self._emptied:
             stepped = any(grad is None and p._version != before for p, before, grad, _ in cleared)
-            return stepped or any(p.grad is not None and bool(p.grad.any()) for p, *_ in cleared)
+            return stepped or any(p.grad is not None and bool(local_part(p.grad).any()) for p, *_ in cleared)
         if _has_users(engine, Events.BACKWARD_COMPLETED):  # that of the last backward may have put them back
             return True
         later = (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED)

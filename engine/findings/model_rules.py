@@ -20,6 +20,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..core.update import UpdateState
+from ..distributed.sharded import is_sharded
 from ..updates.optimizers import optimizers_of
 from .composition import Composition
 from .function_rules import names_in
@@ -258,6 +259,8 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
     layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
     weights = {name: part.weight for part, name in layers.items() if _is_plain(part)}
+    if any(map(is_sharded, weights.values())):  # to read one whole, all ranks would have to look
+        return
     if (found := _first_alike(it, weights)) is None:
         return
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)

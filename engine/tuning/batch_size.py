@@ -16,6 +16,7 @@ import torch
 
 from ..authoring.checks import check_choice
 from ..authoring.markup import preformatted
+from ..authoring.versions import current_accelerator, memory_of
 from ..core.connection import Phase
 from ..core.events import Events
 from ..core.handler import Handler, on
@@ -337,10 +338,10 @@ class _Peak:
     """The largest amount of memory in use since it was made, in bytes."""
 
     def __init__(self, device: torch.device) -> None:
-        self._accelerated = device.type != "cpu"
+        self._device, self._accelerated = device, device.type != "cpu"
         self._resets = False
         if self._accelerated:
-            torch.accelerator.reset_peak_memory_stats(device)
+            memory_of(device).reset_peak_memory_stats(device)
         elif sys.platform == "linux":
             with suppress(OSError):  # a container may forbid it
                 Path("/proc/self/clear_refs").write_text("5")  # begins the peak of VmHWM anew
@@ -348,7 +349,7 @@ class _Peak:
 
     def read(self) -> int | None:
         if self._accelerated:
-            return int(torch.accelerator.max_memory_allocated())
+            return int(memory_of(self._device).max_memory_allocated())
         if not self._resets:
             return None
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -362,8 +363,8 @@ def _synchronize(device: torch.device) -> None:
 
 def _free() -> None:
     gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+    if (device := current_accelerator()) is not None:
+        memory_of(device).empty_cache()
 
 
 def _samples_of(data: Any) -> int | None:

@@ -67,6 +67,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader
 
 from signalfire import Engine, Events, Phase, seed_everything
+from signalfire.authoring.versions import NO_SYNC_OF_BUFFERS
 from signalfire.checkpoints import Content, Files
 from signalfire.distributed import whole_tensor
 from signalfire.handlers import (
@@ -337,7 +338,7 @@ class Late(DistributedDataParallel):
         module = wrapped.ddp.module
         del wrapped.ddp
         gc.collect()  # with the wrapper that is ready go its hooks
-        wrapped.ddp = TorchDDP(module, forward_sync_buffers=False, **self.options)  # type: ignore[arg-type]
+        wrapped.ddp = TorchDDP(module, **NO_SYNC_OF_BUFFERS, **self.options)
         return wrapped
 
 

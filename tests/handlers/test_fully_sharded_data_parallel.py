@@ -48,7 +48,9 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler
-from tests.kit import LIMIT, free_port, quick, spread, wait_until
+from tests.kit import LIMIT, free_port, needs_torch, quick, spread, wait_until
+
+pytestmark = needs_torch(2, 13, why="FullyShardedDataParallel")
 
 ADAM = partial(torch.optim.Adam, lr=1e-2)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
-from torch.distributed.tensor.experimental._attention import _ContextParallel
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError
@@ -51,7 +50,7 @@ from signalfire.handlers import (
     TruncatedBPTT,
     Validation,
 )
-from tests.kit import quick
+from tests.kit import needs_torch, quick
 from tests.processes import Failed, run_together
 
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
@@ -623,7 +622,10 @@ def test_a_mistake_in_the_plan_shows_in_a_single_process_too() -> None:
         make(plan={"blcks.0.up": ColwiseParallel()}).run(loader(), max_epochs=1)
 
 
+@needs_torch(2, 10, why="a style of context parallelism")
 def test_context_parallelism_is_no_style_of_a_plan() -> None:
+    from torch.distributed.tensor.experimental._attention import _ContextParallel
+
     with pytest.raises(ValueError, match=r"_ContextParallel\(...\)}\): context parallelism is not supported"):
         TensorParallel({"attention": _ContextParallel(2, _ContextParallel.AttentionType.SDPA)})
 

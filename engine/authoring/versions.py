@@ -1,0 +1,109 @@
+"""What differs between the versions of torch that Signalfire runs with, 2.6 to 2.14, and what needs a newer one.
+
+Each difference is here, and nowhere else, with the version from which it can go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+
+__all__ = [
+    "NEEDED",
+    "NO_SYNC_OF_BUFFERS",
+    "TORCH",
+    "Needed",
+    "all_gather_single",
+    "check_torch",
+    "clone_of",
+    "current_accelerator",
+    "keys_of",
+    "memory_of",
+    "precisions_of_products",
+]
+
+_dist: Any = torch.distributed  # of whose names the type stubs of each version know others
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+"""The version of torch: (2, 13)."""
+
+
+class Needed(NamedTuple):
+    """From which version of torch on there is something, and why."""
+
+    torch: tuple[int, int]
+    why: str
+
+
+NEEDED: Mapping[str, Needed] = {
+    "FullyShardedDataParallel": Needed((2, 13), "FSDP2 frees gathered weights after an evaluation from there on"),
+}
+"""Handlers that need a newer torch than the oldest one."""
+
+
+def check_torch(handler: object) -> None:
+    """Refuse a handler that needs a newer torch than this.
+
+    Raises:
+        RuntimeError: With the version that it needs.
+    """
+    needed = NEEDED.get(type(handler).__name__)
+    if needed is not None and needed.torch > TORCH:
+        version = ".".join(map(str, needed.torch))
+        raise RuntimeError(
+            f"{type(handler).__name__} needs torch {version} or newer, and this is torch {torch.__version__}: {needed.why}; "
+            f"install torch>={version}"
+        )
+
+
+# From 2.13 on, DDP has a keyword for the buffers of forwards alone.
+NO_SYNC_OF_BUFFERS: Mapping[str, Any] = {"forward_sync_buffers" if TORCH >= (2, 13) else "broadcast_buffers": False}
+"""What DDP is told where it is to leave buffers as they are, with ``init_sync=False``."""
+
+# The name since 2.13.
+all_gather_single = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor
+
+
+def clone_of(store: Any) -> Any:
+    """Another connection to the same store, for a thread beside the main one, which may be waiting in the first.
+
+    Before 2.8, a store has no ``clone``: what is returned then is without the prefixes of the store, and has one of the
+    launcher's attempt.
+    """
+    if hasattr(store, "clone"):
+        return store.clone()
+    while isinstance(store, _dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, _dist.TCPStore):
+        store = _dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=store.timeout)
+    elif isinstance(store, _dist.FileStore):
+        store = _dist.FileStore(store.path)
+    return _dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def keys_of(store: Any) -> list[str]:
+    """The keys of a store; none before 2.13, where it does not tell."""
+    return list(store.list_keys()) if hasattr(store, "list_keys") else []
+
+
+def current_accelerator() -> torch.device | None:
+    """The accelerator of this machine; None if there is none."""
+    # In 2.6, it is that of the build, which may have no device; later ones check.
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
+def memory_of(device: torch.device) -> Any:
+    """The module with the functions for the memory of a device, such as ``max_memory_allocated``."""
+    # Before 2.9, that of the kind of device; later ones have them for all.
+    return torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else getattr(torch, device.type)
+
+
+def precisions_of_products() -> dict[str, Any]:
+    """The backends that have a precision of float32 products each, by name; none before 2.9."""
+    backends: Any = torch.backends  # whose modules are replaced by objects, of which a type checker does not know
+    found = {"cuda.matmul": backends.cuda.matmul, "mkldnn.matmul": getattr(backends.mkldnn, "matmul", None)}
+    return {name: one for name, one in found.items() if hasattr(one, "fp32_precision")}

@@ -1,0 +1,76 @@
+"""Versions of torch: what needs a newer one is refused by name, and a store is opened twice in each."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from signalfire.authoring import versions
+from signalfire.authoring.versions import NEEDED, clone_of, keys_of, memory_of, precisions_of_products
+from signalfire.handlers import FullyShardedDataParallel
+from tests.kit import free_port
+
+
+def test_a_handler_that_needs_a_newer_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "TORCH", (2, 12))
+    with pytest.raises(
+        RuntimeError, match=r"^FullyShardedDataParallel needs torch 2\.13 or newer, and this is torch .*install"
+    ):
+        FullyShardedDataParallel()
+
+
+def test_each_handler_that_needs_a_newer_torch_is_one() -> None:
+    import signalfire.handlers
+
+    assert set(NEEDED) <= set(signalfire.handlers.__all__)
+
+
+def connected(kind: str, folder: Path) -> Callable[[], Any]:
+    """What connects to one store as often as it is called."""
+    if kind == "file":
+        return lambda: dist.FileStore(str(folder / "store"), 1)  # type: ignore[attr-defined]
+    port = free_port()
+    servers: list[Any] = []
+
+    def connect() -> Any:
+        store: Any = dist.TCPStore("127.0.0.1", port, None, not servers, timedelta(seconds=60))
+        servers.append(store)
+        return store if kind == "tcp" else dist.PrefixStore("a", store)  # type: ignore[attr-defined]
+
+    return connect
+
+
+@pytest.mark.parametrize("kind", ["tcp", "prefix", "file"])
+@pytest.mark.parametrize("old", [False, True])
+def test_clones_of_a_store_are_read_while_the_main_thread_waits_in_it(
+    kind: str, old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes: list[Any] = [getattr(dist, name) for name in ("Store", "TCPStore", "PrefixStore", "FileStore")]
+    for one in [one for one in classes if old and "clone" in vars(one)]:
+        monkeypatch.delattr(one, "clone")
+    connect = connected(kind, tmp_path)
+    store = connect()
+    waiting = threading.Thread(target=store.wait, args=(["come"],), daemon=True)
+    waiting.start()
+    clones = clone_of(store), clone_of(store)
+    clones[0].set("word", "said")
+    assert clones[1].get("word") == b"said"
+    assert waiting.is_alive()
+    connect().set("come", "now")
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def test_what_a_newer_torch_tells_is_told() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60))
+    store.set("a", "b")
+    assert ("a" in keys_of(store)) == (versions.TORCH >= (2, 13))
+    assert len(precisions_of_products()) == (2 if versions.TORCH >= (2, 9) else 0)
+    assert callable(memory_of(torch.device("cuda")).max_memory_allocated)
