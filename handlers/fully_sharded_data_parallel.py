@@ -107,7 +107,6 @@ class FullyShardedDataParallel(Distribution):
         name: str | None = None,
     ) -> None:
         super().__init__(shard_policy=shard_policy, backend=backend, timeout=timeout, name=name)
-        check_torch(self)
         self.units = _checked(units)
         self.replicas = check_int(self, "replicas", replicas)
         self.reshard_after_forward = check_bool(self, "reshard_after_forward", reshard_after_forward)
@@ -170,6 +169,7 @@ class FullyShardedDataParallel(Distribution):
         self._roots = []
         if not engine.processes.distributed:
             return
+        check_torch(self)
         from torch.distributed.fsdp import FSDPModule
 
         self._check_device(engine)

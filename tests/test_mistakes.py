@@ -37,6 +37,7 @@ def run_and_read(one: Mistake, right: bool, folder: Path) -> tuple[Any, BaseExce
     arguments = [right, folder] if len(inspect.signature(one.program).parameters) > 1 else [right]
     with warnings.catch_warnings(record=True) as caught, redirect_stderr(StringIO()) as printed:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", ".*use of fork", DeprecationWarning)  # Python's own, of programs that fork
         try:
             result, error = one.program(*arguments), None
         except Exception as problem:

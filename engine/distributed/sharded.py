@@ -402,9 +402,12 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _reader(folder: str | os.PathLike[str]) -> Any:
     from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+    # Before torch's own code, of which some versions hide why it cannot be read.
+    with open(Path(folder, ".metadata"), "rb") as file:
+        metadata = _MetadataUnpickler(file).load()
+
     class Reader(FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            with open(Path(self.path) / ".metadata", "rb") as file:
-                return _MetadataUnpickler(file).load()
+            return metadata
 
     return Reader(folder)

@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +57,7 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
 def _looking(engine: Engine, who: str, least: int) -> Iterator[None]:
     """Look at how often the model is called in a wrong mode, up to so many times."""
     roots = engine.modules.values() if engine.training else ()
-    hooks = [root.register_forward_pre_hook(partial(_look, Reference(engine), who, count(1), least)) for root in roots]
+    hooks = [root.register_forward_pre_hook(partial(_look, Reference(engine), who, _Calls(), least)) for root in roots]
     try:
         yield
     finally:
@@ -66,8 +65,19 @@ def _looking(engine: Engine, who: str, least: int) -> Iterator[None]:
             hook.remove()
 
 
-def _look(reference: Reference, who: str, calls: Iterator[int], least: int, module: nn.Module, inputs: Any) -> None:
-    if (engine := reference()) is None or torch.is_grad_enabled() or not module.training or next(calls) < least:
+class _Calls:
+    """How often a model was called in a wrong mode; copied with the hooks of the model, as a count of itertools is not."""
+
+    made = 0
+
+    def enough(self, least: int) -> bool:
+        """Count a call, and say whether there were so many."""
+        self.made += 1
+        return self.made >= least
+
+
+def _look(reference: Reference, who: str, calls: _Calls, least: int, module: nn.Module, inputs: Any) -> None:
+    if (engine := reference()) is None or torch.is_grad_enabled() or not module.training or not calls.enough(least):
         return
     if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
         engine.remark(

@@ -281,8 +281,9 @@ def test_devices_that_do_not_exist_are_refused_and_the_error_says_what_to_write(
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator, whose first device it is")
 def test_a_number_is_no_device_without_an_accelerator() -> None:
     number: Any = 0
+    # A build of torch for an accelerator knows a device of this number.
     with pytest.raises(
-        ValueError, match=r"^DeviceTransfer\(device=0\): expected a device, such as 'cuda', .*; omit device="
+        ValueError, match=r"^DeviceTransfer\(device=0\): (expected a device, such as|no \w+ device).*; omit device="
     ):
         DeviceTransfer(number)
 

@@ -13,8 +13,8 @@ import torch
 from torch import distributed as dist
 
 from signalfire.authoring import versions
-from signalfire.authoring.versions import NEEDED, clone_of, keys_of, memory_of, precisions_of_products
-from signalfire.handlers import FullyShardedDataParallel
+from signalfire.authoring.versions import NEEDED, check_torch, clone_of, keys_of, memory_of, precisions_of_products
+from signalfire.handlers import DistributedDataParallel, FullyShardedDataParallel
 from tests.kit import free_port
 
 
@@ -23,7 +23,8 @@ def test_a_handler_that_needs_a_newer_torch_is_refused_by_name(monkeypatch: pyte
     with pytest.raises(
         RuntimeError, match=r"^FullyShardedDataParallel needs torch 2\.13 or newer, and this is torch .*install"
     ):
-        FullyShardedDataParallel()
+        check_torch(FullyShardedDataParallel())
+    check_torch(DistributedDataParallel())
 
 
 def test_each_handler_that_needs_a_newer_torch_is_one() -> None:
