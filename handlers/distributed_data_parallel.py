@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.authoring import Override, check_bool, check_choice, check_int
-from signalfire.authoring.versions import NO_SYNC_OF_BUFFERS
+from signalfire.authoring.versions import NO_SYNC_AT_FIRST, NO_SYNC_OF_BUFFERS
 from signalfire.distributed.notice import Carrier
 from signalfire.distributed.sums import broadcast
 
@@ -400,7 +400,7 @@ class _Wrapped:
             self._values = torch.zeros_like(self.message), torch.ones_like(self.message)
         tracker = _CallTracker(module, trained, self.message, self.use)
         # Without init_sync: weights and buffers are the same on all ranks, and a wrapper rebuilt in a run must not change them.
-        self.ddp = TorchDDP(tracker, init_sync=False, **NO_SYNC_OF_BUFFERS, **options)
+        self.ddp = TorchDDP(tracker, **NO_SYNC_AT_FIRST, **NO_SYNC_OF_BUFFERS, **options)
 
     def message_with_gradient(self, notice: bool) -> tuple[Tensor, Tensor]:
         """The message, and its gradient on a rank with a notice or without one."""

@@ -58,6 +58,7 @@ WRITTEN = (
     "elastic",
     "compare",
     "costs",
+    "versions",
     "stable",
     "changelog",
 )

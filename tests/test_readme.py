@@ -54,7 +54,7 @@ def test_an_example_can_be_pasted_into_a_python_prompt(number: int) -> None:
 
 
 def test_the_two_commands_are_there_for_the_continuous_integration_to_run() -> None:
-    commands = [line for line in README.splitlines() if line.startswith("python3.11 -m venv .venv && ")]
+    commands = [line for line in README.splitlines() if line.startswith("python3 -m venv .venv && ")]
     assert len(commands) == 2
     assert commands[0].endswith("examples/main.py")
     assert commands[1].endswith("-m pytest")

@@ -311,7 +311,7 @@ class NotAsBefore(Distributed):
 
     def _wrap(self, root: str, module: nn.Module, parameters: list[nn.Parameter], *, carries: bool) -> Any:
         wrapped = super()._wrap(root, module, parameters, carries=carries)
-        wrapped.ddp = TorchDDP(wrapped.ddp.module, **NO_SYNC_OF_BUFFERS, **self.options)
+        wrapped.ddp = TorchDDP(wrapped.ddp.module, **NO_SYNC_OF_BUFFERS, **self.options)  # type: ignore[arg-type]
         return wrapped
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +27,18 @@ class _ByIdentity:
     """Notes about objects, by their identity, for as long as they exist."""
 
     def __init__(self) -> None:
-        self._notes: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._notes: dict[int, tuple[Callable[[], Any], Any]] = {}
 
     def note(self, thing: Any, what: Any) -> None:
         key = id(thing)
-        with contextlib.suppress(TypeError):  # of classes with __slots__ that nothing can refer to weakly
-            self._notes[key] = weakref.ref(thing, lambda _: self._notes.pop(key, None)), what
+        try:
+            refer: Callable[[], Any] = weakref.ref(thing, lambda _: self._notes.pop(key, None))
+        except TypeError:  # what nothing can refer to weakly, such as a generator before torch 2.13, is kept
+
+            def refer() -> Any:
+                return thing
+
+        self._notes[key] = refer, what
 
     def of(self, thing: Any) -> Any:
         found = self._notes.get(id(thing))

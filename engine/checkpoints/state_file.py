@@ -16,7 +16,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.serialization import get_crc32_options, set_crc32_options
+
+from ..authoring.versions import without_crc32
 
 __all__ = ["SerializedState", "load_and_hash"]
 
@@ -48,11 +49,9 @@ class SerializedState:
         self._written = None
         with _Hashed(file, self.state if self._in_thread else None) as hashed:
             buffered: Any = io.BufferedWriter(hashed, _SMALL)
-            # torch.load ignores the CRC-32 of each tensor, which takes a fifth of the time. The option is one of the thread.
-            before = get_crc32_options()
-            set_crc32_options(False)
             try:
-                torch.save(dict(self.state), buffered)
+                with without_crc32():
+                    torch.save(dict(self.state), buffered)
                 buffered.flush()
             except BaseException as error:
                 if hashed.error is None and (place := _unpicklable(self.state)):
@@ -60,8 +59,6 @@ class SerializedState:
                 if hashed.error is None or hashed.error is error:
                     raise
                 raise hashed.error from None
-            finally:
-                set_crc32_options(before)
         self._written = hashed
 
     @property

@@ -338,7 +338,7 @@ class Late(DistributedDataParallel):
         module = wrapped.ddp.module
         del wrapped.ddp
         gc.collect()  # with the wrapper that is ready go its hooks
-        wrapped.ddp = TorchDDP(module, **NO_SYNC_OF_BUFFERS, **self.options)
+        wrapped.ddp = TorchDDP(module, **NO_SYNC_OF_BUFFERS, **self.options)  # type: ignore[arg-type]
         return wrapped
 
 

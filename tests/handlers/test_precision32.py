@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from signalfire import Engine, Events, Update
+from signalfire.authoring.versions import precisions_of_products
 from signalfire.handlers import Precision32
-from tests.kit import batches, build, linear, mlp
+from tests.kit import batches, build, linear, mlp, needs_torch
 from tests.process_state import changed_by, process_state
 
 BACKENDS: Any = torch.backends
@@ -25,11 +26,12 @@ PRECISIONS = {
 @pytest.fixture
 def own_settings() -> Iterator[None]:
     """The settings of this test are not those of later ones."""
-    cuda, cpu = BACKENDS.cuda.matmul.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision
+    before = [(one, one.fp32_precision) for one in precisions_of_products().values()]
     general = torch.get_float32_matmul_precision()
     yield
     torch.set_float32_matmul_precision(general)
-    BACKENDS.cuda.matmul.fp32_precision, BACKENDS.mkldnn.matmul.fp32_precision = cuda, cpu
+    for one, precision in before:
+        one.fp32_precision = precision
 
 
 @pytest.mark.moderate
@@ -63,7 +65,8 @@ def test_medium_rounds_products_inside_the_run_only() -> None:
     torch.set_float32_matmul_precision("highest")
     if rounded == before:
         pytest.skip("this CPU multiplies in float32 whatever is allowed")
-    BACKENDS.cuda.matmul.fp32_precision = BACKENDS.mkldnn.matmul.fp32_precision = "none"
+    for one in precisions_of_products().values():
+        one.fp32_precision = "none"
     engine, inside = build(linear(5, 1), Precision32("medium")), []
     engine.connect(Events.FORWARD_STARTED(once=1), lambda engine: inside.append(error_of_product()))
     engine.run(batches(1), max_epochs=1)
@@ -71,6 +74,7 @@ def test_medium_rounds_products_inside_the_run_only() -> None:
     assert error_of_product() == before < 1e-4
 
 
+@needs_torch(2, 9, why="the newer interface")
 @pytest.mark.moderate
 @pytest.mark.usefixtures("own_settings")
 def test_the_newer_interface_of_torch_is_refused_with_what_was_set() -> None:

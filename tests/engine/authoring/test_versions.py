@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -41,7 +42,7 @@ def connected(kind: str, folder: Path) -> Callable[[], Any]:
     servers: list[Any] = []
 
     def connect() -> Any:
-        store: Any = dist.TCPStore("127.0.0.1", port, None, not servers, timedelta(seconds=60))
+        store: Any = dist.TCPStore("127.0.0.1", port, None, not servers, timedelta(seconds=60))  # type: ignore[attr-defined]
         servers.append(store)
         return store if kind == "tcp" else dist.PrefixStore("a", store)  # type: ignore[attr-defined]
 
@@ -70,8 +71,26 @@ def test_clones_of_a_store_are_read_while_the_main_thread_waits_in_it(
 
 
 def test_what_a_newer_torch_tells_is_told() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60))
+    store = dist.TCPStore("127.0.0.1", 0, 1, True, timedelta(seconds=60))  # type: ignore[attr-defined]
     store.set("a", "b")
     assert ("a" in keys_of(store)) == (versions.TORCH >= (2, 13))
     assert len(precisions_of_products()) == (2 if versions.TORCH >= (2, 9) else 0)
     assert callable(memory_of(torch.device("cuda")).max_memory_allocated)
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_the_guide_has_the_pairs_that_the_script_tries_and_what_needs_a_newer_torch() -> None:
+    page = (ROOT / "examples" / "guide" / "versions.md").read_text()
+    script = (ROOT / "tests" / "versions.sh").read_text()
+    (pairs,) = re.findall(r"^PAIRS=\((.*)\)$", script, re.MULTILINE)
+    tried = [tuple(pair.split()[:2]) for pair in re.findall(r'"([^"]+)"', pairs)]
+    (table,) = re.findall(r"<!-- pairs -->\n((?:\|.*\n)+)", page)
+    shown = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]]
+    assert shown == tried
+    for name, needed in NEEDED.items():
+        assert re.search(rf"^\| `{name}`.*\| {'.'.join(map(str, needed.torch))} \|", page, re.MULTILINE), name
+    required = re.search(r"^    torch>=(.*)$", (ROOT / "setup.cfg").read_text(), re.MULTILINE)
+    assert required is not None
+    assert f"PyTorch {required[1]} or newer" in page

@@ -195,6 +195,7 @@ def test_a_lambda_for_each_group_schedules_all_optimizers() -> None:
     assert [group["lr"] for group in engine.updates[0].optimizer.param_groups] == [0.02 / 5, 3e-3 / 2]  # type: ignore[union-attr]
 
 
+@kit.needs_torch(2, 9, why="Muon")
 def test_a_state_of_other_optimizers_is_refused() -> None:
     first = trainer(network())
     first.run(data(2), max_epochs=1)
