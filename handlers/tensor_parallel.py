@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from signalfire import Engine, Events, Phase, UpdateState, on
 from signalfire.authoring import Override, check_int, did_you_mean, random_state, set_random_state
+from signalfire.authoring.versions import NO_SOURCE
 from signalfire.core.update import needs_closure
 from signalfire.distributed import expected_processes, is_sharded, is_unit, like_parameter, local_part
 from signalfire.distributed.sums import broadcast
@@ -231,7 +232,7 @@ class TensorParallel(Distribution):
                 f"be divided by {ranks} ranks"
             )
         try:
-            parallelize_module(module, mesh, style, src_data_rank=None)
+            parallelize_module(module, mesh, style, **NO_SOURCE)
         except Exception as error:
             raise ValueError(
                 f"{self.name!r}: plan={{{key!r}: {type(style).__name__}()}} does not fit {path!r}, a {type(module).__name__}: "

@@ -11,7 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 import zipfile
+from email import message_from_string
 from pathlib import Path
 
 import pytest
@@ -122,17 +125,35 @@ def test_every_public_class_and_handler_has_an_example_or_is_simple() -> None:
     assert missing == []
 
 
-@pytest.mark.slow
-def test_the_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # building leaves files, of which a later wheel would have the old ones
-    for folder in ("engine", "handlers"):
-        shutil.copytree(ROOT / folder, source / folder)
-    for file in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / file, source)
-    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", tmp_path]
-    built = kit.finished("-m", "pip", "wheel", *options, ".", cwd=source)
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel that is built from a source distribution, as a registry gives it to those who have no clone."""
+    folder = tmp_path_factory.mktemp("built")
+    source = folder / "source"  # building leaves files, of which a later wheel would have the old ones
+    for name in ("engine", "handlers", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "files"))
+    for file in [one for one in ROOT.iterdir() if one.is_file() and not one.name.startswith(".")]:
+        shutil.copy(file, source)
+    built = kit.finished(
+        "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(folder)!r})", cwd=source
+    )
     assert built.returncode == 0, built.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    (archive,) = folder.glob("*.tar.gz")
+    shutil.unpack_archive(archive, folder / "sdist", filter="data")
+    (unpacked,) = (folder / "sdist").iterdir()
+    assert {one.name for one in unpacked.iterdir()} == {
+        *("engine", "handlers", "setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"),
+        *("CITATION.cff", "constraints.txt", "PKG-INFO", "signalfire.egg-info"),
+    }
+    options = ["-q", "--no-deps", "--no-build-isolation", "--disable-pip-version-check", "-w", folder]
+    built = kit.finished("-m", "pip", "wheel", *options, ".", cwd=unpacked)
+    assert built.returncode == 0, built.stderr
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.mark.slow
+def test_the_wheel_of_a_source_distribution_holds_exactly_the_package(wheel: Path) -> None:
     inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     expected = {
         f"{package}/{file.relative_to(ROOT / folder).as_posix()}"
@@ -141,6 +162,41 @@ def test_the_wheel_holds_exactly_the_package(tmp_path: Path) -> None:
     }
     project = {f"signalfire/commands/project/{name}" for name in ("README.md", "pyproject.toml")}
     assert inside == expected | project | {"signalfire/py.typed"}
+
+
+@pytest.mark.slow
+def test_what_a_registry_shows_has_no_picture_that_is_not_there(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = [name for name in files.namelist() if name.endswith(".dist-info/METADATA")]
+        shown = message_from_string(files.read(name).decode())
+    assert shown["Description-Content-Type"] == "text/markdown"
+    assert shown["License-Expression"] == "MIT" or "MIT" in shown["License"]
+    text = shown.get_payload()
+    assert isinstance(text, str)
+    assert text.startswith("# Signalfire")
+    assert [place for place in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text) if not place.startswith("https://")] == []
+
+
+@pytest.mark.slow
+def test_without_the_clone_the_package_trains_and_writes_a_project_that_trains(wheel: Path, tmp_path: Path) -> None:
+    environment = tmp_path / "environment"
+    venv.create(environment, with_pip=False, symlinks=True)
+    python = environment / "bin" / "python"
+    (packages,) = environment.glob("lib/python*/site-packages")
+    zipfile.ZipFile(wheel).extractall(packages)
+    # Torch and what else it needs: the path of a folder alone makes nothing of what is installed there editably.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def run(*arguments: str, cwd: Path = tmp_path) -> str:
+        done = subprocess.run([python, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert str(packages) in run("-c", "import signalfire; print(signalfire.__file__)")
+    assert "Next: python -m signalfire new my_project" in run("-m", "signalfire")
+    run("-m", "signalfire", "new", "mine")
+    run("train.py", cwd=tmp_path / "mine")
+    assert list((tmp_path / "mine").rglob("*best*"))
 
 
 @pytest.mark.parametrize("folder", ["engine", "handlers"])

@@ -16,6 +16,7 @@ from torch.serialization import get_crc32_options, set_crc32_options
 
 __all__ = [
     "NEEDED",
+    "NO_SOURCE",
     "NO_SYNC_AT_FIRST",
     "NO_SYNC_OF_BUFFERS",
     "TORCH",
@@ -63,6 +64,10 @@ def check_torch(handler: object) -> None:
             f"install torch>={version}"
         )
 
+
+# From 2.9 on, a tensor that all ranks have is distributed without sending it from the first.
+NO_SOURCE: Mapping[str, Any] = {"src_data_rank": None} if TORCH >= (2, 9) else {}
+"""What ``distribute_tensor`` is told where all ranks have the whole tensor."""
 
 # From 2.9 on, DDP can leave out the synchronization as it is built, after which the weights are the same here.
 NO_SYNC_AT_FIRST: Mapping[str, Any] = {"init_sync": False} if TORCH >= (2, 9) else {}

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..authoring.versions import NO_SOURCE
+
 __all__ = [
     "SHARDS",
     "ShardFiles",
@@ -79,7 +81,7 @@ def spread_like(value: Any, own: Any) -> Any:
 
         mesh, placements = own.device_mesh, own.placements  # type: ignore[attr-defined]
         # Each rank has the full tensor and copies its shard, so no communication is needed.
-        return distribute_tensor(value.to(own.device), mesh, placements, src_data_rank=None).clone()
+        return distribute_tensor(value.to(own.device), mesh, placements, **NO_SOURCE).clone()
     if is_sharded(value) and is_sharded(own):
         return like_parameter(value, own)
     return whole_tensor(value) if is_sharded(value) else value

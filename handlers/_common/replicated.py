@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from signalfire.authoring.versions import NO_SOURCE
 from signalfire.distributed import is_sharded, is_unit
 
 __all__ = ["ReplicatedParameters"]
@@ -40,7 +41,7 @@ class ReplicatedParameters:
                 if parameter is None or is_sharded(parameter):
                     continue
                 if parameter not in replicated:
-                    copy = distribute_tensor(parameter.detach(), mesh, [Replicate()], src_data_rank=None)
+                    copy = distribute_tensor(parameter.detach(), mesh, [Replicate()], **NO_SOURCE)
                     replicated[parameter] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
                     replicated[parameter].grad = None
                 setattr(module, key, replicated[parameter])
