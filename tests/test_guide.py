@@ -48,6 +48,7 @@ WRITTEN = (
     "loop",
     "by_purpose",
     "recipes",
+    "examples",
     "ecosystem",
     "symptoms",
     "reproducibility",

@@ -39,7 +39,7 @@ def test_an_example_runs_as_it_stands(number: int, tmp_path: Path) -> None:
         assert [epoch for epoch, _ in expected] == [epoch for epoch, _ in real] == ["2", "4", "6", "8", "10"]
         # Processors round differently, so that the last digits may differ.
         assert [float(share) for _, share in expected] == pytest.approx([float(share) for _, share in real], abs=4)
-        assert result.stdout.endswith(shown[2]), "the listing of print(trainer) is another"
+        assert shown[2] in result.stdout, "the listing of print(trainer) is another"
 
 
 @pytest.mark.parametrize("number", range(len(PYTHON)))

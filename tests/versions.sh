@@ -26,8 +26,8 @@ test_pair() { # PYTHON TORCH [--moderate]: prints the cell of the table
     echo "torch==$2" >>"$work/constraints.txt"
     mkdir -p "$place/source"
     git archive HEAD | tar -x -C "$place/source"
-    if ! { "python$1" -m venv "$place/venv" && "$place/venv/bin/pip" install -q "torch==$2" &&
-        "$place/venv/bin/pip" install -q -c "$work/constraints.txt" -e "$place/source[dev]"; } >"$log" 2>&1; then
+    if ! { "python$1" -m venv "$place/venv" && "$place/venv/bin/python" -m pip install -q "torch==$2" &&
+        "$place/venv/bin/python" -m pip install -q -c "$work/constraints.txt" -e "$place/source[dev]"; } >"$log" 2>&1; then
         echo "cannot be installed: $(grep -m 1 ERROR "$log" | cut -c 1-120)"
         return
     fi
