@@ -241,16 +241,32 @@ class History(Handler):
         for axes, (title, panel) in zip(
             figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True
         ):
-            for name in panel:
-                values = self[name]
-                iterations = [iteration for _, iteration, _ in self.records[name]]
-                axes.plot(iterations, values, label=_wrapped(name, 28), marker="." if len(values) < 40 else None)
-            axes.set_title(_wrapped(title, 60), loc="left", fontsize="medium")
+            for name, color in zip(panel, _colors(panel), strict=True):
+                self._draw(axes, name, color)
+            axes.set_title(_wrapped(title, 60), loc="left", fontsize="large")
             axes.grid(alpha=0.3)
             if len(panel) > 1:  # beside the panel, where it covers no curve
                 axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
         axes.set_xlabel("iteration")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         figure.savefig(path, dpi=120)
+
+    def _draw(self, axes: Any, name: str, color: str) -> None:
+        """Draw the values of a metric, and a star at the best one of a validation, where it is known which is best."""
+        values = self[name]
+        iterations = [iteration for _, iteration, _ in self.records[name]]
+        best = None
+        if _stage(name) == "validation" and self.engine is not None:
+            best = {"min": min, "max": max}.get(self.engine.state.metrics.directions.get(name, ""))
+        label = _wrapped(name, 28)
+        finite = [
+            (value, iteration) for value, iteration in zip(values, iterations, strict=True) if math.isfinite(value)
+        ]
+        if best is not None and finite:
+            value, iteration = best(finite, key=lambda one: one[0])
+            axes.plot(iteration, value, "*", color=color, markersize=11, zorder=3)
+            label += f"\nbest {value:.4g} at {iteration}"
+        axes.plot(iterations, values, label=label, color=color, marker="." if len(values) < 40 else None)
 
     def _panels(self, chosen: tuple[str, ...]) -> list[tuple[str, list[str]]]:
         """Titles of panels, each with its metrics."""
@@ -294,6 +310,27 @@ class History(Handler):
 
 def _shown(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
+
+
+_STAGES = {"train": "training", "training": "training", "test": "test"}
+_COLORS = {"training": "C0", "validation": "C1", "test": "C2"}
+"""The same color for the same stage, in each panel and each plot."""
+
+
+def _stage(name: str) -> str | None:
+    """The stage in which a metric is measured, by its name: "training", "validation" or "test"."""
+    found = STAGE.match(name.rpartition("/")[2]) or STAGE.match(name)
+    return None if found is None else _STAGES.get(found[1].lower(), "validation")
+
+
+def _colors(panel: list[str]) -> list[str]:
+    """The color of each curve: that of its stage, and others where two curves have the same stage, or none."""
+    colors: list[str] = []
+    others = iter(f"C{number % 10}" for number in range(3, 3 + len(panel)))
+    for name in panel:
+        color = _COLORS.get(_stage(name) or ("training" if len(panel) > 1 else "validation"), "C0")
+        colors.append(next(others) if color in colors else color)
+    return colors
 
 
 def _wrapped(text: str, width: int) -> str:

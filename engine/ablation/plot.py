@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
 from os import PathLike
@@ -68,8 +69,10 @@ def _draw_row(axes: Axes, place: int, row: Row, comparison: Comparison, seeds: S
 
 def _label(report: Findings, row: Row, comparison: Comparison) -> str:
     """The name of a variant, with how many pairs it has and its p-value."""
-    name = "\n".join(textwrap.wrap(row.variant.name, 28)).replace("$", r"\$")
-    pairs = f"{comparison.n}/{row.planned} pairs{' that finished' if row.failures else ''}"
+    plain = re.sub(r"^- ", "without ", row.variant.name)
+    name = "\n".join(textwrap.wrap(plain, 28)).replace("$", r"\$")
+    planned = "" if comparison.n == row.planned else f" of {row.planned}"
+    pairs = f"{comparison.n}{planned} pairs{' that finished' if row.failures else ''}"
     if comparison.n < 2:
         return f"{name}\n{pairs}"
     if report.looks is None or row.adjusted is None:

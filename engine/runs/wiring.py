@@ -52,36 +52,40 @@ class Wiring:
     def _repr_html_(self) -> str:
         return preformatted(self)
 
-    def draw(self, path: str | Path) -> None:
+    def draw(self, path: str | Path, *, internals: bool = False) -> None:
         """Plot the wiring: a row for each event in the order of the loop, a column for each phase.
 
         Args:
             path: Path of the image; the suffix selects the format, such as ``.png`` or ``.svg``.
+            internals: Whether to plot receivers, too, that only check something and write nothing.
 
         Raises:
             ImportError: without matplotlib, which the extra ``examples`` installs.
         """
         from matplotlib.figure import Figure
 
-        heights = [
-            max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in self.rows
+        rows = [
+            (event, [one for one in several if internals or one.writes is None or one.writes])
+            for event, several in self.rows
         ]
+        rows = [(event, several) for event, several in rows if several]
+        heights = [max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in rows]
         total = sum(heights) + 1
-        figure = Figure(figsize=(9.5, 0.36 * total + 0.3), layout="constrained")
+        figure = Figure(figsize=(9.5, 0.42 * total + 0.3), layout="constrained")
         axes = figure.add_subplot()
-        axes.set(xlim=(-1.2, 6), ylim=(total, 0))
+        axes.set(xlim=(-1.6, 6), ylim=(total, 0))
         axes.axis("off")
         for phase in Phase:
-            axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=9)
+            axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=10)
         y = 1.0
-        for number, ((event, connections), height) in enumerate(zip(self.rows, heights, strict=True)):
+        for number, ((event, connections), height) in enumerate(zip(rows, heights, strict=True)):
             if number % 2 == 0:
                 axes.axhspan(y, y + height, color="#f2f2f2", lw=0)
-            axes.text(-1.15, y + 0.5, event.name, va="center", size=7, weight="bold")
+            axes.text(-1.55, y + 0.5, event.name, va="center", size=8, weight="bold")
             for phase in Phase:
                 for row, one in enumerate(one for one in connections if one.phase is phase):
                     label = describe(one).replace(".", "\n", 1)  # the handler, and its method below
-                    axes.text(phase + 0.5, y + row + 0.5, label, ha="center", va="center", size=6,
+                    axes.text(phase + 0.5, y + row + 0.5, label, ha="center", va="center", size=7.5,
                               bbox={"boxstyle": "round,pad=0.25", "fc": f"C{phase}", "alpha": 0.25, "lw": 0})  # fmt: skip
             y += height
         figure.savefig(path, dpi=120)

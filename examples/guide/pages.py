@@ -440,6 +440,28 @@ def fences_as_literals(app: Any, what: str, name: str, one: Any, options: Any, l
     lines[:] = shown
 
 
+GROUP = re.compile(r"( *)(\w+(?:, \w+)+): (.*)")
+
+
+def arguments_apart(app: Any, what: str, name: str, one: Any, options: Any, lines: list[str]) -> None:
+    """Give each argument an entry, where a docstring describes several together: "low, high: The bounds."."""
+    shown: list[str] = []
+    section, place = "", 0
+    while place < len(lines):
+        line = lines[place]
+        section = line.strip() if line.strip() in ("Args:", "Attributes:") else section if line[:1] in ("", " ") else ""
+        end = place + 1
+        if section and (group := GROUP.fullmatch(line)) is not None:
+            while end < len(lines) and lines[end].startswith(f"{group[1]} "):
+                end += 1
+            for argument in group[2].split(", "):
+                shown += [f"{group[1]}{argument}: {group[3]}", *lines[place + 1 : end]]
+        else:
+            shown.append(line)
+        place = end
+    lines[:] = shown
+
+
 def arguments_of(app: Any, what: str, name: str, one: Any, options: Any, signature: str, returns: str) -> Any:
     """The arguments of a handler, and not those of the base class that makes it."""
     if what != "class" or not issubclass(one, Handler):
@@ -554,6 +576,7 @@ def setup(app: Any) -> dict[str, Any]:
     app.connect("source-read", link_pages)
     app.add_role("named", named)
     app.connect("autodoc-process-docstring", fences_as_literals, priority=400)  # before the sections are read
+    app.connect("autodoc-process-docstring", arguments_apart, priority=350)
     app.connect("autodoc-process-docstring", insert_imports, priority=300)
     app.connect("autodoc-process-signature", arguments_of)
     app.connect("build-finished", write_texts)

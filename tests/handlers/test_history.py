@@ -405,3 +405,23 @@ def test_after_a_load_earlier_records_stand_under_the_name_that_the_metric_has_n
     assert history.names == ["val_loss"]
     assert history.records["val_loss"][:2] == earlier.records["loss"]
     assert history.state_dict() == expected.state_dict()
+
+
+def test_the_best_value_of_a_validation_is_marked_and_a_stage_has_one_color_in_all_panels() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_hex
+    from matplotlib.figure import Figure
+
+    engine = kit.build(kit.linear(5, 1), history := History(), Metrics(train_loss=Average()))
+    engine.attach(Validation(kit.batches(1), score=Average(lambda output, target: output.mean())))
+    engine.run(kit.batches(3), max_epochs=3)
+    figures: list[Figure] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure))
+        history.plot("unused.png")
+    losses, scores = figures[0].axes
+    assert losses.get_title("left") == "loss"
+    star, curve = (line for line in losses.lines if line.get_color() == "C1")
+    best = min(history.records["val_loss"], key=lambda one: one[2])
+    assert (star.get_xdata()[0], star.get_ydata()[0]) == (best[1], best[2])
+    assert {to_hex(line.get_color()) for line in scores.lines} == {to_hex(curve.get_color())}

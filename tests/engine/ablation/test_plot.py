@@ -46,8 +46,8 @@ def test_it_says_how_many_pairs_there_are_and_which_side_is_better(tmp_path: Pat
     found = report({"- ema": WORSE, "- one": [-1, *[None] * 7]}, metric="loss", mode="min", level=0.9)
     found.plot(tmp_path / "found.svg")
     text = (tmp_path / "found.svg").read_text()
-    assert "8/8 pairs, p = 0.016" in text
-    assert "1/8 pairs that finished -->" in text  # a single pair has no p
+    assert "8 pairs, p = 0.016" in text
+    assert "1 of 8 pairs that finished -->" in text  # a single pair has no p
     assert "difference in loss to baseline (better to the left)" in text
     assert "mean and simultaneous 90 % interval; p: sign-flip test, adjusted -->" in text
     report({"- ema": WORSE}).plot(tmp_path / "one.svg")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
 from signalfire import Engine, EventEnum, Events, Handler, Phase, Update, on
-from signalfire.handlers import GradientAccumulation, GradientClipping, MixedPrecision
+from signalfire.handlers import EarlyStopping, GradientAccumulation, GradientClipping, MixedPrecision
 
 
 def make_engine() -> Engine:
@@ -81,3 +82,15 @@ def test_the_wiring_shows_events_of_ones_own_and_is_drawn(tmp_path: Path) -> Non
     for ending, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         engine.wiring().draw(tmp_path / f"wiring{ending}")
         assert (tmp_path / f"wiring{ending}").read_bytes().startswith(start)
+
+
+def test_the_picture_has_what_changes_something_and_the_rest_if_it_is_asked_for(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    engine = make_engine()
+    engine.attach(EarlyStopping("loss", mode="min", patience=2))
+    engine.wiring().draw(tmp_path / "usual.svg")
+    engine.wiring().draw(tmp_path / "all.svg", internals=True)
+    usual, everything = ((tmp_path / f"{name}.svg").read_text() for name in ("usual", "all"))
+    assert "check_patience" in usual
+    assert "check_metric_exists" not in usual
+    assert "check_metric_exists" in everything
