@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import Capture, check_bool, check_choice, check_int, warn
+from signalfire.authoring.versions import options_of_compile, usual_recompile_limit
 
 from ._common.claims import COMPILATION
 from ._common.module_patterns import Pattern, check_modules, find_modules, named_modules
@@ -110,6 +111,7 @@ class Compile(Handler):
         self.fullgraph = check_bool(self, "fullgraph", fullgraph)
         self.fallback_random = check_bool(self, "fallback_random", fallback_random)
         self.recompile_limit = None if recompile_limit is None else check_int(self, "recompile_limit", recompile_limit)
+        self._options = options_of_compile(self.recompile_limit)
         self.backend, self.mode, self.options = backend, mode, options
         self.sizes: list[list[tuple[str, ...]]] = []
         self._compile: Callable[..., Any] | None = None  # torch's backend, made once
@@ -197,8 +199,7 @@ class Compile(Handler):
                 backend=self._counting,
                 dynamic=self.dynamic,
                 fullgraph=self.fullgraph,
-                recompile_limit=self.recompile_limit,
-                isolate_recompiles=True,
+                **self._options,
             )
         return self._known[function]
 
@@ -257,7 +258,7 @@ class Compile(Handler):
             return
         self._limit_hits = -1
         compiled = "; ".join(dict.fromkeys(", ".join(map(_shown, one)) for one in self.sizes))
-        limit = self.recompile_limit or torch._dynamo.config.recompile_limit
+        limit = self.recompile_limit or usual_recompile_limit()
         warn(
             f"{self.name!r}: {limit} graphs were compiled, the limit; inputs of other sizes are computed without compilation: "
             f"compiled are: {compiled}. Pad or drop the smaller batches, or omit dynamic=False, or give a larger recompile_limit="

@@ -24,16 +24,16 @@ def process_state() -> dict[str, Any]:
     cudnn = backends.cudnn
     return {
         "matmul precision": _answer(torch.get_float32_matmul_precision),
-        "generic": backends.fp32_precision,
-        "cuda.matmul": backends.cuda.matmul.fp32_precision,
+        "generic": _answer(lambda: backends.fp32_precision),
+        "cuda.matmul": _answer(lambda: backends.cuda.matmul.fp32_precision),
         "cuda.matmul.allow_tf32": _answer(lambda: backends.cuda.matmul.allow_tf32),
-        "cudnn": cudnn.fp32_precision,
-        "cudnn.conv": cudnn.conv.fp32_precision,
-        "cudnn.rnn": cudnn.rnn.fp32_precision,
+        "cudnn": _answer(lambda: cudnn.fp32_precision),
+        "cudnn.conv": _answer(lambda: cudnn.conv.fp32_precision),
+        "cudnn.rnn": _answer(lambda: cudnn.rnn.fp32_precision),
         "cudnn.allow_tf32": _answer(lambda: cudnn.allow_tf32),
-        "mkldnn.matmul": backends.mkldnn.matmul.fp32_precision,
-        "mkldnn.conv": backends.mkldnn.conv.fp32_precision,
-        "mkldnn.rnn": backends.mkldnn.rnn.fp32_precision,
+        "mkldnn.matmul": _answer(lambda: backends.mkldnn.matmul.fp32_precision),
+        "mkldnn.conv": _answer(lambda: backends.mkldnn.conv.fp32_precision),
+        "mkldnn.rnn": _answer(lambda: backends.mkldnn.rnn.fp32_precision),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "fill_uninitialized_memory": memory.fill_uninitialized_memory,
@@ -78,5 +78,5 @@ def changed_by(make: Callable[[], Handler], fails: str | None = None) -> dict[st
 def _answer(getter: Callable[[], Any]) -> Any:
     try:
         return getter()
-    except RuntimeError as error:
+    except (RuntimeError, AttributeError) as error:  # torch before 2.9 has fewer
         return str(error)

@@ -27,7 +27,9 @@ __all__ = [
     "current_accelerator",
     "keys_of",
     "memory_of",
+    "options_of_compile",
     "precisions_of_products",
+    "usual_recompile_limit",
     "without_crc32",
 ]
 
@@ -113,6 +115,28 @@ def memory_of(device: torch.device) -> Any:
     """The module with the functions for the memory of a device, such as ``max_memory_allocated``."""
     # Before 2.9, that of the kind of device; later ones have them for all.
     return torch.accelerator if hasattr(torch.accelerator, "max_memory_allocated") else getattr(torch, device.type)
+
+
+def options_of_compile(recompile_limit: int | None) -> dict[str, Any]:
+    """What ``torch.compile`` is given, so that a function has its own number of graphs.
+
+    Raises:
+        RuntimeError: For a limit before 2.13, where it is one of the process.
+    """
+    if TORCH >= (2, 13):
+        return {"recompile_limit": recompile_limit, "isolate_recompiles": True}
+    if recompile_limit is not None:
+        raise RuntimeError(
+            f"Compile(recompile_limit={recompile_limit}) needs torch 2.13 or newer, and this is torch {torch.__version__}; set "
+            "torch._dynamo.config.recompile_limit, or install torch>=2.13"
+        )
+    return {}
+
+
+def usual_recompile_limit() -> int:
+    """How many graphs of a function are compiled if nothing else is given."""
+    config: Any = torch._dynamo.config
+    return int(config.recompile_limit if hasattr(config, "recompile_limit") else config.cache_size_limit)  # before 2.7
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class EagerMode(TorchFunctionMode):
         if not self._left:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def _leave(self, compilation: Any) -> None:
+    def _leave(self, compilation: Any = None) -> None:  # which is given from torch 2.9 on
         """Leave the stack of modes, before it is looked at for a compilation."""
         inside = _get_current_function_mode_stack()
         if self._left or self not in inside:  # it is the stack of another thread

@@ -29,7 +29,7 @@ from signalfire.handlers import (
     Validation,
 )
 from tests import kit
-from tests.kit import assert_same, batches, build, evaluator_of, mlp, quick
+from tests.kit import assert_same, batches, build, evaluator_of, mlp, needs_torch, quick
 from tests.process_state import process_state
 from tests.processes import Failed, run_together
 
@@ -264,6 +264,7 @@ def test_a_checkpoint_has_no_prefix_and_each_kind_of_run_resumes_the_other(tmp_p
         assert not any("_orig_mod" in name for name in engine.state_dict()["modules"]["model"])
 
 
+@needs_torch(2, 13, why="a limit of graphs of each function")
 @pytest.mark.moderate
 def test_more_sizes_than_graphs_are_one_warning_that_names_them() -> None:
     engine = build(network(), Compile(backend="eager", dynamic=False, recompile_limit=3))

@@ -34,6 +34,7 @@ def own_settings() -> Iterator[None]:
         one.fp32_precision = precision
 
 
+@needs_torch(2, 9, why="precisions of each backend")
 @pytest.mark.moderate
 @pytest.mark.parametrize("fails", [None, "error", "interrupt", "setup"])
 @pytest.mark.parametrize("precision", PRECISIONS)

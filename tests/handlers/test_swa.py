@@ -24,7 +24,17 @@ from signalfire.handlers import (
     Validation,
 )
 from signalfire.testing import check_handler, fingerprint
-from tests.kit import assert_same, average_gradients, batches, build, evaluator_of, mlp, validation_loss, windows
+from tests.kit import (
+    assert_same,
+    average_gradients,
+    batches,
+    build,
+    evaluator_of,
+    mlp,
+    needs_torch,
+    validation_loss,
+    windows,
+)
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -341,6 +351,7 @@ def test_no_trace_is_left_on_the_optimizer() -> None:
     assert "step" not in vars(engine.updates[0].optimizer)
 
 
+@needs_torch(2, 9, why="a state of SWALR without functions")
 @pytest.mark.moderate
 def test_annealing_it_keeps_the_promises_of_a_handler() -> None:
     check_handler(

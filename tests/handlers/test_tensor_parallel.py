@@ -582,6 +582,7 @@ def refusals() -> list[dict[str, str]]:
     return run_together(all_refusals, 2)
 
 
+@needs_torch(2, 9, why="context parallelism on a CPU")
 @pytest.mark.moderate
 @pytest.mark.whole
 @pytest.mark.parametrize("name", REFUSALS)

@@ -78,6 +78,7 @@ def outcome(engine: Engine) -> dict[str, Any]:
     }
 
 
+@needs_torch(2, 9, why="the attributes of the schedules that the checkpoints hold")
 @pytest.mark.moderate
 @pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")  # such as on another processor
 @pytest.mark.parametrize("version", VERSIONS)

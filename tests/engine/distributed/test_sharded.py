@@ -31,7 +31,7 @@ from signalfire.distributed import (
     whole_tensor,
 )
 from signalfire.distributed.sharded import read_shards
-from tests.kit import assert_same, mlp
+from tests.kit import assert_same, mlp, needs_torch
 from tests.processes import assert_alike, run_together
 
 TIMEOUT = 60.0
@@ -123,6 +123,7 @@ def _modules() -> dict[str, Any]:
     return found
 
 
+@needs_torch(2, 13, why="FullyShardedDataParallel")
 @pytest.mark.moderate
 def test_modules_are_whole_for_a_while_and_gradients_that_were_not_reduced_are_dropped() -> None:
     first, second = run_together(_modules, 2)
@@ -161,6 +162,7 @@ def _written(folder: Path) -> dict[str, Any]:
     return found | {"files": entries, "own": (saved, [len(local_part(tensor)) for tensor in tensors])}
 
 
+@needs_torch(2, 13, why="FullyShardedDataParallel")
 @pytest.mark.moderate
 def test_shards_are_written_by_all_and_read_by_all_or_by_one_alone(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
