@@ -1,20 +1,23 @@
 #!/usr/bin/env bash
 # Runs the tests with each pair of Python and PyTorch that is supported, in an environment each, and writes the guide's table.
 #
-#     tests/versions.sh [FOLDER]
+#     tests/versions.sh [FOLDER] [PAIR...]
 #
-# The environments are kept in FOLDER, and removed one by one without it. Each Python has to be found as python3.11, python3.12 or
+# The environments are kept in FOLDER, and removed one by one without it. Given pairs, such as "3.11 2.9.1", replace their rows only. Each Python has to be found as python3.11, python3.12 or
 # python3.13. The first and the last pair run the moderate tests, too. All other packages have the versions of constraints.txt.
 # No part of .ci/run: several gigabytes are installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-PAIRS=("3.11 2.6.0 --moderate" "3.11 2.9.1" "3.11 2.13.0" "3.11 2.14.1" "3.12 2.13.0" "3.13 2.13.0" "3.13 2.6.0" "3.13 2.14.1 --moderate")
+PAIRS=(
+    "3.11 2.6.0 --moderate" "3.11 2.9.1" "3.11 2.13.0" "3.11 2.14.1" "3.12 2.13.0" "3.13 2.13.0" "3.13 2.6.0" "3.13 2.14.1 --moderate"
+)
 PAGE=examples/guide/versions.md
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 folder=${1:-$work}
+[ $# -lt 2 ] || PAIRS=("${@:2}")
 
 test_pair() { # PYTHON TORCH [--moderate]: prints the cell of the table
     local place="$folder/python$1-torch$2" log="$work/log"
@@ -45,8 +48,6 @@ PYTHON
 }
 
 {
-    echo "| Python | PyTorch | tests | date |"
-    echo "|---|---|---|---|"
     for pair in "${PAIRS[@]}"; do
         read -r python torch tier <<<"$pair"
         echo "| $python | $torch | $(test_pair $pair)${tier:+ (with the moderate ones)} | $(date +%F) |"
@@ -60,6 +61,9 @@ from pathlib import Path
 
 page, table = map(Path, sys.argv[1:])
 text = page.read_text()
-page.write_text(re.sub(r"(?<=<!-- pairs -->\n)(\|.*\n)*", lambda _: table.read_text(), text))
+for row in table.read_text().splitlines():
+    begin = "|".join(row.split("|")[:3])
+    text = re.sub(rf"^{re.escape(begin)}\|.*$", lambda _, row=row: row, text, flags=re.MULTILINE)
+page.write_text(text)
 PYTHON
-! grep -qv ' 0 failed' <(tail -n +3 "$work/table")
+! grep -qv ' 0 failed' "$work/table"

@@ -15,6 +15,7 @@ import torch.distributed
 from torch.serialization import get_crc32_options, set_crc32_options
 
 __all__ = [
+    "LOAD_ALONE",
     "NEEDED",
     "NO_SOURCE",
     "NO_SYNC_AT_FIRST",
@@ -70,6 +71,10 @@ def check_torch(handler: object) -> None:
 # From 2.9 on, a tensor that all ranks have is distributed without sending it from the first.
 NO_SOURCE: Mapping[str, Any] = {"src_data_rank": None} if TORCH >= (2, 9) else {}
 """What ``distribute_tensor`` is told where all ranks have the whole tensor."""
+
+# From 2.9 on, shards are loaded without collectives, which are not needed, also where there is a process group.
+LOAD_ALONE: Mapping[str, Any] = {"no_dist": True} if TORCH >= (2, 9) else {}
+"""What ``load`` of ``torch.distributed.checkpoint`` is told where all ranks have the metadata."""
 
 # From 2.9 on, DDP can leave out the synchronization as it is built, after which the weights are the same here.
 NO_SYNC_AT_FIRST: Mapping[str, Any] = {"init_sync": False} if TORCH >= (2, 9) else {}

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..authoring.versions import NO_SOURCE
+from ..authoring.versions import LOAD_ALONE, NO_SOURCE
 
 __all__ = [
     "SHARDS",
@@ -257,7 +257,7 @@ def read_shards(state: Mapping[str, Any], *, parameters: Iterable[Tensor], devic
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a warning that no collectives are used; none are needed
-                load(tensors, storage_reader=_reader(folder), no_dist=True)
+                load(tensors, storage_reader=_reader(folder), **LOAD_ALONE)
         except (Exception, CheckpointException) as error:
             raise ValueError(f"the sharded tensors in {os.fspath(folder)!r} cannot be read: {error}") from error
     return filled

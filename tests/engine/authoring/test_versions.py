@@ -84,7 +84,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_guide_has_the_pairs_that_the_script_tries_and_what_needs_a_newer_torch() -> None:
     page = (ROOT / "examples" / "guide" / "versions.md").read_text()
     script = (ROOT / "tests" / "versions.sh").read_text()
-    (pairs,) = re.findall(r"^PAIRS=\((.*)\)$", script, re.MULTILINE)
+    (pairs,) = re.findall(r"^PAIRS=\(\n(.*)\n\)$", script, re.MULTILINE)
     tried = [tuple(pair.split()[:2]) for pair in re.findall(r'"([^"]+)"', pairs)]
     (table,) = re.findall(r"<!-- pairs -->\n((?:\|.*\n)+)", page)
     shown = [tuple(cell.strip() for cell in row.split("|")[1:3]) for row in table.splitlines()[2:]]
