@@ -3,8 +3,9 @@
 #
 #     tests/versions.sh [FOLDER] [PAIR...]
 #
-# The environments are kept in FOLDER, and removed one by one without it. Given pairs, such as "3.11 2.9.1", replace their rows only. Each Python has to be found as python3.11, python3.12 or
-# python3.13. The first and the last pair run the moderate tests, too. All other packages have the versions of constraints.txt.
+# The environments are kept in FOLDER, and removed one by one without it. Given pairs, such as "3.11 2.9.1", replace their rows
+# only. Each Python has to be found as python3.11, python3.12 or python3.13. The first and the last pair run the moderate tests,
+# too. All other packages have the versions of constraints.txt.
 # No part of .ci/run: several gigabytes are installed.
 set -uo pipefail
 cd "$(dirname "$0")/.."
