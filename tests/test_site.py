@@ -298,6 +298,10 @@ def test_the_page_of_a_report_is_readable_in_a_window_and_on_a_phone(tmp_path: P
     tab.goto(path.as_uri())
     assert tab.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
     assert tab.locator("h1").inner_text() == "accuracy: 12 variants, 8 seeds"
+    assert re.fullmatch(r"report, \d{4}-\d\d-\d\d", tab.locator("h1 + p").inner_text())
+    tab.set_viewport_size({"width": 1300, "height": 900})
+    hidden = "[...document.querySelectorAll('.scroll')].filter((one) => one.scrollWidth > one.clientWidth).length"
+    assert tab.evaluate(hidden) == 0
     picture, tables = tab.locator("svg"), tab.locator("table")
     assert (picture.count(), tables.count()) == (1, 1)
     assert tables.locator("tbody tr").count() == 13

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import html
 import io
 import os
@@ -22,10 +23,10 @@ __all__ = ["methods", "write_page"]
 
 _STYLE = """
 :root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th, td { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #8886; }
+th, td { padding: .2rem .5rem; text-align: right; border-bottom: 1px solid #8886; }
 th:first-child, td:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; background: #fff; }
 """
@@ -144,6 +145,7 @@ def write_page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{title}</title><style>{_STYLE}</style></head><body>",
         f"<h1>{title}</h1>",
+        f"<p>{html.escape(target.stem)}, {datetime.date.today().isoformat()}</p>",
         *([_items(sentences)] if sentences else []),
         *([f"<h2>What limits this</h2>{_items(warnings)}"] if warnings else []),
         f"<h2>Differences by seed</h2><div class=scroll>{svg[svg.index('<svg') :]}</div>",

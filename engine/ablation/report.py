@@ -280,7 +280,7 @@ class Report:
     def __repr__(self) -> str:
         return f"Report({len(self.rows)} variants, {len(self.seeds)} seeds, metric={self.metric!r}, mode={self.mode!r})"
 
-    def _legend(self) -> list[str]:
+    def _legend(self, *, brief: bool = False) -> list[str]:
         better = "larger" if self.mode == "max" else "smaller"
         sampled = any(row.comparison and not row.comparison.exact for row in self.rows)
         test = "exact sign-flip test"
@@ -296,11 +296,12 @@ class Report:
         if self.pruned:
             adjusted = "by Holm's procedure for"
             family += f", {len(self.pruned)} of them pruned"
-        notes = [
+        how = (
             f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {interval}. p: {test}; adjusted: "
-            f"{adjusted} {family}. d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; "
-            "memory: maximum peak.",
-        ]
+            f"{adjusted} {family}. "
+        )
+        columns = "d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; memory: maximum peak."
+        notes = [columns if brief else how + columns]
         if self.pruned:
             evidence = [
                 f"{one.variant.name} after epoch {one.epoch} (place {one.place} of {one.of})" for one in self.pruned
@@ -464,7 +465,7 @@ class Report:
             tables=[table for table in (self._table(), self._effects_table(), *self._further_tables()) if table],
             sentences=self.sentences(),
             warnings=self.warnings(),
-            legend=self._legend(),
+            legend=self._legend(brief=True),  # the methods have the rest
             pictures=self._further_pictures(),
         )
 
