@@ -293,11 +293,11 @@ class TasksReport(Report):
             lines.append([one.variant, *(_text(part) for part in parts)])
         return lines
 
-    def _legend(self) -> list[str]:
+    def _legend(self, *, brief: bool = False) -> list[str]:
         ends = ", ".join(f"{name} {zero:.3g} and {one:.3g}" for name, (zero, one) in self.scores.items())
         seeds, tasks = len(self.complete), len(self.tasks)
         return [
-            *super()._legend(),
+            *super()._legend(brief=brief),
             f"score: mean over {tasks} tasks of {self.of_metric}, where these values count as 0 and 1: {ends}. Seconds and steps "
             "are those of all tasks.",
             f"Aggregates: of {seeds} x {tasks} scores; [{100 * self.level:g} % percentile intervals] of {REPETITIONS:,} "
