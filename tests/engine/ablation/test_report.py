@@ -33,7 +33,7 @@ def test_a_failed_run_is_shown_and_named_in_every_form(tmp_path: Path) -> None:
     assert found.to_dict()["rows"][1]["failed"] == {"2": "ValueError: boom"}
     assert found.sentences()[0].endswith("1 of its 8 runs failed (seed 2: ValueError: boom).")
     found.plot(tmp_path / "found.svg")
-    assert "7/8 pairs" in (tmp_path / "found.svg").read_text()
+    assert "7 of 8 pairs" in (tmp_path / "found.svg").read_text()
 
 
 def test_a_missing_run_is_shown_and_named() -> None:
