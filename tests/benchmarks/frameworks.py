@@ -1,7 +1,7 @@
 """What an iteration costs beside the plain PyTorch loop, here and in other frameworks, for the same work.
 
     python tests/benchmarks/frameworks.py [--items tiny,full] [--frameworks bare,signalfire,ignite] [--rounds 15]
-                                          [--json FILE] [--plot FILE]
+                                          [--json FILE] [--plot FILE] [--record]
 
 The items (`adapters/items.py`): "empty", a step that does nothing; "tiny", a linear layer of 32 units; "full", the same with
 accumulation over 4 batches, clipping by norm, a rate that changes with every step, the running loss, early stopping and a
@@ -40,6 +40,7 @@ from typing import Any
 
 from adapters.items import ITEMS, Item
 from adapters.process import Framework
+from figures import record
 
 FRAMEWORKS = (
     "bare", "signalfire", "ignite", "lightning", "accelerate", "pytorch_accelerated", "transformers_trainer", "torchtnt",
@@ -101,12 +102,29 @@ def show(item: Item, results: dict[str, dict[str, Any]]) -> None:
         print(f"{line}{statistics.median(result['ms_a_run']):10.0f}", flush=True)
 
 
+def summary(measured: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, dict[str, float]]]:
+    """The medians of each item, by framework."""
+    return {
+        item: {
+            name: {
+                "us": round(statistics.median(one["us"]), 2),
+                "ratio": round(statistics.median(one["ratios"]), 3),
+                "calls": round(one["calls"], 1),
+                "ms_a_run": round(statistics.median(one["ms_a_run"])),
+            }
+            for name, one in results.items()
+        }
+        for item, results in measured.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", default=",".join(ITEMS), metavar="NAME[,NAME]")
     parser.add_argument("--frameworks", default=",".join(FRAMEWORKS), metavar="NAME[,NAME]")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
+    parser.add_argument("--record", action="store_true", help="put the medians into the file of figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw it")
     arguments = parser.parse_args()
     items, chosen = arguments.items.split(","), arguments.frameworks.split(",")
@@ -131,6 +149,8 @@ def main() -> None:
         show(ITEMS[name], measured[name])
         if arguments.json:
             arguments.json.write_text(json.dumps({"machine": machine, "items": measured}, indent=1))
+    if arguments.record:
+        record("frameworks", {"rounds": arguments.rounds, "versions": versions, "items": summary(measured)})
     if arguments.plot:
         from adapters.picture import draw  # matplotlib is needed for nothing else
 
