@@ -64,12 +64,8 @@ class Wiring:
         """
         from matplotlib.figure import Figure
 
-        rows = [
-            (event, [one for one in several if internals or one.writes is None or one.writes])
-            for event, several in self.rows
-        ]
-        rows = [(event, several) for event, several in rows if several]
-        heights = [max(sum(one.phase is phase for one in connections) for phase in Phase) for _, connections in rows]
+        rows = self._drawn(internals)
+        heights = [max(len(labels) for labels in by_phase) for _, by_phase in rows]
         total = sum(heights) + 1
         figure = Figure(figsize=(9.5, 0.42 * total + 0.3), layout="constrained")
         axes = figure.add_subplot()
@@ -78,17 +74,27 @@ class Wiring:
         for phase in Phase:
             axes.text(phase + 0.5, 0.5, phase.name, ha="center", va="center", weight="bold", size=10)
         y = 1.0
-        for number, ((event, connections), height) in enumerate(zip(rows, heights, strict=True)):
+        for number, ((name, by_phase), height) in enumerate(zip(rows, heights, strict=True)):
             if number % 2 == 0:
                 axes.axhspan(y, y + height, color="#f2f2f2", lw=0)
-            axes.text(-1.55, y + 0.5, event.name, va="center", size=8, weight="bold")
-            for phase in Phase:
-                for row, one in enumerate(one for one in connections if one.phase is phase):
-                    label = describe(one).replace(".", "\n", 1)  # the handler, and its method below
+            axes.text(-1.55, y + 0.5, name, va="center", size=8, weight="bold")
+            for phase, labels in zip(Phase, by_phase, strict=True):
+                for row, label in enumerate(labels):
                     axes.text(phase + 0.5, y + row + 0.5, label, ha="center", va="center", size=7.5,
                               bbox={"boxstyle": "round,pad=0.25", "fc": f"C{phase}", "alpha": 0.25, "lw": 0})  # fmt: skip
             y += height
         figure.savefig(path, dpi=120)
+
+    def _drawn(self, internals: bool) -> list[tuple[str, list[list[str]]]]:
+        """The name of each event that is drawn, with the labels of its receivers in each phase."""
+        found = []
+        for event, connections in self.rows:
+            chosen = [one for one in connections if internals or one.writes is None or one.writes]
+            # The handler, and its method below.
+            labels = [[describe(one).replace(".", "\n", 1) for one in chosen if one.phase is phase] for phase in Phase]
+            if chosen:
+                found.append((event.name, labels))
+        return found
 
 
 def describe(connection: Connection) -> str:
