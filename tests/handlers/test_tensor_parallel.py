@@ -176,7 +176,7 @@ COMPOSED: dict[str, Callable[[], list[Handler]]] = {
 
 def of_the_guide() -> dict[str, Any]:
     """The transformer that the page shows, with its plan."""
-    page = Path(__file__).parents[2] / "examples" / "guide" / "processes.md"
+    page = Path(__file__).parents[2] / "examples" / "guide" / "tensor_parallel.md"
     fences = re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S)
     names: dict[str, Any] = {"ColwiseParallel": ColwiseParallel, "RowwiseParallel": RowwiseParallel}
     exec(next(fence for fence in fences if "transformer_plan = " in fence), names)
