@@ -1,50 +1,49 @@
 """Everything that authors of handlers import, from one place.
 
-Of the engine, a handler uses these parts:
+A handler uses these parts of the engine:
 
-- ``engine.log``: log a number, an image or a text; ``engine.state.metrics.announce``: metrics that only this handler writes
-- `engine.regions.enter`: enter a context manager that is left at the end of the innermost open region
-- `engine.overrides.claim`: claim something for this handler alone (`Claim`): a second handler that does so is refused
-- `engine.overrides.replace`: put a function in place of the window's length, the gradient computation, the optimizer step,
-  the data, or the reduction over ranks
-- `engine.overrides.compute_gradients_once`: refuse steps that compute their gradients several times
+- ``engine.log``: log a number, an image or a text; ``engine.state.metrics.announce``: declare metrics that only it writes
+- `engine.regions.enter`: enter a context manager that exits at the end of the innermost open region
+- `engine.overrides.claim`: claim something for this handler alone (`Claim`); a second handler that claims it raises an error
+- `engine.overrides.replace`: replace the window's length, the gradient computation, the optimizer step, the data, or the
+  reduction over ranks with a function
+- `engine.overrides.compute_gradients_once`: raise an error for steps that compute their gradients several times
 - `engine.snapshots.take`: the state of this event, shared by all handlers that save it
-- `engine.snapshots.restore`: put a state back in place at the end of this iteration
+- `engine.snapshots.restore`: restore a state in place at the end of this iteration
 - `engine.snapshots.saving`: the region of a save, which CHECKPOINT_STARTED opens; ``report_saved`` emits CHECKPOINT_SAVED
-- `engine.snapshots.add_write`: a write in a thread; ``wait_for_earlier_writes`` before a state that refers to it
-- `engine.snapshots.run_id`: what distinguishes this run from every other; ``origin`` says where a loaded state came from
+- `engine.snapshots.add_write`: write in a thread; call ``wait_for_earlier_writes`` before a state that refers to the write
+- `engine.snapshots.run_id`: the unique id of this run; ``origin`` names the source of a loaded state
 - `engine.boundary.preempt`: save and stop at the next boundary, also from a signal handler
 - `engine.boundary.withdraw`: cancel a stop of `Engine.terminate` that has not taken effect
-- `engine.processes`: the ranks: sums, and what each of them has
+- `engine.processes`: the ranks; sum or gather their values
 - `update.window`: the accumulation window of ``engine.state.update``; between two windows its ``filled`` is 0
-- `engine.group.join`: train together with other processes; ``read_alike`` lets groups of them read the same data; ``now()`` is
-  a clock on which the ranks agree
-- `engine.feed.on_last_batch`: whether the batch is the epoch's last; ``has_data``, ``epoch_end`` and ``share()`` stand beside
-  it
+- `engine.group.join`: train together with other processes; with ``read_alike``, groups of them read the same data; ``now()`` is a
+  clock on which the ranks agree
+- `engine.feed.on_last_batch`: whether the batch is the epoch's last; see also ``has_data``, ``epoch_end`` and ``share()``
 - `engine.signals.call_through`: call every receiver through a function, as the profiler does
 
-From here, it imports:
+Import these from here:
 
 - `Handler`, `on`, `Phase`: a feature, its subscriptions and their order
-- `Claim`, `Override`: what one handler at a time may do, and the functions of the loop that it may replace
-- `check_int`, `check_number`, `check_bool`, `check_choice`, `check_function`, `check_name`, `check_local`, `check_seed`: errors
-  that name the handler, the argument and its value
-- `check_every`, `Interval`: an interval that a user wrote
-- `Monitor`: a metric that a handler decides by
-- `map_leaves`, `tensors_in`, `samples_in`: nested batches: a function of every leaf, their tensors, the number of their samples
-- `derived_seed`, `unchanged_random_state`: seeds, and random states that are left as they were
-- `comes_up`, `last_epoch`, `last_iteration`, `steps_to_come`: how long the run will be, and whether an interval comes up in it
-- `DeviceFeature`, `refusal`, `is_readable`: what works on which device, and a refusal in one sentence
-- `Capture`: what a handler's operations within a step are to a CUDA graph of it
-- `warn`: a warning at the line of the user
+- `Claim`, `Override`: what only one handler at a time may do, and the functions of the loop that a handler may replace
+- `check_int`, `check_number`, `check_bool`, `check_choice`, `check_function`, `check_name`, `check_local`, `check_seed`: raise
+  errors that name the handler, the argument and its value
+- `check_every`, `Interval`: an interval given by the user
+- `Monitor`: a metric that a handler uses for decisions
+- `map_leaves`, `tensors_in`, `samples_in`: nested batches: apply a function to every leaf, list the tensors, count the samples
+- `derived_seed`, `unchanged_random_state`: derive seeds, and keep random states unchanged
+- `comes_up`, `last_epoch`, `last_iteration`, `steps_to_come`: how long the run will be, and whether an interval occurs in it
+- `DeviceFeature`, `refusal`, `is_readable`: which features work on which device, and the error message for one that does not
+- `Capture`: whether a CUDA graph could record a handler's operations within a step
+- `warn`: warn at the line of the user
 
-Elsewhere are:
+In other modules:
 
-- `Handler.findings`: what looks wrong about a handler in its composition, for `Engine.check`
-- ``signalfire.runs.evaluation``: `prepare_batch`, a batch that the handler reads itself, moved and converted as in the loop;
-  `inherited`, what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of the precision
-- ``signalfire.runs.restore``: `attempt`, which puts everything back if the memory runs out; `Buffers` and `Modes`
-- ``signalfire.distributed``, ``checkpoints``, ``weights``: processes and sharded tensors, versions on disk, weights of others
+- `Handler.findings`: warnings of a handler about the setup, for `Engine.check`
+- ``signalfire.runs.evaluation``: `prepare_batch` moves and converts a batch that the handler reads itself, as the loop does;
+  `inherited` returns what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of the precision
+- ``signalfire.runs.restore``: `attempt` restores everything if memory runs out; `Buffers` and `Modes`
+- ``signalfire.distributed``, ``checkpoints``, ``weights``: processes and sharded tensors, checkpoints on disk, weights from files
 
 `signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight
 averages and the mixing of samples, and the claims that several included handlers share.

@@ -309,7 +309,7 @@ PARTS = {
     "engine.signals": ("signalfire.core.bus.Bus", "call_through"),
     "update.window": ("signalfire.core.window.Window", None),
 }
-"""The parts of the engine by what they are called in code: the class, and which of its methods are for handlers ("" for all)."""
+"""Engine API for handler authors by what they are called in code: the class, and which of its methods are for handlers ("" for all)."""
 
 TOOLS = [
     *(

@@ -1,4 +1,4 @@
-"""Draw the pictures of the guide anew: run the code of the page that shows them, and keep what it draws.
+"""Redraw the pictures of the guide: run the code of the page that shows them, and keep what it draws.
 
 python examples/guide/pictures.py [FOLDER]
 """
@@ -20,16 +20,15 @@ PICTURE = re.compile(r"!\[[^\]]+\]\(pictures/([\w.]+)\)")
 
 
 def main(kept: Path) -> None:
-    """Run the first example of the README and all of the page in a folder of their own; keep the pictures in another one."""
+    """Run the page in a temporary folder and keep its pictures."""
     torch.set_num_threads(1)
     page = (GUIDE / "pictures.md").read_text(encoding="utf-8")
-    readme = (GUIDE.parent.parent / "README.md").read_text(encoding="utf-8")
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
             names: dict[str, object] = {}
-            for code in [FENCE.findall(readme)[0], *FENCE.findall(page)]:
+            for code in FENCE.findall(page):
                 exec(compile(code, "pictures.md", "exec"), names)
         finally:
             os.chdir(before)
