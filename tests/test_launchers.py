@@ -118,7 +118,7 @@ def test_a_torchrun_on_each_of_two_machines_trains_the_same_weights(
 
 
 def code_of_the_page_up_to(text: str) -> str:
-    """The code of "Writing a handler", without its sessions, up to the block that has the text."""
+    """The code of "Custom handlers", without its sessions, up to the block that has the text."""
     page = (EXAMPLES / "guide" / "writing_a_handler.md").read_text()
     blocks = [block for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if not block.startswith(">>>")]
     (last,) = (place for place, block in enumerate(blocks) if text in block)

@@ -309,7 +309,7 @@ PARTS = {
     "engine.signals": ("signalfire.core.bus.Bus", "call_through"),
     "update.window": ("signalfire.core.window.Window", None),
 }
-"""Engine API for handler authors by what they are called in code: the class, and which of its methods are for handlers ("" for all)."""
+"""The parts of the engine by what they are called in code: the class, and which of its methods are for handlers ("" for all)."""
 
 TOOLS = [
     *(
@@ -344,7 +344,7 @@ TOOL_MODULES = ["signalfire.authoring.checks", "signalfire.authoring.planning", 
 def parts_page() -> str:
     """What handlers of one's own use besides the interface: the parts of the engine, and tools."""
     introduction = inspect.getdoc(importlib.import_module("signalfire.authoring")) or ""
-    text = ["# The parts of the engine", "", "```{eval-rst}", introduction.partition("\n\n")[2], ""]
+    text = ["# Engine API for handler authors", "", "```{eval-rst}", introduction.partition("\n\n")[2], ""]
     for part, (path, methods) in PARTS.items():
         members = [] if methods is None else [f"   :members: {methods}".rstrip()]
         text += [f".. rubric:: {part}", "", f".. autoclass:: {path}", *members, ""]
