@@ -290,7 +290,7 @@ class Checkpoint(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, reads=["state", "files"], writes=["files"])
     def write_missing(self, engine: Engine) -> None:
-        """Write what the loaded state counts as kept, if its run ended before; see that none resumes on a way that was left."""
+        """Write checkpoints that the loaded state counts as kept if its run ended before; abandoned ones are never resumed."""
         entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
         if self.monitor is None and self.retention.has_abandoned:
             self._write(engine, self.retention.selecting(self._entry(engine, None)), asynchronous=False)
