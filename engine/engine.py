@@ -1,4 +1,4 @@
-"""The engine: what users call. It puts the rooms beside the kernel together; `Loop.iterate` in `core/loop.py` is the loop."""
+"""The engine: the class that users call. It adds services to the kernel; `Loop.iterate` in `core/loop.py` is the loop."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ class Engine(Kernel):
 
         Args:
             evaluator: an engine that does not train.
-            data: the data to evaluate. prefix: prefix of the names of its metrics.
+            data: the data to evaluate.
+            prefix: prefix of the names of its metrics.
             inherit: whether it moves and converts batches, and uses the precision, as this engine does; see `inherited`.
             bounds: bounds for ``evaluator.run``.
         """

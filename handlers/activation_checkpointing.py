@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations are computed again in the backward instead of being kept."""
+"""Activation checkpointing: recomputes activations in the backward instead of keeping them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of activations: mean, deviation, and units that are always zero, as metrics."""
+"""Activation statistics as metrics: mean, standard deviation, and dead units."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AutoClip: clips gradients to a percentile of the norms that they had so far."""
+"""AutoClip: clips gradients to a percentile of their earlier norms."""
 
 from __future__ import annotations
 

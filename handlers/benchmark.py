@@ -1,4 +1,4 @@
-"""Benchmark mode of cuDNN: the fastest convolution algorithm is chosen by trying them."""
+"""cuDNN benchmark mode: tries the convolution algorithms and uses the fastest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saves the last versions, or the best ones by a metric."""
+"""Checkpoints of the training state: saves the last or the best by a metric, and resumes from them."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ class Checkpoint(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, writes=["files"],
         reads=["modules", "processes", "bounds", "step", "window"])  # fmt: skip
     def open(self, engine: Engine) -> None:
-        """Create the folder, so that missing write permission is detected before the first batch."""
+        """Create the folder, so missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error
         self._held = None
         if engine.processes.distributed:

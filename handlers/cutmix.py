@@ -1,4 +1,4 @@
-"""CutMix: trains on samples in which a box is replaced by the same box of another sample."""
+"""CutMix: replaces a box of each sample with the same box of another sample."""
 
 from __future__ import annotations
 

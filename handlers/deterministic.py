@@ -1,4 +1,4 @@
-"""Deterministic algorithms only: the same run gives the same bits, or an error names what cannot."""
+"""Deterministic algorithms only: repeated runs are bit-identical, or an error names the operation that prevents it."""
 
 from __future__ import annotations
 

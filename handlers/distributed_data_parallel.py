@@ -1,4 +1,4 @@
-"""Distributed data parallel (DDP) training: every rank trains on its own batches, and all make the same step."""
+"""Distributed data parallel (DDP) training: every rank trains on its own batches, and all take the same step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class DistributedDataParallel(Distribution):
     of an evaluation. A module with parameters in several updates raises an error. Trained tensors outside the modules are
     reduced, too.
 
-    Gradients are assigned to the same buckets from the first step on, so that a resumed run is bit-exact.
+    Gradients are assigned to the same buckets from the first step on, so a resumed run is bit-exact.
 
     Args:
         shard_policy: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style
@@ -286,7 +286,7 @@ class DistributedDataParallel(Distribution):
 
     @on("backward_event", phase=Phase.PREPARE, reads=[], writes=[])
     def record_backward(self, engine: Engine) -> None:
-        """Record which modules the backward has reduced: those called for it, if it synchronises."""
+        """Record which modules the backward has reduced: those called for it, if it synchronizes."""
         for one in self._of_update.get(engine.state.update.name, ()):
             one.use.reduced = one.use.called and one.ddp.require_backward_grad_sync
             one.use.called = False

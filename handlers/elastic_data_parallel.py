@@ -1,4 +1,4 @@
-"""Elastic data parallel training: the same bits for any number of processes."""
+"""Elastic data parallel training: bit-identical weights for any number of processes."""
 
 from __future__ import annotations
 

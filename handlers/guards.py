@@ -1,4 +1,4 @@
-"""Guards: watches a run for what silently ruins training."""
+"""Guards: detects silent training problems during a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L1 regularisation: a penalty on the absolute values of the weights."""
+"""L1 regularization: a penalty on the absolute values of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""L2 regularisation: a penalty on the squares of the weights."""
+"""L2 regularization: a penalty on the squares of the weights."""
 
 from __future__ import annotations
 

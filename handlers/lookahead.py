@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that follow those of the optimizer, and from which it starts again every k steps."""
+"""Lookahead: slow weights that follow the optimizer's, and replace them every k steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the memory held when it ran out: a table, and on CUDA a snapshot for PyTorch's memory viewer."""
+"""Out-of-memory reports: a table of the memory's content, and on CUDA a snapshot for PyTorch's memory viewer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batching: computes the gradients of a batch piece by piece, so that it needs the memory of one piece only."""
+"""Micro-batching: computes the gradients of a batch piece by piece, with the memory of one piece."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ class MicroBatching(Handler):
             update.window.extra_weight = extra_weight + (sum(piece.extra for piece in gave) + (len(gave) - 1))
 
     def _release_graph(self, update: UpdateState, piece: _Piece) -> None:
-        """Keep the values of a piece only, so that its activations are freed before the next one."""
+        """Keep only the values of a piece, so its activations are freed before the next one."""
         piece.output = _detached(piece.output)
         if update.hidden is not None:
             raise RuntimeError(

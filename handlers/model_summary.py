@@ -32,8 +32,9 @@ class ModuleSummary:
         name: Name of the module within the model, such as "model.features.0".
         kind: Name of its class.
         parameters: Number of its parameters, those of its submodules included, each counted once; None if a lazy module has not
-            been initialized. trainable: Number of these that require gradients. shared: Number of these that rows before it,
-            other than those it belongs to, also have.
+            been initialized.
+        trainable: Number of these that require gradients.
+        shared: Number of these that rows before it, other than those it belongs to, also have.
         output: Shape of its last output, such as "32x10", or "(32x8, 2x32x8)"; empty if it was not called.
         calls: Number of calls in the forward.
         flops: Floating-point operations of the forward, those of its submodules included; None if it was not called.
@@ -59,7 +60,7 @@ class ModelSummary:
 
     Attributes:
         rows: One for each module, a model before its submodules.
-        parameters: Number of parameters of all models, each counted once; None if a lazy module has not been initialised.
+        parameters: Number of parameters of all models, each counted once; None if a lazy module has not been initialized.
         trainable: Number of these that require gradients.
         weight_bytes, buffer_bytes: Memory of parameters and of buffers.
         gradient_bytes: Memory of the gradients of trainable parameters.

@@ -1,4 +1,4 @@
-"""Pruning by Optuna: trials whose values are worse than those of others are stopped early."""
+"""Optuna pruning: stops trials that are worse than others early."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Overfitting a few batches: a check that the model can learn at all."""
+"""Overfitting a few batches: a sanity check that the model can learn."""
 
 from __future__ import annotations
 

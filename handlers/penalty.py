@@ -1,4 +1,4 @@
-"""A penalty of your own: a function whose value is added to the loss."""
+"""Custom penalties: a function whose value is added to the loss."""
 
 from __future__ import annotations
 

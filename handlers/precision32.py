@@ -1,4 +1,4 @@
-"""How exactly float32 matrices are multiplied: in float32, or faster in TensorFloat-32 or bfloat16."""
+"""Precision of float32 matrix products: full float32, or faster TensorFloat-32 (TF32) or bfloat16."""
 
 from __future__ import annotations
 

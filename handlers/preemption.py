@@ -1,4 +1,4 @@
-"""Preemption: a signal saves the run and stops it, so that another process can resume it without any loss."""
+"""Preemption: on a signal, saves a checkpoint and stops the run, so a new process can resume without loss."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Preemption(Handler):
 
     @on(Events.PREEMPTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def sync_signal(self, engine: Engine) -> None:
-        """Exchange the signal, which only some ranks may have received, so that all exit with the same status."""
+        """Exchange the signal, which only some ranks may have received, so all exit with the same status."""
         received = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
         if self.preempted is None and received:
             # The scheduler has sent it to all processes: one received here shortly is the same signal.

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar in a terminal or a notebook, plain lines anywhere else."""
+"""Progress bar in a terminal or notebook; plain lines anywhere else."""
 
 from __future__ import annotations
 

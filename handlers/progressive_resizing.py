@@ -1,4 +1,4 @@
-"""Progressive resizing: training begins with small images, which cost less, and ends with whole ones."""
+"""Progressive resizing: training starts with small images, which cost less, and ends with whole ones."""
 
 from __future__ import annotations
 

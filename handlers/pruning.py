@@ -1,4 +1,4 @@
-"""Pruning: weights of small magnitude are set to zero, and stay zero."""
+"""Magnitude pruning: sets weights of small magnitude to zero, and keeps them zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random erasing: trains on samples of which a random rectangle is replaced."""
+"""Random erasing: replaces a random rectangle of samples."""
 
 from __future__ import annotations
 

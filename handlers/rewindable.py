@@ -1,4 +1,4 @@
-"""Keeps states of the run in memory, so that it can go back to an earlier iteration."""
+"""Keeps states of the run in memory, so it can go back to an earlier iteration."""
 
 from __future__ import annotations
 

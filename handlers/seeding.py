@@ -47,7 +47,7 @@ class Seeding(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED, reads=[], writes=["random"])
     def seed_generators(self, engine: Engine) -> None:
-        """Seed the generators unless the run continues; each rank differently, so that dropout masks differ."""
+        """Seed the generators unless the run continues; each rank differently, so dropout masks differ."""
         if engine.state.iteration == 0:
             seed, rank = engine.seed if self.seed is None else self.seed, engine.group.data.rank
             seed_everything((seed if rank == 0 else derived_seed(seed, "rank", rank)) % 2**32)

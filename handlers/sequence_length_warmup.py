@@ -1,4 +1,4 @@
-"""Sequence-length warmup: training begins with short sequences, which is stabler and costs less."""
+"""Sequence-length warm-up: training starts with short sequences, which is more stable and cheaper."""
 
 from __future__ import annotations
 

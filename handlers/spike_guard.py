@@ -1,4 +1,4 @@
-"""Acts on spikes of the loss or the gradient norm: skips the step, stops, or goes back and leaves out the batches around it."""
+"""Loss-spike detection: skips the step, stops the run, or rolls back and leaves out the batches around the spike."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stochastic depth: leaves out residual blocks at random while training."""
+"""Stochastic depth: skips residual blocks at random during training."""
 
 from __future__ import annotations
 

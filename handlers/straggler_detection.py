@@ -1,4 +1,4 @@
-"""Straggler detection: names the ranks that all others wait for, and the part of their iterations that is slow."""
+"""Straggler detection: names slow ranks, and the slow part of their iterations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers of a plan are split over several ranks, which train together on the same batches."""
+"""Tensor parallelism: splits layers over several ranks, which train together on the same batches."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class TensorParallel(Distribution):
 
     Raises:
         ValueError: Before the first batch: for a path that matches no module, or a module that another path matches as well; for
-            a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an
-            optimizer instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` into groups of
-            which the ranks do not divide, or beside which no handler shards the data. In the first step, for a parameter outside
-            of the plan that is used with a part of the features, so that its gradient differs between ranks: such a module
-            belongs to the plan.
+            a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an optimizer
+            instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` that does not divide the
+            number of ranks, or without a handler that shards the data over the groups. In the first step, for a parameter outside
+            the plan that is used with a part of the features, so its gradient differs between ranks: such a module belongs in the
+            plan.
 
     Source:
         Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019). The
@@ -283,7 +283,7 @@ class TensorParallel(Distribution):
         self._compare_gradients(engine.state.update)
 
     def _compare_gradients(self, update: UpdateState) -> None:
-        """Raise ValueError if a parameter with a copy on each rank gets another gradient on each, so that the copies part."""
+        """Raise ValueError if the copies of a parameter get different gradients on the ranks, and so diverge."""
         key = update.name, len(update.parameters)  # more of them with gradual unfreezing
         if key in self._compared:
             return

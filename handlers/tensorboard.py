@@ -1,4 +1,4 @@
-"""TensorBoard logs: losses, rates and metrics, and what users log: images, figures, texts, histograms, hyperparameters."""
+"""TensorBoard logs: losses, learning rates, metrics, images, figures, texts, histograms and hyperparameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Throughput: samples, tokens, batches and steps per second, and how much of the peak performance is used."""
+"""Throughput: samples, tokens, batches and steps per second, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 

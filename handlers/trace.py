@@ -1,4 +1,4 @@
-"""A trace of a run: digests of what it consists of, to find where two runs differ."""
+"""Traces: digests of a run's data, gradients, weights and states, to find where two runs diverge."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ class Trace(Handler):
             self._writer = None
 
     def _check_place(self) -> None:
-        """Report a file that is no longer the one at its path, so that what is written is lost."""
+        """Report a file that is no longer the one at its path, whose records are lost."""
         writer, engine = self._writer, self.engine
         if writer is not None and engine is not None and not writer.in_place:
             engine.findings.report(

@@ -1,4 +1,4 @@
-"""Update frequencies: runs some of several updates in every n-th iteration only."""
+"""Update frequencies: runs some of several updates only in every n-th iteration."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class UpdateFrequency(Handler):
 
     Errors:
         KeyError: When the handler is attached, for a name that no update has.
-        ValueError: When it is attached, for frequencies that leave an iteration without any update, so that its batch would be
-            lost; and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of
-            steps of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
+        ValueError: When it is attached, for frequencies that leave an iteration without any update, whose batch would be lost;
+            and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of steps
+            of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
 
     Source:
         Arjovsky, Chintala and Bottou, "Wasserstein Generative Adversarial Networks" (ICML 2017), algorithm 1, where n_critic = 5.

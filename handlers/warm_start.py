@@ -1,4 +1,4 @@
-"""Warm start: begins a run with weights from a file, and says what of it was loaded."""
+"""Warm start: loads pretrained weights from a file, and reports which were loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The events of a run, filters on them, and the base class of users' own events."""
+"""The events of a run, filters on them, and the base class of custom events."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Filter:
     """Selects the occurrences of an event that call a receiver; built by calling an event.
 
     Args:
-        every: Selects counts that are multiples of this number. once: Selects only this count, or these counts. after: Selects
-            counts greater than this. before: Selects counts smaller than this.
+        every: Selects counts that are multiples of this number.
+        once: Selects only this count, or these counts.
+        after: Selects counts greater than this.
+        before: Selects counts smaller than this.
         when: Predicate called as ``when(engine)`` just before the receiver, and only if all other filters pass.
     """
 
@@ -242,7 +244,7 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
 
 
 def check_receiver(receiver: object, where: str, *, returns: bool = False) -> None:
-    """Raise TypeError for what cannot be called as ``receiver(engine)``, or does nothing then, unless it ``returns`` a value."""
+    """Raise TypeError for a receiver that cannot be called as ``receiver(engine)``, or does nothing, unless it ``returns``."""
     if isinstance(receiver, type) and not returns:
         raise TypeError(f"{where}: {receiver!r} is a class; give a function, or a method of an instance")
     if not callable(receiver):

@@ -1,4 +1,4 @@
-"""The curve of a learning-rate sweep, and the rate that it suggests."""
+"""The loss curve of a learning-rate sweep, and the learning rate that it suggests."""
 
 from __future__ import annotations
 
