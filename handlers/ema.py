@@ -43,7 +43,7 @@ class EMA(AveragedWeights):
             uses a different one.
         trained_only: Whether to leave out frozen parameters, which saves their memory; they are used unchanged. A parameter that
             is unfrozen later is averaged from its first step. Do not use it for parameters that are changed other than by the
-            optimizer, such as those of a target network. Averages saved with it must be loaded with it.
+            optimizer, such as those of a target network. Load averages saved with ``trained_only=True`` with the same setting.
         update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged, and so are
             trained tensors outside the modules, such as a temperature in ``parameters=``.
 

@@ -34,9 +34,9 @@ class SpikeGuard(Handler):
     `NonFiniteGuard` handles. No value counts as a spike before the window is full. In an accumulation window the mean loss
     counts. The norm is measured before clipping. With several ranks, the loss is the mean over all, so all decide alike.
 
-    - "skip" omits the step. After 20 in a row it accepts the new level as normal, and reports this (W19). - "stop" omits it and
-    stops the run; afterwards `Engine.replay` shows whether the spike recurs, and which sample causes it. - "rewind" goes back,
-    inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
+    - "skip" omits the step. After 20 in a row it accepts the new level as normal, and reports this (W19).
+    - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike recurs, and which sample causes it.
+    - "rewind" goes back, inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
       that it has seen since then. Weights, optimizers, schedules, averages, metrics, logs and generators are those of a run that
       has never seen these batches.
 
