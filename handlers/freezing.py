@@ -236,7 +236,7 @@ def _check_epoch(argument: str, pattern: str, epoch: object) -> None:
 
 
 def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:
-    """The normalisation layers with running statistics, with all names of each of their tensors."""
+    """The normalization layers with running statistics, with all names of each of their tensors."""
     norms: dict[nn.Module, dict[str, list[str]]] = {}
     for root, module in engine.modules.items():
         for path, part in module.named_modules(prefix=engine.modules.prefix(root), remove_duplicate=False):

@@ -56,11 +56,11 @@ class FullyShardedDataParallel(Distribution):
         replicas: Number of copies of the model (HSDP). The ranks divide into this many groups of consecutive ranks, such as those
             of one machine, and each group shards one copy. Weights are gathered only inside a group; gradients are summed over
             the groups as well. 1 shards over all ranks.
-        reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. If
-            False, each step communicates a third less, and keeps the full weights from the forward to the backward.
-        param_dtype: Data type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The
-            shards seen by the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
-        reduce_dtype: Data type in which gradients are reduced; by default ``param_dtype``.
+        reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. False
+            saves a third of the communication per step, but keeps the full weights from the forward to the backward.
+        param_dtype: Data type of gathered and used weights: "bf16", "fp16" or "fp32"; by default their own. The shards seen by
+            the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
+        reduce_dtype: Data type for reducing gradients; by default ``param_dtype``.
         reduce_every_batch: Whether to reduce gradients with every batch of an accumulation window. This takes less memory,
             because no rank holds full gradients, and open windows can be saved.
         gather_to_evaluate: Whether every rank holds the full weights during evaluations by the trainer. If False, models that

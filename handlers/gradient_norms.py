@@ -25,9 +25,9 @@ class GradientNorms(Handler):
     Norms are measured for each optimizer step, on unscaled gradients averaged over the accumulation window. The total is written
     to ``state.metrics`` as "gradient_norm", that of each layer as "gradient_norm/0", and that of each parameter as
     "gradient_norm/0.weight"; in an engine with several updates as "gradient_norm/generator" and
-    "gradient_norm/generator/0.weight". A logger writes them with the iteration in which they were measured. The values are
-    tensors on the gradients' device, so measuring does not synchronize with the device; displaying or logging them does. Steps
-    that are skipped afterwards are measured, too: their norms may be infinite or NaN.
+    "gradient_norm/generator/0.weight". Loggers write them with the iteration that measured them. The values are tensors on the
+    gradients' device, so measuring does not synchronize with the device; displaying or logging them does. Steps that are skipped
+    afterwards are measured, too: their norms may be infinite or NaN.
 
     Args:
         norm_type: p of the p-norm; ``math.inf`` for the maximum norm.

@@ -289,7 +289,7 @@ class ProgressBar(Handler):
             self._draw(engine, values=True)
 
     def _draw(self, engine: Engine, *, values: bool = False, finished: bool = False, note: str = "") -> None:
-        """Draw the bar; the values only if they are asked for, else those of the drawing before."""
+        """Draw the bar, with new values if requested, else with those of the previous drawing."""
         if self._plain:
             return
         now = self._drawn_at = self.clock()
@@ -398,9 +398,9 @@ class ProgressBar(Handler):
         return shown | (_learning_rates(engine) if self.learning_rate else {})
 
     def _shown(self, engine: Engine) -> tuple[dict[str, str], list[str]]:
-        """The values, and the names of those that nobody asked for.
+        """The values, and the names of those that were not requested.
 
-        These are the smoothed loss beside the batch's, and what only diagnoses the run.
+        These are the smoothed loss shown with the batch's, and purely diagnostic values.
         """
         shown, metrics = self._values(engine), engine.state.metrics
         if self.metrics is not None:

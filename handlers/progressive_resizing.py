@@ -214,7 +214,7 @@ class ProgressiveResizing(Handler):
 
 
 def _nearest(targets: Tensor, sides: list[int]) -> Tensor:
-    """Nearest neighbours as "nearest-exact" of `F.interpolate` takes them, for any dtype."""
+    """Nearest neighbors as in "nearest-exact" of `F.interpolate`, for any dtype."""
     for dim, side in zip(range(-len(sides), 0), sides, strict=True):
         length = targets.shape[dim]
         places = ((torch.arange(side, dtype=torch.float64) + 0.5) * (length / side)).long()

@@ -239,7 +239,7 @@ class SpikeGuard(Handler):
         return found
 
     def _reasons(self, update: UpdateState, found: dict[str, float], logarithms: dict[str, float]) -> list[str]:
-        """What is a spike, and by how much."""
+        """The values that are spikes, and by how much."""
         reasons = []
         for what, value in logarithms.items():
             key = f"{update.name}: {what}"
@@ -254,7 +254,7 @@ class SpikeGuard(Handler):
         return reasons
 
     def _is_new_level(self, engine: Engine, update: UpdateState, reasons: list[str]) -> bool:
-        """Whether so many steps in a row are above what was usual that this is usual now; the windows begin anew then."""
+        """Whether enough consecutive steps are above the normal range to make this the new normal; the windows then restart."""
         count = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
         if self.policy != "skip" or count <= _MOST_IN_A_ROW:
             return False
@@ -310,7 +310,7 @@ class SpikeGuard(Handler):
         )
 
     def _go_back(self, engine: Engine, to: int) -> None:
-        """Go back, at the end of this iteration, without the batches of the last action; a state saved until then says so."""
+        """Go back at the end of this iteration, without the batches of the last action; states saved until then record it."""
         self._goes_back_to = to
         places = [Place(epoch, batch) for epoch, batch in self.actions[-1]["batches"]]
         engine.past.rewind(to, leave_out=places, changes={self.name: {"actions": list(self.actions)}})

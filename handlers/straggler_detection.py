@@ -139,8 +139,8 @@ class StragglerDetection(Handler):
     def end_iteration(self, engine: Engine) -> None:
         """Note how long backward, step and handlers took.
 
-        Gradients are reduced while the backward runs, and at its end each rank waits for the slowest one, which takes none of
-        the CPU time of this thread, in which the backward runs. Then the ranks meet, and what follows is their own again.
+        Gradients are reduced while the backward runs, and at its end each rank waits for the slowest one. This waiting takes no
+        CPU time of this thread, which runs the backward. After that, each rank's time is its own again.
         """
         self._ended = now = perf_counter() - self._processes.waited
         if self._begun is not None:

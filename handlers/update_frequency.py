@@ -21,8 +21,8 @@ class UpdateFrequency(Handler):
     1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates that are not named run in
     every iteration.
 
-    Gradient accumulation counts the iterations in which the update runs. Its last window of an epoch closes when the update
-    runs for the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
+    Gradient accumulation counts only iterations that run the update. Its last window of an epoch closes when the update runs for
+    the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
 
     Args:
         every: Interval n in iterations of each update, by name.
