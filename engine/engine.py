@@ -1,4 +1,4 @@
-"""The engine: what users call. It puts the rooms beside the kernel together; `Loop.iterate` in `core/loop.py` is the loop."""
+"""The engine: the class that users call. It adds services to the kernel; `Loop.iterate` in `core/loop.py` is the loop."""
 
 from __future__ import annotations
 
@@ -50,30 +50,30 @@ H = TypeVar("H", bound=Handler)
 class Engine(Kernel):
     """Runs updates over data and emits an event at every step; every feature is a handler of those events.
 
-    An engine whose updates have no optimizer evaluates: it runs in eval mode without gradients, and each run starts anew.
+    An engine whose updates have no optimizer is an evaluator: it runs in eval mode without gradients, and each run restarts.
 
     Args:
-        update: what to do in every iteration, or several updates in order.
+        update: the update that runs in every iteration, or several in order.
         model: a module, or several by name (then ``engine.model`` is a ``ModuleDict`` of them); None if no update needs one.
-        seed: the seed of what handlers draw; torch's initial seed by default. It leaves the global generators as they are:
-            `seed_everything` seeds them at once, for the model's weights, and `Seeding` when a run begins.
-        training: whether to train; by default, if any update has an optimizer.
+        seed: the seed of the handlers' random numbers; torch's initial seed by default. It does not seed the global generators:
+            `seed_everything` seeds them at once, for the model's weights, and `Seeding` when a run starts.
+        training: whether to train; by default True if any update has an optimizer.
         streams: "shared": model and data draw from one stream of the global generators, as in a plain PyTorch loop.
             "separate": the generators are reseeded before each epoch's data and each update, for ablations; see `models.streams`.
-        allow: codes of findings, such as "W10", that are meant and are not reported; see `findings`.
+        allow: codes of findings, such as "W10", that are intended and not reported; see `findings`.
 
     Attributes:
-        state: where the run stands.
-        model: what the forward calls, perhaps wrapped or sharded.
-        modules: the bare modules by name, for state, averages and optimizers; with the losses that have parameters.
-        updates, handlers: the updates at work; the attached handlers by name.
+        state: the position and results of the run.
+        model: the model that the forward calls, perhaps wrapped or sharded.
+        modules: the unwrapped modules by name, for state, averages and optimizers, including losses that have parameters.
+        updates, handlers: the states of the updates; the attached handlers by name.
         signals: the blinker namespace of the signals.
         seed, training: as given, or as derived from torch and from the updates.
-        findings: what looked wrong in the latest run (`Reports.of_run`).
-        log: logs users' own values: ``engine.log("kl", value)``; see `Log`.
+        findings: the warnings of the latest run (`Reports.of_run`).
+        log: logs custom values: ``engine.log("kl", value)``; see `Log`.
         dry_run: whether handlers that write files (`Handler.writes`) are disabled in every run.
 
-    Authors of handlers find more on the parts; `signalfire.authoring` lists it.
+    For handler authors, `signalfire.authoring` lists further parts of the engine.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -120,7 +120,7 @@ class Engine(Kernel):
         return event_of(every)
 
     def seconds_in(self, max_time: str | Interval | None) -> float | None:
-        """The seconds of `run`'s ``max_time``."""
+        """The ``max_time`` of `run` in seconds."""
         return None if max_time is None else seconds_of(max_time)
 
     def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
@@ -147,26 +147,26 @@ class Engine(Kernel):
     def evaluate(
         self, evaluator: Engine, data: Iterable[Any] | None, *, prefix: str = "", inherit: bool = True, **bounds: Any
     ) -> dict[str, Any]:
-        """Run an evaluator on data, store what it measures in this engine's metrics, and return it.
+        """Run an evaluator on data, store its metrics in this engine's metrics, and return them.
 
-        It changes no random stream, no gradient, no module's train or eval flag.
+        Random streams, gradients and the modules' train or eval flags do not change.
 
         Args:
             evaluator: an engine that does not train.
-            data: its data.
-            prefix: put before the names of its metrics.
-            inherit: whether its batches are moved and converted, and its precision is, as in this engine: see `inherited`.
-            bounds: for ``evaluator.run``.
+            data: the data to evaluate.
+            prefix: prefix of the names of its metrics.
+            inherit: whether it moves and converts batches, and uses the precision, as this engine does; see `inherited`.
+            bounds: bounds for ``evaluator.run``.
         """
         return evaluate(self, evaluator, data, prefix=prefix, inherit=inherit, **bounds)
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """The model as an evaluation would see it, for a ``with`` block: to sample text or images inside a run, or after it.
+        """Use the model as in an evaluation inside a ``with`` block, to sample text or images during or after a run.
 
-        It is in eval mode and without gradients, with averages in place of the weights, in the precision of the training.
-        Afterwards the modes, the weights and the random generators are as before. Training, and taking or loading a state, are
-        errors in the block: the weights in place are not those that are trained. With several ranks each has to enter the block,
-        since they may have to gather the weights.
+        The model is in eval mode and without gradients, with averages in place of the weights, in the precision of the training.
+        Afterwards the modes, weights and random generators are restored. Training, and taking or loading a state, raise an error
+        inside the block, because the weights in place are not the trained ones. In distributed runs every rank must enter the
+        block, since the weights may have to be gathered.
 
         Example:
             >>> engine = Engine(Update.prediction(), model=torch.nn.Dropout(0.5))
@@ -186,23 +186,23 @@ class Engine(Kernel):
         metrics: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> dict[str, Any]:
-        """Measure data as the attached `Validation` does, and return the metrics: ``trainer.test(data, weights="best")``.
+        """Evaluate test data as the attached `Validation` does, and return the metrics: ``trainer.test(data, weights="best")``.
 
-        It emits no event, and leaves the weights, metrics, states and random generators of the engine as they are. With several
-        ranks each has to call it.
+        It emits no event, and does not change the weights, metrics, states and random generators of the engine. In distributed
+        runs every rank must call it.
 
         Args:
-            data: its data; or several data sets by name, whose metrics are named as those of a `Validation` without the first
-                prefix: "clean_loss" of the data set "clean".
-            weights: those of a checkpoint, as evaluations saw them when it was written, with averages in their place: "best" for
-                that of the one attached `Checkpoint` with a monitor, or a `Checkpoint`, or a path. By default those that the
-                engine has.
-            validation: the name of the `Validation`, where there are several.
+            data: the test data; or several data sets by name, whose metrics are named as those of a `Validation` without the
+                first prefix: "clean_loss" for the data set "clean".
+            weights: the checkpoint whose weights are used, as evaluations saw them when it was written, with averages in place:
+                "best" for the best one of the attached `Checkpoint` with a monitor, a `Checkpoint`, or a path. None uses the
+                engine's current weights.
+            validation: the name of the `Validation`, if several are attached.
             inherit: as for `evaluate`.
-            metrics, named: what is measured besides the loss, in place of the validation's metrics; as for `Validation`.
+            metrics, named: metrics to measure besides the loss, in place of the validation's metrics; as for `Validation`.
 
         Raises:
-            ValueError: without a `Validation`, or for "best" where none or several checkpoints are chosen by a metric.
+            ValueError: without a `Validation`, or for "best" if no or several `Checkpoint` handlers have a monitor.
             RuntimeError: during a run.
         """
         from .weights.chosen import test  # what reads checkpoints is loaded only where one is read
@@ -216,13 +216,13 @@ class Engine(Kernel):
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is; the CPU without a model."""
+        """The device of the model's first parameter; the CPU without a model."""
         first = next((parameter for root in self.modules.values() for parameter in root.parameters()), None)
         return torch.device("cpu") if first is None else first.device
 
     @property
     def optimizer(self) -> Optimizer:
-        """The optimizer of the only update, once it is built: before STARTED, if it was given as a class or factory."""
+        """The optimizer of the only update. If given as a class or factory, it is built before STARTED."""
         update = self._only_update("optimizer")
         if update.optimizer is None:
             why = "it is built as a run begins" if self.training else "this engine evaluates"
@@ -253,7 +253,7 @@ class Engine(Kernel):
         """An attached handler, by its name or its class: ``engine["ema"]``, ``engine[EMA]``; the latter is what `find` returns.
 
         Raises:
-            KeyError: if there is none, or several of the class, listing what is attached.
+            KeyError: if none is attached, or several of the class, listing the attached handlers.
         """
         if isinstance(handler, str):
             return self.handlers[handler]
@@ -272,48 +272,48 @@ class Engine(Kernel):
     __iter__ = None  # else `list(engine)` would ask for engine[0]
 
     def wiring(self) -> Wiring:
-        """Event, phase, handlers, in the order in which they run; ``print`` it or ``draw`` it."""
+        """Event, phase and handlers in the order that they run; ``print`` it or ``draw`` it."""
         return Wiring(self)
 
     def check(self, data: Iterable[Any] | None = None, **bounds: Any) -> Findings:
-        """What looks wrong about the composition and the data, as a table for ``print``; nothing is trained or changed.
+        """Check the setup and the data for mistakes: returns a table for ``print``; nothing is trained or changed.
 
-        ``bounds`` are those of `run`; without them, rules about its length are omitted. One batch at most is read.
+        ``bounds`` are those of `run`; without them, checks of its length are omitted. At most one batch is read.
         """
         return check(self, data, bounds)
 
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that is needed to resume: position, modules, optimizers, handlers, random states; all copied.
+        """The complete state to resume from: position, modules, optimizers, handlers, random states; all copied.
 
-        With several ranks each has to call it. On rank 0 it is the state of all; on the others, their own.
+        In distributed runs every rank must call it. Rank 0 gets the state of all ranks; the others get their own.
 
         Raises:
-            RuntimeError: inside an iteration, where half of it would be saved.
+            RuntimeError: inside an iteration, because the state would be incomplete.
         """
         return self.snapshots.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Put saved weights in place; resume at the next `run` once the receivers of STARTED have run; at MODEL_SETUP, in this.
+        """Load the saved weights now, and resume in the next `run`, after the receivers of STARTED; at MODEL_SETUP, in this run.
 
-        An engine that evaluates takes the weights of a trainer's state, and never a position: it evaluates all of its data.
+        An evaluator loads only the weights of a trainer's state, not the position: it evaluates all of its data.
 
         Args:
-            state: what `state_dict` returned, perhaps saved and loaded in between.
-            allow: names of handlers that may be in only one of the saved run and this one.
+            state: the state that `state_dict` returned, perhaps saved and loaded in between.
+            allow: names of handlers that may exist in only one of the saved run and this one.
 
         Raises:
-            ValueError: for what is not such a state. What does not fit this engine is an error at the next run, before
-                anything is changed.
+            ValueError: for an object that is not such a state. A state that does not fit this engine raises an error at the next
+                run, before anything is changed.
         """
         self.snapshots.load_state_dict(state, allow=allow)
 
     def rewind(self, to: int, *, leave_out: int = 0) -> list[Place]:
-        """Go back to the end of iteration ``to``, in this run, and leave out the ``leave_out`` batches that follow it.
+        """Go back to the end of iteration ``to`` in this run, and skip the ``leave_out`` batches that follow it.
 
-        At the end of the iteration under way the newest state from before is put back in place, and the run continues from there
-        bit for bit as before, up to ``to``; what calls this comes up again, and has to remember it. A handler has to keep states:
+        At the end of the current iteration the newest state from before ``to`` is restored, and the run repeats bit for bit up to
+        ``to``. The calling code runs again and has to remember that it has called this. A handler has to keep states:
         `Rewindable`, or `SpikeGuard`, which calls this itself.
 
         Returns:
@@ -322,18 +322,18 @@ class Engine(Kernel):
         return self.past.rewind(to, leave_out=leave_out)
 
     def replay(self, iteration: int) -> Replay:
-        """An iteration of the last run, to be made again: was it the data, or a fault that does not repeat? See `Replay`."""
+        """Repeat an iteration of the last run, to tell bad data from a fault that does not recur; see `Replay`."""
         return Replay(self, iteration)
 
     def weights(self) -> dict[str, Any]:
-        """The states of the modules by name, as they are to be used: with averages in place, where a handler has them."""
+        """The states of the modules by name for evaluation and export, with averages in place if a handler keeps them."""
         return self.snapshots.weights()
 
     def load_weights(self, weights: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-        """Put weights in place, and nothing else: what `weights` or `state_dict` returned, or the path of a checkpoint.
+        """Load only weights: the result of `weights` or `state_dict`, or the path of a checkpoint.
 
         Raises:
-            ValueError: for what does not fit the engine's modules, naming it; then nothing was changed.
+            ValueError: for weights that do not fit the engine's modules, naming them; nothing has changed then.
         """
         if isinstance(weights, str | os.PathLike):
             from .weights.chosen import read_state  # as in `test`
@@ -342,7 +342,7 @@ class Engine(Kernel):
         self.snapshots.load_weights(weights)
 
     def reset(self) -> None:
-        """Begin anew: counters, handlers and optimizers as new (but for optimizers that were given built), weights kept."""
+        """Reset counters, handlers and optimizers (except optimizers that were given as instances); keep the weights."""
         if self.running:
             raise RuntimeError("reset() was called during a run; call it between runs")
         self.snapshots.check_trained_weights("reset()")

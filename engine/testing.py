@@ -37,7 +37,7 @@ Build = Callable[[], Engine]
 
 
 def fingerprint(engine: Engine, *, handlers: bool = True) -> dict[str, str]:
-    """A sha256 of each part of an engine's state; equal fingerprints mean bitwise equal states, of this rank's shards.
+    """Compute a sha256 of each part of an engine's state; equal fingerprints mean bitwise equal states, of this rank's shards.
 
     Args:
         engine: Engine after a run.
@@ -84,26 +84,25 @@ def check_handler(
 ) -> str:
     """Assert that a handler subscribes to events, has no effect when disabled, resumes exactly, and cleans up after an error.
 
-    A resumed run is compared after each iteration by its metrics and the handler's state, and at its end by its weights,
-    optimizers, metrics and the states of handlers, and by those attributes of the handler that are numbers, texts, tensors, or
-    made of these, and are the same in two equal runs: what the state does not hold shows there, although nothing depends on it
-    yet. Give data and bounds with which each receiver is called. The runs use one thread of torch, since the tensors of a test
-    are small.
+    A resumed run is compared after each iteration by its metrics and the handler's state. At its end, weights, optimizers,
+    metrics, the states of handlers and certain attributes of the handler are compared: numbers, strings, tensors and containers
+    of these that are the same in two equal runs. This reveals attributes that the state lacks, even if nothing depends on them
+    yet. Choose data and bounds that call each receiver. The runs use one torch thread, since the tensors of a test are small.
 
     Args:
-        build: Builds a new, identical engine on each call.
-        make: Makes a new handler on each call; or the name under which an installed package announces a handler that needs no
-            arguments (an entry point of the group ``signalfire.handlers``).
+        build: Function that builds a new, identical engine on each call.
+        make: Function that returns a new handler on each call; or the name of a handler without required arguments that an
+            installed package registers (an entry point of the group ``signalfire.handlers``).
         data: Data to run on; it must yield the same batches each time it is iterated after ``seed_everything(0)``.
         changes_training: Whether the handler may change the result of the training.
         draws: Whether the handler's methods may draw from the global random generators, or seed them, as `handlers.Seeding` does;
             others draw from `Handler.generator`.
-        uncalled: Names of methods that need not be called in these runs. Those whose events are not emitted in them need not.
-        per_run: Names of attributes that begin anew in a resumed run, as the time at which it began does.
-        bounds: Bounds for `Engine.run`; use more than one epoch, so that there is something to resume.
+        uncalled: Names of methods that need not be called in these runs. Methods whose events are not emitted need not be listed.
+        per_run: Names of attributes that restart in a resumed run, such as its start time.
+        bounds: Bounds for `Engine.run`; use more than one epoch, so the check can resume.
 
     Returns:
-        What was checked, to be printed: how many runs were made, and what held in them.
+        A summary to print: the number of runs, and the guarantees that hold.
 
     Raises:
         AssertionError: naming the broken guarantee and the part that differs.

@@ -1,4 +1,4 @@
-"""Activation checkpointing: activations are computed again in the backward instead of being kept."""
+"""Activation checkpointing: recomputes activations in the backward instead of keeping them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,23 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class ActivationCheckpointing(Handler):
-    """Keeps only the inputs of the chosen modules for the backward, which computes what is inside them once more.
+    """Saves memory by recomputing the activations of chosen modules in the backward pass (gradient checkpointing).
 
-    This takes less memory and, typically, a third more time. Weights, dropout masks and the statistics of BatchNorm are bit for
-    bit those of training without it: the random state is restored for the second computation, and statistics are updated by
-    the first one only. Names of parameters do not change. Evaluations are not affected.
+    Only the inputs of the chosen modules are kept for the backward. This takes less memory and, typically, a third more time.
+    Weights, dropout masks and BatchNorm statistics are bit-identical to training without it: the random state is restored for the
+    recomputation, and only the first computation updates statistics. Parameter names do not change. Evaluations are not affected.
 
-    Choose modules that compute much and are called one after the other, such as the blocks of a transformer. A chosen module runs
-    twice in each iteration, and so do hooks inside it; its forward must not change anything but the statistics of
-    normalisation layers. Beside `Compile`, the chosen modules are computed without
-    compilation, since not every backend would compute the same twice.
+    Choose expensive modules that are called one after the other, such as the blocks of a transformer. A chosen module runs twice
+    in each iteration, and so do hooks inside it; its forward must change nothing but the statistics of normalization layers. With
+    `Compile`, the chosen modules run without compilation, since not every backend computes the same result twice.
 
     Args:
-        modules: Which modules: the path of one, such as "blocks.0", a pattern, such as "blocks.*", a class, or a list of these.
-            Of modules inside each other, the outermost one is taken. A ModuleList stands for its items.
-        every: Instead of ``modules``: so many consecutive layers of each ``nn.Sequential`` that is not inside another one are
-            computed again together.
-        keep_operations: Operations whose results are kept nevertheless, such as matrix products, which take longest to compute
-            again: names, such as "mm", "addmm" and "convolution", or operators of torch, such as ``torch.ops.aten.mm.default``.
+        modules: Modules to recompute: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list of these. Of
+            nested modules, the outermost one is taken. A ModuleList stands for its items.
+        every: Alternative to ``modules``: the number of consecutive layers that are recomputed together, in each
+            ``nn.Sequential`` that is not inside another one.
+        keep_operations: Operations whose results are kept anyway, such as matrix products, which take longest to recompute. Give
+            names, such as "mm", "addmm" and "convolution", or torch operators, such as ``torch.ops.aten.mm.default``.
 
     Raises:
         ValueError: For a pattern that matches no module, and where ``every`` finds no Sequential.
@@ -53,8 +52,8 @@ class ActivationCheckpointing(Handler):
             forward.
 
     Source:
-        Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). The implementation is ``torch.utils.checkpoint``,
-        without reentrance.
+        Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). The implementation is ``torch.utils.checkpoint``, in
+        its non-reentrant variant.
 
     Example:
         >>> import torch
@@ -102,7 +101,7 @@ class ActivationCheckpointing(Handler):
 
     @on(Events.STARTED, phase=Phase.FINALIZE, rank=RECOMPUTE, reads=["modules"], writes=["modules"])
     def begin(self, engine: Engine) -> None:
-        """Put functions that compute twice in place of the forwards of the modules."""
+        """Replace the modules' forwards with ones that recompute."""
         named = named_modules(engine)
         chosen = self._sequentials(named) if self.modules is None else find_modules(self.name, named, self.modules)
         for path, module in chosen.items():

@@ -1,4 +1,4 @@
-"""Statistics of activations: mean, deviation, and units that are always zero, as metrics."""
+"""Activation statistics as metrics: mean, standard deviation, and dead units."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ KINDS = ("activation_mean", "activation_sd", "dead_units")
 
 
 class ActivationStatistics(Handler):
-    """Measures the outputs of modules every n iterations: their mean, their deviation, and the share of units that are dead.
+    """Measures activations every n iterations: mean, standard deviation, and the share of dead units.
 
     In ``state.metrics``: "activation_mean/features.2", "activation_sd/features.2" (the standard deviation) and
     "dead_units/features.2" of each measured module, and "dead_units" of all of them together. A unit is dead if it is zero for
-    all samples, and at all places, that were measured; a ReLU whose units are mostly dead learns hardly anything. With few
-    samples a unit may happen to be zero and not be dead: measure more of them with ``window``.
+    all measured samples, at all positions; a ReLU whose units are mostly dead hardly learns. With few samples a unit may be zero
+    by chance: measure more samples with ``window``.
 
-    Hooks are on the modules only in the iterations that are measured, and in training only. The values are tensors on the
-    activations' device, so that measuring does not synchronise with the device. With several ranks each measures its own
-    samples. Further forwards of a step that computes its gradients several times are left out.
+    Hooks are on the modules only in measured iterations, and only in training. The values are tensors on the activations' device,
+    so measuring does not synchronize with the device. In distributed runs, each rank measures its own samples. If a step computes
+    its gradients several times, only the first forward is measured.
 
     Args:
         every: Interval between two measurements, in iterations.
-        window: Number of iterations that are measured together, up to ``every``: the last ones of each interval.
-        modules: Modules to measure: a path such as "encoder", with all that is inside of it, a pattern such as ``"*.relu"``, or
-            several. By default all activation functions that are modules, such as ``nn.ReLU``.
-        unit_dim: Dimension of the outputs along which the units are, such as 1 for the channels of sequences (N, C, L). By
-            default 1 for outputs of four and more dimensions, such as images, and otherwise the last.
+        window: Number of iterations that are measured together, at most ``every``: the last ones of each interval.
+        modules: Modules to measure: a path such as "encoder", which includes everything inside it, a pattern such as
+            ``"*.relu"``, or several. By default all activation functions that are modules, such as ``nn.ReLU``.
+        unit_dim: Dimension of the outputs that holds the units, such as 1 for the channels of sequences (N, C, L). By default 1
+            for outputs with four or more dimensions, such as images, and otherwise the last.
 
     Raises:
-        ValueError: At the start of a run, if no module is found, or the model is compiled, which leaves out hooks; in the
-            forward, if the number of a module's units varies.
+        ValueError: At the start of a run, if no module is found, or if the model is compiled, which skips hooks; in the forward,
+            if a module's number of units varies.
 
     Source:
         The share of dead units: Maas, Hannun and Ng, "Rectifier Nonlinearities Improve Neural Network Acoustic Models" (2013).

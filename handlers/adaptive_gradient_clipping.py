@@ -21,15 +21,16 @@ __all__ = ["AdaptiveGradientClipping"]
 
 
 class AdaptiveGradientClipping(Handler):
-    """Clips each unit's gradient G to a norm of at most ``clipping * max(norm(W), eps)``, where W are the unit's weights.
+    """Clips each unit's gradient relative to the norm of its weights (AGC): to at most ``clipping * max(norm(W), eps)``.
 
-    A step that is large relative to the weights destabilises training, so the bound follows the weights, unit by unit: each
-    row of a weight (an output unit of a linear layer, an output channel of a convolution) is clipped separately, vectors and
-    scalars as a whole. Clipping runs once per optimizer step, on unscaled gradients, before `GradientClipping`.
+    W are the weights of the unit. A step that is large relative to them destabilizes training, so the bound follows the weights,
+    unit by unit: each row of a weight (an output unit of a linear layer, an output channel of a convolution) is clipped
+    separately, vectors and scalars as a whole. Clipping runs once per optimizer step, on unscaled gradients, before
+    `GradientClipping`.
 
     Args:
         clipping: Largest ratio of a unit's gradient norm to its weight norm.
-        eps: Lower bound of the weight norm, so that weights initialised to zero can be trained.
+        eps: Lower bound of the weight norm, so weights initialized to zero can be trained.
         exclude: Parameters that are not clipped; the paper recommends excluding the last layer. The path of a module or
             parameter such as ``"head"``, a name pattern such as ``"*.bias"``, an iterable of these, or a function ``(name,
             parameter) -> bool``. Names are those of the model's ``named_parameters()``; with several modules, they are

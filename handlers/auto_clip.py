@@ -1,4 +1,4 @@
-"""AutoClip: clips gradients to a percentile of the norms that they had so far."""
+"""AutoClip: clips gradients to a percentile of their earlier norms."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ __all__ = ["AutoClip"]
 
 
 class AutoClip(Handler):
-    """Clips gradients by their global norm to a percentile of the norms of the last steps, so that no threshold is tuned.
+    """Clips gradients by their global norm to a percentile of recent norms (AutoClip); no threshold to tune.
 
-    The norm of the step itself counts, so that the first one is not clipped. It is taken once per optimizer step, unscaled and
-    before clipping. Norms of skipped steps and norms that are not finite are left out. Everything stays on the device: nothing
-    waits for it. `GradientClipping` clips the same gradients, and is refused.
+    The norm of the current step counts, so the first step is not clipped. It is measured once per optimizer step, unscaled and
+    before clipping. Norms of skipped steps and non-finite norms are left out. Everything stays on the device, without
+    synchronization. Attaching `GradientClipping` as well raises an error, because it clips the same gradients.
 
     Args:
         percentile: Percentile of the norms, above 0 and at most 100, interpolated linearly.
-        window: Number of steps whose norms count; each step sorts them. None for all steps, as in the paper.
+        window: Number of steps whose norms count; each step sorts them. None uses all steps, as in the paper.
         update: Name of the update whose gradients are clipped; by default all updates, each with its own norms.
 
     Attributes:
         total_norm: Global norm before the last clipping, as a tensor; None before the first.
-        max_norm: What the last step was clipped to, as a tensor; None before the first.
+        max_norm: Norm that the last step was clipped to, as a tensor; None before the first.
 
     Raises:
         TypeError: If a gradient is sparse.
@@ -85,7 +85,7 @@ class AutoClip(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def forget_open(self, engine: Engine) -> None:
-        """Leave out the norm of a step that an error has ended."""
+        """Discard the norm of a step that ended with an error."""
         for norms in self._norms.values():
             norms.drop()
 
@@ -117,7 +117,7 @@ class AutoClip(Handler):
 
     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, reads=["step"], writes=[])
     def keep(self, engine: Engine) -> None:
-        """Keep the norm of a step that was made, and leave out that of one that was skipped."""
+        """Keep the norm of a completed step; discard that of a skipped one."""
         update = engine.state.update
         if update.name in self._norms:
             if update.skipped is None:

@@ -1,4 +1,4 @@
-"""Benchmark mode of cuDNN: the fastest convolution algorithm is chosen by trying them."""
+"""cuDNN benchmark mode: tries the convolution algorithms and uses the fastest."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Benchmark"]
 
 
 class Benchmark(Handler):
-    """Lets cuDNN try its convolution algorithms and use the fastest one, during the run.
+    """Turns on cuDNN's autotuner (``torch.backends.cudnn.benchmark``): convolutions use the fastest algorithm.
 
-    Each new shape of an input costs a trial, so this pays where all batches have one shape; drop the last, smaller batch with
-    ``DataLoader(drop_last=True)``. Which algorithm wins may differ from run to run, and results with it, so that `Deterministic`
-    is refused beside it. On a CPU it does nothing. ``torch.backends.cudnn.benchmark`` is restored after the run, also if it
+    Each new input shape costs a trial, so this pays off if all batches have one shape; drop the last, smaller batch with
+    ``DataLoader(drop_last=True)``. The fastest algorithm, and so the results, may differ from run to run; attaching
+    `Deterministic` as well raises an error. On a CPU the handler does nothing. The flag is restored after the run, even if it
     fails.
 
     Source:
@@ -47,7 +47,7 @@ class Benchmark(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Switch the benchmark on."""
+        """Set the flag."""
         self._before = torch.backends.cudnn.benchmark
         torch.backends.cudnn.benchmark = True
 

@@ -27,19 +27,19 @@ Strides = tuple[int, ...]
 
 
 class ChannelsLast(Handler):
-    """Stores weights and batches in the channels-last format during the run, and restores the layout of the weights afterwards.
+    """Trains in the channels-last memory format (NHWC), which speeds up convolutions, and restores the layout afterwards.
 
-    The values of a pixel's channels are next to each other in memory (NHWC), while shapes and indices stay the same (NCHW).
-    Convolutions in half precision are faster on GPUs with tensor cores, and often on CPUs; sums are in another order, so that
-    results differ by rounding. Batches are converted after they were moved to the device, for evaluations by the trainer as well.
+    The channels of a pixel are adjacent in memory (NHWC), while shapes and indices stay the same (NCHW). Convolutions in half
+    precision are faster on GPUs with tensor cores, and often on CPUs. Sums run in a different order, so results differ by
+    rounding. Batches are converted once they are on the device, also in evaluations by the trainer.
 
     Four-dimensional tensors are converted if the model has two-dimensional convolutions, and five-dimensional ones if it has
-    three-dimensional convolutions. A model that has neither is left as it is, which a line on standard error says. Parameters
-    stay the same objects. After the run, parameters, buffers, gradients, the states of optimizers and averages of the weights
-    have the strides that they would have without the handler.
+    three-dimensional convolutions. A model with neither is left unchanged, which a line on standard error reports. Parameters
+    stay the same objects. After the run, parameters, buffers, gradients, optimizer states and weight averages have the strides
+    that they would have without the handler.
 
     Raises:
-        ValueError: As the run starts, for weights that are sharded by `FullyShardedDataParallel`, which does not support it.
+        ValueError: At the start of a run, for weights sharded by `FullyShardedDataParallel`, which does not support this format.
 
     Source:
         "Channels Last Memory Format in PyTorch", a tutorial of PyTorch.
@@ -78,7 +78,7 @@ class ChannelsLast(Handler):
         writes=["files"],
     )
     def convert(self, engine: Engine) -> None:
-        """Convert parameters and buffers, and what optimizers hold of an earlier run."""
+        """Convert parameters, buffers, and optimizer states of an earlier run."""
         parts = [part for root in engine.modules.values() for part in root.modules()]
         self._dimensions = [
             count for count, kinds in _CONVOLUTIONS.items() if any(isinstance(part, kinds) for part in parts)
@@ -107,7 +107,7 @@ class ChannelsLast(Handler):
         writes=["optimizer"],
     )
     def convert_loaded(self, engine: Engine) -> None:
-        """Convert what was loaded from a run in another format."""
+        """Convert a loaded state that was saved in a different format."""
         for tensor, _ in self._belonging(engine):
             tensor.data = _converted(tensor.data)
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saves the last versions, or the best ones by a metric."""
+"""Checkpoints of the training state: saves the last or the best by a metric, and resumes from them."""
 
 from __future__ import annotations
 
@@ -27,32 +27,33 @@ _DONE = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
 
 
 class Checkpoint(Handler):
-    """Saves the complete training state as versions in a folder, and keeps the last ones, or the best by a metric.
+    """Saves checkpoints of the complete training state, keeps the last or the best by a metric, and resumes from them.
 
-    A version is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads (the weights are
+    A checkpoint is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads (the weights are
     ``["modules"]["model"]``), and ``manifest.json`` with its size and sha256, the metric, the hyperparameters and the
-    environment. It contains all that a resume needs (`Engine.state_dict`). It is written under a hidden name, synced, and renamed
-    before an old version is removed, so that a crash at any moment leaves the old ones intact. `load` verifies it; given a
-    folder, it opens the newest intact version. Two with names of their own, such as ``Checkpoint(folder, resume=True,
+    environment. It contains everything that a resume needs (`Engine.state_dict`). It is written under a hidden name, synced, and
+    renamed before an old checkpoint is removed, so a crash at any moment leaves the old ones intact. `load` verifies it; given a
+    folder, it opens the newest intact checkpoint. Two handlers with separate names, such as ``Checkpoint(folder, resume=True,
     name="last")`` and ``Checkpoint(folder, monitor="val_accuracy", name="best")``, keep the newest and the best of one snapshot.
 
-    In distributed runs, rank 0 writes, including what differs between the ranks, while the others wait; an error of the write
-    is raised on all ranks. All of them have to see the folder, also on several machines. Sharded tensors are written by
+    In distributed runs, rank 0 writes, including the states that differ between ranks, while the others wait; a write error is
+    raised on all ranks. All ranks need access to the folder, also on several machines. Sharded tensors are written by
     ``torch.distributed.checkpoint`` beside ``state.pt``, each rank its part, and load with any number of ranks.
 
-    A run never replaces or removes a version of another one: a name that is taken gets the suffix ``-2``. A resumed run owns
-    those of the run that it continues, but never removes the one that it resumed from, except with ``keep=1`` and a fixed
-    filename, such as "last".
+    A run never replaces or removes a checkpoint of a different run: a name that is taken gets the suffix ``-2``. A resumed run
+    owns the checkpoints of the run that it continues, but never removes the one that it resumed from, except with ``keep=1`` and
+    a fixed filename, such as "last".
 
     With ``monitor``, each new value is considered once: NaN is never kept, and of equal values the earlier one is kept.
 
     Args:
-        folder: Folder of the versions; created if necessary.
-        monitor: Name of the metric that selects the best versions; without it, the last ones are kept.
+        folder: Folder of the checkpoints; created if necessary.
+        monitor: Name of the metric that selects the best checkpoints; without it, the last ones are kept.
         mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
-        keep: Number of versions to keep; by default 1 with ``monitor``, and 2 without, so that one remains to fall back to.
+        keep: Number of checkpoints to keep; by default 1 with ``monitor``, and 2 without, so one remains to fall back to.
         every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
-            each run. What is due inside another event, such as EVALUATION_COMPLETED, is written once that is complete.
+            each run. A save that is due inside another event, such as EVALUATION_COMPLETED, is written once that event is
+            complete.
         filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
             names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
         weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
@@ -60,22 +61,23 @@ class Checkpoint(Handler):
         on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
             completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
             in every iteration. It does not count towards ``keep``.
-        resume: When a run starts, resume from the newest intact version of this handler in the folder, so that a restarted script
-            continues, such as with ``torchrun --max-restarts``. A line on stderr names it, or says that there is none. A version
-            is skipped if three runs that resumed from it failed before the next save. Ignored if a state was loaded.
-        sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it
-            a killed process loses nothing, but a power failure may damage the newest version: use ``keep=2`` or more.
-        asynchronous: Write in a thread while training continues; only copying the state blocks, or an earlier write that is
-            still in progress. The memory of the copy is kept until the run ends. A save is reported once it is on disk. An error
-            of the thread is raised at the next completed iteration, or at the end of the run, which waits for the thread.
-        trained_only: Leave out the parameters that are frozen as the first run starts and have not changed since, such as the
-            base of adapters (LoRA), and say how many. The manifest holds their sha256, and `load` gives a state that loads only
-            into a model with the same ones. They are hashed when the run starts, at about 1 GB/s, and looked through at each
-            save. `EMA` leaves out averages of them with its own ``trained_only=True``.
+        resume: When a run starts, resume from the newest intact checkpoint of this handler in the folder, so a restarted script
+            continues, for example with ``torchrun --max-restarts``. A line on stderr names it, or reports that none exists. A
+            checkpoint is skipped if three runs that resumed from it failed before the next save. Ignored if a state was loaded.
+        sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it, a
+            killed process loses nothing, but a power failure may damage the newest checkpoint: use ``keep=2`` or more.
+        asynchronous: Write in a thread while training continues. Training waits only for the copy of the state, and for an
+            earlier write still in progress. The memory of the copy is kept until the run ends. A save is reported once it is on
+            disk. An error in the thread is raised at the next completed iteration, or at the end of the run, which waits for the
+            thread.
+        trained_only: Leave out parameters that are frozen when the first run starts and have not changed since, such as the base
+            model of adapters (LoRA), and report how many. The manifest holds their sha256, and `load` returns a state that loads
+            only into a model with the same ones. They are hashed when the run starts, at about 1 GB/s, and checked at each save.
+            `EMA` leaves out their averages with its own ``trained_only=True``.
 
     Attributes:
-        retention: Bookkeeping of the kept versions, both as planned and as on disk.
-        kept: Names and values of the kept versions on disk, the best or the oldest first.
+        retention: Bookkeeping of the kept checkpoints, both as planned and as on disk.
+        kept: Names and values of the kept checkpoints on disk, the best or the oldest first.
 
     Example:
         >>> import os, tempfile
@@ -165,7 +167,7 @@ class Checkpoint(Handler):
 
     @property
     def keep(self) -> int:
-        """Number of versions to keep."""
+        """Number of checkpoints to keep."""
         return self.retention.keep
 
     @property
@@ -174,12 +176,12 @@ class Checkpoint(Handler):
 
     @property
     def best(self) -> Path | None:
-        """The version with the best value of the metric; None before the first, or without monitor."""
+        """The checkpoint with the best value of the metric; None before the first, or without ``monitor``."""
         return self.folder / self.kept[0][0] if self.kept and self.monitor is not None else None
 
     @property
     def last(self) -> Path | None:
-        """The newest kept version; None before the first."""
+        """The newest kept checkpoint; None before the first."""
         kept = [(entry.iteration, name) for name, entry in self.retention.kept]
         return self.folder / max(kept)[1] if kept else None
 
@@ -188,16 +190,16 @@ class Checkpoint(Handler):
         """Read and verify a checkpoint for ``engine.load_state_dict``. Its content cannot execute code.
 
         Args:
-            path: A version, the ``state.pt`` in it, or a folder of versions, of which the newest intact one is loaded, with a
-                warning that names damaged ones. Complete states are preferred to weights only.
-            name: Name of the handler whose versions are considered, in a folder shared by multiple handlers.
+            path: A checkpoint, its ``state.pt``, or a folder of checkpoints. From a folder, the newest intact one is loaded, with
+                a warning that names damaged ones. Complete states are preferred to weights only.
+            name: Name of the handler whose checkpoints are considered, in a folder shared by several handlers.
 
         Returns:
-            The state. Its entry "origin" identifies the checkpoint, so that the resumed run knows which versions it owns.
+            The state. Its entry "origin" identifies the checkpoint, so the resumed run knows which checkpoints it owns.
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
-            ValueError: if it is damaged, truncated or swapped, naming the file; for a folder, if every version is.
+            ValueError: if it is damaged, truncated or swapped, naming the file; for a folder, if every checkpoint is.
         """
         return checkpoints.load(path, name=name, where=f"Checkpoint.load({str(path)!r})", files=Checkpoint.files)
 
@@ -219,7 +221,7 @@ class Checkpoint(Handler):
 
     @on("resume_event", phase=Phase.PREPARE, rank=RESUME, reads=["files", "processes"], writes=["state"])
     def resume(self, engine: Engine) -> None:
-        """Load the newest intact version; in distributed runs, the one that rank 0 finds."""
+        """Load the newest intact checkpoint; in distributed runs, the one that rank 0 finds."""
         if engine.state.epoch > 0 or engine.snapshots.has_loaded_state:
             return
         where = f"Checkpoint({str(shown_path(self.folder))!r}, resume=True)"
@@ -243,7 +245,7 @@ class Checkpoint(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, writes=["files"],
         reads=["modules", "processes", "bounds", "step", "window"])  # fmt: skip
     def open(self, engine: Engine) -> None:
-        """Create the folder, so that missing write permission is detected before the first batch."""
+        """Create the folder, so missing write permission is detected before the first batch."""
         self._saver.abandon()  # left by a run that ended with an error
         self._held = None
         if engine.processes.distributed:
@@ -266,7 +268,7 @@ class Checkpoint(Handler):
 
     @on("base_event", phase=Phase.PERSIST, reads=["modules", "trainable", "weights"], writes=[])
     def record_base(self, engine: Engine) -> None:
-        """Note what is frozen from the beginning, and say how much that is; later, forget of it what has other values now."""
+        """Record which parameters are frozen from the start, and report how many; later, drop those whose values have changed."""
         before = None if self._base is None else self._base.count
         if self._base is None:
             self._base = FrozenBase()
@@ -278,7 +280,7 @@ class Checkpoint(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["device", "step", "files", "processes"], writes=[])
     def find_owned_versions(self, engine: Engine) -> None:
-        """Find the versions that the resumed run owns, and warn if the environment has changed since they were written."""
+        """Find the checkpoints that the resumed run owns, and warn if the environment has changed since they were written."""
         self._saver.forget()
         if engine.processes.is_rank_zero:
             self._saver.ownership(self._run(engine))
@@ -288,7 +290,7 @@ class Checkpoint(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PERSIST, reads=["state", "files"], writes=["files"])
     def write_missing(self, engine: Engine) -> None:
-        """Write what the loaded state counts as kept, if its run ended before; see that none resumes on a way that was left."""
+        """Write checkpoints that the loaded state counts as kept if its run ended before; abandoned ones are never resumed."""
         entry, origin = self.retention.missing(engine.state.iteration), engine.snapshots.origin
         if self.monitor is None and self.retention.has_abandoned:
             self._write(engine, self.retention.selecting(self._entry(engine, None)), asynchronous=False)
@@ -316,7 +318,7 @@ class Checkpoint(Handler):
 
     @on("every", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["step", "metrics"], writes=[])
     def select_last(self, engine: Engine) -> None:
-        """Select the current state to replace the oldest version."""
+        """Select the current state to replace the oldest checkpoint."""
         self.retention.select_last(self._entry(engine, None))
 
     @on("select_event", phase=Phase.CONTROL, rank=DECIDE_CHECKPOINTS, reads=["step", "metrics"], writes=[])
@@ -348,7 +350,7 @@ class Checkpoint(Handler):
 
     @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[], repeatable=True)
     def collect_finished(self, engine: Engine) -> None:
-        """Report a finished asynchronous write; wait for it first if another version is about to be written."""
+        """Report a finished asynchronous write; wait for it first if another checkpoint is about to be written."""
         if (write := self._saver.pending) is None:
             return
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
@@ -357,7 +359,7 @@ class Checkpoint(Handler):
 
     @on("save_event", phase=Phase.PERSIST, reads=["state"], writes=["files"], repeatable=True)
     def save(self, engine: Engine) -> None:
-        """Write the selected state, then remove the versions it supersedes."""
+        """Write the selected state, then remove the checkpoints it supersedes."""
         cut = self.between_event is not None and engine.state.exception is not None  # the event at which it was due
         if cut or (entry := self.retention.take_selected()) is None:
             return
@@ -371,7 +373,7 @@ class Checkpoint(Handler):
 
     @on("between_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
     def save_between_runs(self, engine: Engine) -> None:
-        """Write the selected state at once where no run is under way, and so no event around this one."""
+        """Write the selected state at once if no run is in progress."""
         if not engine.running:
             self.save(engine)
 
@@ -408,14 +410,14 @@ class Checkpoint(Handler):
     @on("wait_event", phase=Phase.PREPARE, reads=["processes", "error"], writes=["files"])
     @on("end_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes", "error"], writes=["files"])
     def wait_for_write(self, engine: Engine) -> None:
-        """Wait for the last write, so that the run ends only once its last version is on disk."""
+        """Wait for the last write, so the run ends only once its last checkpoint is on disk."""
         if self._saver.pending is not None:
             # After an error the other ranks may be at any point, so nothing collective is possible.
             self._collect_write(engine, rank_local=engine.state.exception is not None)
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error", "step", "device"], writes=["files"])
     def check_saved(self, engine: Engine) -> None:
-        """Report a run that ends with nothing saved; remove what was kept only in case it went back, as a resumed one may."""
+        """Report a run that ends with nothing saved; remove checkpoints that were kept only in case the run went back."""
         if engine.state.exception is None and not engine.boundary.preempted:
             self._saver.remove_held(self._run(engine))
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0
@@ -446,7 +448,7 @@ class Checkpoint(Handler):
 
     @on("preemption_event", phase=Phase.PERSIST, reads=["state"], writes=["files"])
     def save_preempted(self, engine: Engine) -> None:
-        """Write the current state; it does not count towards ``keep``, so that a preemption does not change the kept versions."""
+        """Write the current state; it does not count towards ``keep``, so a preemption does not change the kept checkpoints."""
         if self._saver.pending is not None:
             self._collect_write(engine)
         state = engine.snapshots.take()

@@ -25,41 +25,41 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 
 class Compile(Handler):
-    """Compiles the model with torch.compile during the run, or some of its modules.
+    """Compiles the model, or some of its modules, with torch.compile during the run.
 
-    The first iterations take seconds to minutes longer, and so does the first batch of another size: torch compiles once for
-    it, and then for all sizes, unless ``dynamic`` says otherwise. After too many graphs it computes without compilation, which a
-    warning says, with the sizes. `Throughput` leaves out the first iterations of a run.
+    The first iterations take seconds to minutes longer, and so does the first batch of a different size: torch compiles once for
+    that size, and then for all sizes, unless ``dynamic`` is set. After too many graphs the model runs without compilation, and a
+    warning lists the sizes. `Throughput` leaves out the first iterations of a run.
 
-    The whole model is compiled in ``engine.model``, which is the original model again after the run; ``engine.modules``, and so
-    the names of parameters and the contents of checkpoints, are never changed. A checkpoint of a compiled run is resumed by one
-    that is not, and the other way round. With `DistributedDataParallel`, the wrapped model is compiled. With
-    `FullyShardedDataParallel`, name the modules that are sharded as units. An evaluator calls a model of its own, and needs its
-    own handler; modules that are named are compiled there, too.
+    During a run ``engine.model`` is the compiled model; afterwards it is the original one again. ``engine.modules`` never
+    changes, so parameter names and checkpoints stay the same: an uncompiled run can resume from a checkpoint of a compiled one,
+    and vice versa. With `DistributedDataParallel`, the wrapped model is compiled. With `FullyShardedDataParallel`, name the
+    modules that are sharded as units. An evaluator calls its own model and needs its own handler; modules given in ``modules``
+    are compiled there, too.
 
-    "eager" and "aot_eager" compute the same bits as without compilation. "inductor" rounds otherwise, but draws the same random
-    numbers unless ``fallback_random`` is False. Handlers that look inside the model with hooks look at nothing in a compiled one.
+    "eager" and "aot_eager" give the same bits as without compilation. "inductor" rounds differently, but draws the same random
+    numbers unless ``fallback_random`` is False. Handlers that use hooks inside the model see nothing in a compiled one.
 
     Args:
-        modules: Which modules are compiled, each by itself: the path of one, such as "blocks.0", a pattern, such as "blocks.*", a
-            class, or a list of these; by default the whole model. Blocks that are alike compile faster than a whole model.
-        backend: Name of a backend of torch.compile, or a function from a graph and its inputs to a callable. "inductor" needs a
-            C++ compiler on a CPU, such as g++.
+        modules: Modules to compile, each separately: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list
+            of these; by default the whole model. Identical blocks compile faster than a whole model.
+        backend: Name of a torch.compile backend, or a function from a graph and its inputs to a callable. "inductor" needs a C++
+            compiler on a CPU, such as g++.
         mode: For "inductor": "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        options: For "inductor": its options by name, see ``torch._inductor.list_options()``.
-        dynamic: Whether graphs are compiled for all sizes from the beginning (True) or for each size by itself (False); by
-            default for all sizes once there is a second one.
+        options: For "inductor": options by name; see ``torch._inductor.list_options()``.
+        dynamic: Whether to compile graphs for all sizes from the start (True) or for each size separately (False); by default for
+            all sizes once a second size occurs.
         fullgraph: Whether code that cannot be captured in one graph raises an error.
-        fallback_random: For "inductor": whether random numbers are those of the model without compilation. If False, dropout is
-            somewhat faster, and everything that is drawn later in the run differs.
-        recompile_limit: Number of graphs after which other sizes are computed without compilation; torch's own by default, 8.
+        fallback_random: For "inductor": whether to draw the same random numbers as without compilation. If False, dropout is
+            somewhat faster, and all later random numbers of the run differ.
+        recompile_limit: Number of graphs after which further sizes run without compilation; by default torch's limit, 8.
 
     Attributes:
-        sizes: The sizes of the inputs of each graph that was compiled, in order; sizes that may vary are named, as "s0".
+        sizes: The input sizes of each compiled graph, in order; sizes that may vary have names, such as "s0".
 
     Raises:
-        ValueError: As the run starts, for a model that is compiled already, for a pattern that matches no module, for a sharded
-            model without ``modules``, and for "inductor" on a CPU without a C++ compiler.
+        ValueError: At the start of a run, for a model that is already compiled, for a pattern that matches no module, for a
+            sharded model without ``modules``, and for "inductor" on a CPU without a C++ compiler.
 
     Source:
         Ansel et al., "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and Graph Compilation"
@@ -137,7 +137,7 @@ class Compile(Handler):
     @on(Events.CHECKPOINT_LOADED, phase=Phase.FINALIZE, rank=COMPILE, reads=["device", "modules"], writes=["modules"])
     @on(Events.EPOCH_STARTED, phase=Phase.FINALIZE, rank=COMPILE, reads=["device", "modules"], writes=["modules"])
     def compile(self, engine: Engine) -> None:
-        """Compile the model, or the modules; once more if another handler has wrapped the model anew meanwhile."""
+        """Compile the model or the modules; repeat it if a different handler has wrapped the model again."""
         if self.modules is not None:
             if not self._forwards:
                 self._check(engine)
@@ -253,7 +253,7 @@ class Compile(Handler):
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def report_limit(self, engine: Engine) -> None:
-        """Warn once in a run if there are more sizes than graphs may be compiled."""
+        """Warn once per run if more sizes occur than graphs may be compiled."""
         if len(self.sizes) < 2 or self._limit_hits < 0 or _limit_hits() == self._limit_hits:
             return
         self._limit_hits = -1

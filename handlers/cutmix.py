@@ -1,4 +1,4 @@
-"""CutMix: trains on samples in which a box is replaced by the same box of another sample."""
+"""CutMix: replaces a box of each sample with the same box of another sample."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ __all__ = ["CutMix"]
 
 
 class CutMix(SampleMixing):
-    """Replaces a box of each sample with that of another sample of the batch, and mixes the losses of both targets by area.
+    """CutMix: pastes a box of another sample into each sample of the batch and mixes the losses by area.
 
     The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where ``lam`` is the fraction of the sample
     that is kept; the update's loss function is called a second time. The batch keeps its hard targets ``y``, so metrics
     such as accuracy compare the outputs of mixed samples with ``y``.
 
-    Each batch draws from the handler's own CPU generator, in this order: two Gamma(alpha) variates in float64, of which the
-    first divided by their sum is Beta(alpha, alpha) distributed; ``perm``, a permutation of the batch; the centre of the
-    box, one dimension after the other. In d spatial dimensions each side of the box is the sample's side times
-    ``(1 - beta) ** (1 / d)``. The box is clipped at the border, and ``lam`` is computed from the clipped box.
+    Each batch draws from the handler's own CPU generator, in this order: two Gamma(alpha) variates in float64, of which the first
+    divided by their sum is Beta(alpha, alpha) distributed; ``perm``, a permutation of the batch; the center of the box, one
+    dimension after the other. In d spatial dimensions each side of the box is the sample's side times ``(1 - beta) ** (1 / d)``.
+    The box is clipped at the border, and ``lam`` is computed from the clipped box.
 
     Args:
         alpha: Parameter of the Beta distribution. The smaller, the more often the box covers almost nothing or almost
             everything; the paper uses 1.
-        share: Share of the batches that it mixes beside `MixUp`, relative to the share of that one. One of the two is drawn for
-            each batch from the run's seed and the iteration; alone, the handler mixes every batch.
+        share: Share of the batches that CutMix mixes when `MixUp` is attached too, relative to MixUp's share. For each batch, one
+            of the two is drawn from the run's seed and the iteration; alone, the handler mixes every batch.
         input: Index, key or name of the inputs in the batch: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-        target: The same of the targets, a tensor of shape (N, ...); by default where the update has them.
+        target: Index, key or name of the targets in the batch, a tensor of shape (N, ...); by default that of the update.
 
     Attributes:
         lam: Fraction of each sample kept in the last mixed batch; None before the first.

@@ -18,16 +18,16 @@ __all__ = ["Cutout"]
 
 
 class Cutout(Handler):
-    """Fills boxes at random positions of each sample with a constant; boxes are clipped at the border.
+    """Cutout: masks random boxes of each sample with a constant.
 
-    The centres of a batch's boxes are drawn from the handler's own CPU generator: integers of shape (holes, N), one spatial
-    dimension after the other. A box starts ``length // 2`` before its centre. Mixup and CutMix, if attached, mix the samples
-    first.
+    Boxes are clipped at the border. Their centers are drawn from the handler's own CPU generator: integers of shape (holes, N),
+    one spatial dimension after the other. A box starts ``length // 2`` before its center. MixUp and CutMix, if attached, mix the
+    samples first.
 
     Args:
         length: Side of the box in pixels, or one side per spatial dimension.
         holes: Number of boxes per sample; they may overlap.
-        fill: The constant; 0 is the mean of normalised inputs.
+        fill: Value of the masked pixels; 0 is the mean of normalized inputs.
         input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
 
     Source:

@@ -1,4 +1,4 @@
-"""Deterministic algorithms only: the same run gives the same bits, or an error names what cannot."""
+"""Deterministic algorithms only: repeated runs are bit-identical, or an error names the operation that prevents it."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _STAGES = {
 
 
 class Deterministic(Handler):
-    """Allows only deterministic algorithms during the run, so that on one machine the same run gives the same bits.
+    """Allows only deterministic algorithms, so repeated runs on one machine are bit-identical.
 
-    An operation that has no deterministic algorithm raises torch's RuntimeError, whose notes name the handler and the event; with
-    ``warn_only`` it runs, and the warning says where. Random numbers are a matter of `Seeding`. The benchmark of cuDNN is off
-    meanwhile, and `Benchmark` is refused beside this handler. Some operations are slower.
+    An operation without a deterministic algorithm raises torch's RuntimeError, whose notes name the handler and the event; with
+    ``warn_only`` it runs, and a warning names the place. `Seeding` controls random numbers. cuDNN's benchmark mode is off during
+    the run, and attaching `Benchmark` as well raises an error. Some operations are slower.
 
-    Matrix products on a GPU are deterministic only with the environment variable ``CUBLAS_WORKSPACE_CONFIG``, which is read as
-    CUDA starts. The handler sets it where CUDA has not started. Memory that ``torch.empty`` returns is not filled with NaN, as
-    torch's own deterministic mode does by default. Everything is restored after the run, also if it fails.
+    Matrix products on a GPU are deterministic only with the environment variable ``CUBLAS_WORKSPACE_CONFIG``, which CUDA reads
+    when it starts. The handler sets it if CUDA has not started. Unlike torch's deterministic mode by default, memory from
+    ``torch.empty`` is not filled with NaN. Everything is restored after the run, even if it fails.
 
     Args:
-        warn_only: Whether an operation without a deterministic algorithm gives a warning in place of an error.
+        warn_only: Whether an operation without a deterministic algorithm gives a warning instead of an error.
 
     Raises:
-        RuntimeError: As the run starts, if CUDA was started without the variable; set it in the shell, or build the model on the
-            CPU and let `DeviceTransfer` move it. Not with ``warn_only``.
+        RuntimeError: At the start of a run, if CUDA was started without the variable. Set it in the shell, or build the model on
+            the CPU and let `DeviceTransfer` move it. Not raised with ``warn_only``.
 
     Source:
         "Reproducibility" in PyTorch's documentation.

@@ -29,16 +29,15 @@ _GPU: dict[str, tuple[str, ...]] = {  # the metrics of each kind of device
 
 
 class DeviceStatistics(Handler):
-    """Measures memory: of this process, and of the GPU that the engine's model is on.
+    """Measures the memory of the process and of the model's GPU, as metrics.
 
-    In ``state.metrics``: "process_mib", the main memory that the process holds, and "process_peak_mib", the most that it has
-    held; outside Linux the first is not known, and on Windows neither of them. On a GPU of CUDA "gpu_allocated_mib" (tensors),
-    "gpu_reserved_mib" (with what torch keeps for later ones), "gpu_peak_mib" (the most that tensors have taken),
-    "gpu_allocation_retries" (each is a slow search for memory; more than a few mean that it is nearly full) and
-    "gpu_out_of_memory" (errors that were caught). XPU has the first three of them, and MPS the first two. With several processes
-    these are those of rank 0. Checkpoints do not hold them.
+    In ``state.metrics``: "process_mib", the main memory of the process, and "process_peak_mib", its peak; outside Linux the first
+    is unknown, and on Windows both are. On a CUDA GPU: "gpu_allocated_mib" (tensors), "gpu_reserved_mib" (including memory that
+    torch caches), "gpu_peak_mib" (the peak of tensors), "gpu_allocation_retries" (each is a slow search for memory; more than a
+    few mean that it is nearly full) and "gpu_out_of_memory" (errors that were caught). XPU has the first three of them, and MPS
+    the first two. In distributed runs, the values are those of rank 0. Checkpoints do not contain them.
 
-    All are whole numbers of MiB. Reading them does not wait for the device.
+    All sizes are whole numbers of MiB. Reading them does not wait for the device.
 
     Args:
         every: Interval between two measurements.

@@ -38,13 +38,13 @@ class DeviceTransfer(Handler):
     and the random number streams are unchanged. Batches have to be in pinned memory: ``DataLoader(pin_memory=True)``.
 
     Args:
-        device: For example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU. With several processes,
-            "cuda" and the default are the GPU of each one's LOCAL_RANK.
+        device: Device to train on, for example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU.
+            With several processes, "cuda" and the default select the GPU of each process's LOCAL_RANK.
         non_blocking: Whether copies from pinned memory may overlap with work of the host.
         prefetch: Whether copies may also overlap with work of a CUDA device; no effect on the CPU, where nothing is copied.
 
     Raises:
-        ValueError: For a device that is not available, and for what it does not offer, such as float64 on MPS; see
+        ValueError: For a device that is not available, and for a feature that it lacks, such as float64 on MPS; see
             `devices.TABLE`.
 
     Source: "CUDA semantics" in PyTorch's documentation, for `Tensor.record_stream`.

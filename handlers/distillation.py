@@ -26,34 +26,34 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Distillation(LossTerm):
-    """Trains on the outputs of a teacher besides the targets: the loss becomes ``task_weight * loss + weight * T**2 * KL``.
+    """Knowledge distillation: adds the divergence from a teacher's outputs to the loss of the targets.
 
-    KL is the divergence of the student's class probabilities from the teacher's, both from logits divided by the temperature T,
-    as a mean over samples and positions. The higher T is, the more the similarities count that the teacher sees between classes;
-    ``T**2`` keeps the gradients at the same scale.
+    The loss becomes ``task_weight * loss + weight * T**2 * KL``. KL is the divergence of the student's class probabilities from
+    the teacher's, averaged over samples and positions; both come from logits divided by the temperature T. A higher T gives more
+    weight to the similarities that the teacher sees between classes; ``T**2`` keeps the gradients at the same scale.
 
-    The teacher sees what the student sees: the batch after MixUp, CutMix and Cutout, each piece of a batch, under the same
-    autocast. It computes without gradients, in eval mode, whatever else is called on it, and moves to the model's device; its
-    modes are put back after the run. If it draws random numbers in eval mode, they are taken from a copy of the generators. It
-    is in no checkpoint, state or average; a state holds its `fingerprint`, and a run that resumes with another teacher is
-    reported as W32. Under SAM and LBFGS it is called each time that the gradients are computed.
+    The teacher gets the same inputs as the student: the batch after MixUp, CutMix and Cutout, each piece of a batch, under the
+    same autocast. It runs without gradients, always in eval mode, and moves to the model's device; its modes are restored after
+    the run. If it draws random numbers in eval mode, they come from a copy of the generators. No checkpoint, state or average
+    contains it; a state holds its `fingerprint`, and resuming with a different teacher is reported as W32. With SAM and LBFGS it
+    is called each time the gradients are computed.
 
-    The reported loss stays that of the task. ``T**2 * KL`` is a metric of its own, named like the handler.
+    The reported loss stays that of the task. ``T**2 * KL`` is a separate metric, named like the handler.
 
     Args:
-        teacher: The trained model. To distil several, give a module that averages their outputs.
-        temperature: T. With 1, the probabilities are those of the models; 2 to 10 are usual.
+        teacher: The trained model. To distill several, give a module that averages their outputs.
+        temperature: T, by which logits are divided. 1 leaves the probabilities unchanged; 2 to 10 are usual.
         weight: Factor of the teacher's part. With 0, the teacher is not called.
         task_weight: Factor of the loss; by default ``1 - weight``.
         dim: Dimension of the classes in the outputs: 1, or -1 for language models with logits of shape (N, T, C).
-        forward: Called as ``forward(teacher, batch)``, returns the teacher's logits. By default the teacher gets the inputs,
-            where `Update` has them, in its dtype; or the batch by keyword, for `Update.from_model`.
-        update: Name of the update that trains the student; all by default.
+        forward: Function called as ``forward(teacher, batch)`` that returns the teacher's logits. By default the teacher gets the
+            update's inputs in its own dtype; for `Update.from_model`, the batch by keyword.
+        update: Name of the update that trains the student; by default all updates.
 
     Raises:
         ValueError: At the start of a run, if the teacher shares parameters with the model, or for an update that is a single
             function. In a run, for outputs of different shapes.
-        TypeError: If the outputs are no tensors of logits: those at the update's ``output``, or their attribute ``logits``.
+        TypeError: If the outputs (those at the update's ``output``, or their attribute ``logits``) are not tensors of logits.
 
     Source:
         Hinton, Vinyals and Dean, "Distilling the Knowledge in a Neural Network" (2015).
@@ -141,7 +141,7 @@ class Distillation(LossTerm):
 
     @on(Events.LOSS_COMPUTED, rank=DISTILL, reads=["batch", "loss", "modes", "output"], writes=["loss"])
     def distill(self, engine: Engine) -> None:
-        """Add the teacher's part to the loss that the backward starts from."""
+        """Add the teacher's term to the loss before the backward."""
         update = engine.state.update
         if self.update not in (None, update.name):
             return
@@ -156,7 +156,7 @@ class Distillation(LossTerm):
 
     @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
-        """Put the modes of the teacher back."""
+        """Restore the teacher's modes."""
         if self._modes is not None:
             self._modes.put_back()
         self._modes, self._parts = None, []

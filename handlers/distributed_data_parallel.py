@@ -1,4 +1,4 @@
-"""Distributed data parallel (DDP) training: every rank trains on its own batches, and all make the same step."""
+"""Distributed data parallel (DDP) training: every rank trains on its own batches, and all take the same step."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ Compression = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., 
 
 
 class DistributedDataParallel(Distribution):
-    """Trains with all processes launched by ``torchrun``; in a single process it does nothing, so the same script runs unchanged.
+    """Distributed data parallel training (DDP) on all processes launched by ``torchrun``; does nothing in a single process.
 
-    The batches are sharded over the ranks, torch's DistributedDataParallel reduces the gradients during the backward, and all
-    ranks make the same step. It equals a step on the union of their batches, even in the last round, where batches may be
-    smaller or missing. A stop, a skipped step or a preemption on one rank applies to all. Metrics cover all samples, each
-    counted once. Only rank 0 writes logs, progress bars and checkpoints; checkpoints include the states that differ between
-    ranks.
+    The same script runs unchanged in a single process. The batches are sharded over the ranks, torch's DistributedDataParallel
+    reduces the gradients during the backward, and all ranks take the same step. It equals a step on the union of their batches,
+    even in the last round, where batches may be smaller or missing. A stop, a skipped step or a preemption on one rank applies to
+    all. Metrics cover all samples, each counted once. Only rank 0 writes logs, progress bars and checkpoints; checkpoints include
+    the states that differ between ranks.
 
     During a run ``engine.model`` is the wrapped model; ``engine.modules`` are the original modules, whose names and states
     are saved in checkpoints. The wrapper is removed at the end of the run. Within an accumulation window only the last
@@ -39,26 +39,27 @@ class DistributedDataParallel(Distribution):
     of an evaluation. A module with parameters in several updates raises an error. Trained tensors outside the modules are
     reduced, too.
 
-    Gradients are assigned to the same buckets from the first step on, so that a resumed run is bit-exact.
+    Gradients are assigned to the same buckets from the first step on, so a resumed run is bit-exact.
 
     Args:
         shard_policy: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style
             dataset, are assigned round robin by their indices, in the order drawn by rank 0; a loader with a DistributedSampler
             uses its sampler, whose epoch is set. "own": each rank has its own data. "round_robin": all ranks read all of the
-            data, and each uses its batches round robin. "auto" refuses other data, such as a loader over an IterableDataset: give
-            "round_robin", or "own" where the dataset shards itself. The effective batch size is the loader's times the number of
-            processes.
+            data, and each uses its batches round robin. "auto" raises an error for other data, such as a loader over an
+            IterableDataset: use "round_robin", or "own" if the dataset shards itself. The effective batch size is the loader's
+            times the number of processes.
         backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
-        timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks raise
-            an error that names it and the last event it reached.
-        sync_batch_norm: Whether BatchNorm normalises over the batches of all ranks; on GPUs only.
+        timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks then raise
+            an error that names this rank and the last event it reached.
+        sync_batch_norm: Whether BatchNorm normalizes over the batches of all ranks; on GPUs only.
         broadcast_buffers: Whether all ranks get the buffers of rank 0; see above.
         compression: Compression of the gradients sent between ranks: "fp16", "bf16" (not with gloo), "powersgd", or a tuple of
             state and communication hook for ``register_comm_hook``. PowerSGD's state is saved in checkpoints.
         powersgd_rank: Rank of the matrices sent by PowerSGD.
         powersgd_start: Number of iterations before PowerSGD starts.
-        find_unused_parameters: For models that do not use all of their parameters in every iteration.
-        bucket_cap_mb: Size of a bucket, whose gradients are reduced at once, in MiB.
+        find_unused_parameters: Whether to search for unused parameters in every iteration, for models that do not use all of
+            them.
+        bucket_cap_mb: Size in MiB of a bucket, the gradients that are reduced together.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy.
 
     Source:
@@ -285,7 +286,7 @@ class DistributedDataParallel(Distribution):
 
     @on("backward_event", phase=Phase.PREPARE, reads=[], writes=[])
     def record_backward(self, engine: Engine) -> None:
-        """Record which modules the backward has reduced: those called for it, if it synchronises."""
+        """Record which modules the backward has reduced: those called for it, if it synchronizes."""
         for one in self._of_update.get(engine.state.update.name, ()):
             one.use.reduced = one.use.called and one.ddp.require_backward_grad_sync
             one.use.called = False

@@ -19,13 +19,13 @@ __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping(Handler):
-    """Stops the run when the monitored metric has not improved for ``patience`` consecutive values.
+    """Early stopping: ends the run when a metric has not improved for ``patience`` consecutive values.
 
     Each new value is checked once, at whichever event it is reported. While ``min_epochs`` or ``min_iters`` delay a stop,
     later values can cancel it: it is cancelled if the metric improves. NaN is never an improvement.
 
-    With ``restore_best``, the modules hold the weights of the best value when the run completes. Trained tensors in no module,
-    such as a temperature, hold their values of then as well. A later `run` continues from these, with optimizers, schedules and
+    With ``restore_best``, the modules hold the best weights when the run completes. Trained tensors outside the modules, such as
+    a temperature, are restored as well. A later `run` continues from the best weights, with the optimizers, schedules and
     counters of the last iteration; to continue from the last weights, load a checkpoint. After an error the last weights are
     kept.
 
@@ -33,15 +33,14 @@ class EarlyStopping(Handler):
         monitor: Name of the metric in ``state.metrics``.
         mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
         patience: Number of consecutive values without improvement after which the run stops.
-        min_delta: Minimum difference to the best value that counts as an improvement.
+        min_delta: Smallest difference from the best value that counts as an improvement.
         relative: Whether ``min_delta`` is relative to the magnitude of the best value.
-        threshold: The run stops at a value equal to or better than this.
-        divergence: The run stops at a value worse than this.
+        threshold: Value at which the run stops: when the metric is equal to or better than it.
+        divergence: Value beyond which the run stops: when the metric is worse than it.
         check_finite: Whether the run stops at a NaN or infinite value.
-        restore_best: Whether to restore the weights of the best value when the run completes. They are those that
-            `Engine.weights` returns, with averages in place of the weights, and need memory for one more copy on the
-            modules' devices.
-        after: Values before this point are ignored, for example "5ep", "1000it" or "1000st".
+        restore_best: Whether to restore the best weights when the run completes. They are those that `Engine.weights` returns,
+            with averages in place of the weights, and take one more copy on the modules' devices.
+        after: Point before which values are ignored, for example "5ep", "1000it" or "1000st".
 
     Attributes:
         best: Best value so far; None before the first.
@@ -176,7 +175,7 @@ class EarlyStopping(Handler):
             engine.terminate(reason, by=self.name)
 
     def _report_min_delta(self, engine: Engine) -> None:
-        """Report a run that stops as no improvement can be large enough."""
+        """Report a run that stops because no improvement can be large enough."""
         monitor, largest = self.monitor, self._largest
         if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0:
             engine.findings.report(
@@ -211,7 +210,7 @@ class EarlyStopping(Handler):
 
     @on(Events.TERMINATED, phase=Phase.RECORD, reads=["stop"], writes=["files"])
     def print_reason(self, engine: Engine) -> None:
-        """Print why the run was stopped, and which weights it leaves."""
+        """Print why the run stopped, and which weights the model keeps."""
         reason = engine.state.stop_reason
         if reason is None or reason != self._reason:
             return
@@ -249,7 +248,7 @@ class EarlyStopping(Handler):
         self.monitor.require(engine)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Patience that lasts longer than the run."""
+        """Report a patience that is longer than the run."""
         producer = engine.handlers.get(engine.state.metrics.owners.get(self.monitor.metric, ""))
         every = getattr(producer, "every", Interval(1, "ep"))
         last = last_epoch(engine) if isinstance(every, Interval) and every.unit == "ep" else None

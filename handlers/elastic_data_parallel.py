@@ -1,4 +1,4 @@
-"""Elastic data parallel training: the same bits for any number of processes."""
+"""Elastic data parallel training: bit-identical weights for any number of processes."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ __all__ = ["ElasticDataParallel"]
 
 
 class ElasticDataParallel(Distribution):
-    """Trains with a step of a fixed number of shards, however many processes compute them: the weights are the same, bit for bit.
+    """Elastic data parallel training: bit-identical weights for any number of processes.
 
-    A step consists of ``shards`` batches. One process computes all of them in turn, two compute half of them each. What a rank
-    has with `DistributedDataParallel` belongs to the shard: its batch, its random numbers, its gradient. The gradients of the
-    shards are added in a binary tree whose form does not depend on the number of processes. So a run that loses a node continues
-    with those that are left as if nothing had happened, and a step of eight processes can be repeated on one.
+    A step consists of a fixed number of batches, ``shards``. One process computes all of them in turn, two compute half of them
+    each. Each shard has its own batch, random numbers and gradient, as each rank has with `DistributedDataParallel`. The
+    gradients of the shards are added in a binary tree whose form does not depend on the number of processes. So a run that loses
+    a node continues on the remaining ones as if nothing had happened, and a step of eight processes can be repeated on one.
 
-    Where there are more processes than shards, or their number is no power of two, the largest power of two of them computes the
-    shards. The others wait; they hold the same weights.
+    With more processes than shards, or a number of processes that is not a power of two, the largest possible power of two of
+    them computes the shards. The others wait; they hold the same weights.
 
     GET_BATCH_STARTED, GET_BATCH_COMPLETED and the events of forward, loss and backward are emitted once for each shard of this
     process, with its number in ``state.shard``; all others once a step. From GRADIENTS_READY on, the gradients and
-    ``state.update.loss`` are those of all shards. A handler that acts at the events of a shard has to declare that it keeps
-    nothing from one shard to the next, with ``by_shard = True`` in its class; others are refused by name.
+    ``state.update.loss`` are those of all shards. A handler that acts at the events of a shard must declare with ``by_shard =
+    True`` in its class that it keeps nothing from one shard to the next; others raise an error that names them.
 
-    BatchNorm normalises over the batch of its shard; its running statistics after a step are those of shard 0.
+    BatchNorm normalizes over the batch of its shard; its running statistics after a step are those of shard 0.
 
     Args:
         shards: Number of shards, a power of two. The effective batch size is the loader's times this number.
         shard_policy: How data is sharded: "auto" or "round_robin"; see `DistributedDataParallel`. Step t reads the batches
             ``t * shards`` to ``(t + 1) * shards - 1``; the last step of an epoch may have fewer.
-        threads: Number of threads of torch during a run. It decides how sums are split, and launchers set it differently.
+        threads: Number of torch threads during a run. It determines how sums are split, and launchers set it differently.
         backend: Backend of torch.distributed; see `DistributedDataParallel`.
         timeout: Seconds after which a rank that does not take part counts as lost; see `DistributedDataParallel`.
 
@@ -116,7 +116,7 @@ class ElasticDataParallel(Distribution):
 
     @on(Events.STARTED, phase=Phase.FINALIZE, reads=["modules", "optimizer"], writes=["weights"])
     def broadcast_free(self, engine: Engine) -> None:
-        """Broadcast the trained tensors that are in no module."""
+        """Broadcast the trained tensors outside the modules."""
         if not self.processes.distributed or not engine.training:
             return
         known = {p for module in engine.modules.values() for p in module.parameters()}
@@ -126,7 +126,7 @@ class ElasticDataParallel(Distribution):
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=[])
     def put_threads_back(self, engine: Engine) -> None:
-        """Set the number of threads that it was before the run."""
+        """Restore the number of threads."""
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
             self._threads_before = None

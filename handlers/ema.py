@@ -17,7 +17,7 @@ __all__ = ["EMA"]
 
 
 class EMA(AveragedWeights):
-    """Maintains an exponential moving average of the weights and evaluates and exports with it.
+    """Keeps an exponential moving average (EMA) of the weights, and evaluates and exports with it.
 
     After each optimizer step that is not skipped, once per accumulation window: ``average = decay * average + (1 - decay) *
     weights``. The first average is a copy of the weights; before that, evaluation uses the weights themselves.
@@ -28,8 +28,8 @@ class EMA(AveragedWeights):
     handler's state. After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights
     loaded by `Engine.load_weights`, as EarlyStopping does with the best ones, are used unchanged until the next average.
 
-    The averages take the memory of one more copy of the weights. Those of float16 and bfloat16 weights are kept in float32, so
-    that small changes are not lost to rounding.
+    The averages take the memory of one more copy of the weights. Averages of float16 and bfloat16 weights are kept in float32, so
+    small changes are not lost to rounding.
 
     Args:
         decay: Weight of the previous average, 0 <= decay < 1.
@@ -39,13 +39,13 @@ class EMA(AveragedWeights):
             updates of the average so far.
         buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like
             weights. Integer buffers are copied in either case, and so is a buffer whose shape or type has changed.
-        evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
-            uses another one.
-        trained_only: Whether to leave out parameters that are frozen, which saves their memory; they are used as they are. A
-            parameter that is unfrozen later is averaged from its first step. Not for parameters that are changed in another way
-            than by the optimizer, such as those of a target network. Averages saved with it load with it.
+        evaluate: Whether evaluations and exports use the average. Only one of several averages can; ``with handler.in_place():``
+            uses a different one.
+        trained_only: Whether to leave out frozen parameters, which saves their memory; they are used unchanged. A parameter that
+            is unfrozen later is averaged from its first step. Do not use it for parameters that are changed other than by the
+            optimizer, such as those of a target network. Load averages saved with ``trained_only=True`` with the same setting.
         update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged, and so are
-            trained tensors in no module, such as a temperature in ``parameters=``.
+            trained tensors outside the modules, such as a temperature in ``parameters=``.
 
     Attributes:
         count: Number of updates of the average.
@@ -105,7 +105,7 @@ class EMA(AveragedWeights):
         self.warmup = check_bool(self, "warmup", warmup)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Averaging that starts after the run's last step."""
+        """Report averaging that starts after the run's last step."""
         update = engine.find_update(self.update)
         to_come = steps_to_come(engine, update)
         if self.start and to_come is not None and update.steps + to_come <= self.start:
@@ -123,7 +123,7 @@ class EMA(AveragedWeights):
         writes=[],
     )
     def check_decay(self, engine: Engine) -> None:
-        """Report a run that is too short for the decay: most of the average is then what it began with."""
+        """Report a run that is too short for the decay: the average then consists mostly of its initial value."""
         update = engine.find_update(self.update)
         to_come = None if engine.snapshots.has_loaded_state else steps_to_come(engine, update, planned=True)
         if to_come is None or self.warmup or self.decay < 0.99:

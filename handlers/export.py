@@ -32,28 +32,28 @@ _READ = ["weights", "buffers", "modes", "modules", "batch"]
 
 
 class Export(Handler):
-    """Writes one file for others to use: weights as safetensors, or a program of `torch.export` or for ONNX.
+    """Exports the model to a file: weights as safetensors, or a program for `torch.export` or ONNX.
 
-    The file is written by `export_weights` or `export_program`: atomically, and checked before it replaces the previous one.
-    Weights that cannot be written are an error. A program that cannot be exported is a warning that names the operation, and
-    training continues; `error` has the exception.
+    `export_weights` or `export_program` writes the file atomically, and checks it before it replaces the previous one. Weights
+    that cannot be written raise an error. A program that cannot be exported gives a warning that names the operation, and
+    training continues; `error` holds the exception.
 
     Args:
-        path: The file; the suffix decides: ".safetensors" for weights, ".pt2" or ".onnx" for a program.
-        at: "end" to write when a run is complete, also after a stop; "best" to write at each best value of a metric.
+        path: Path of the file; its suffix selects the format: ".safetensors" for weights, ".pt2" or ".onnx" for a program.
+        at: When to write: "end" for the end of a run, also after a stop; "best" for each best value of a metric.
         every: Interval, such as "1ep", at which the file is also written before the end.
-        average: Name of the handler whose averages are written, such as "ema". It has to be given if several handlers keep
-            averages; by default the only one counts. False for the weights themselves.
-        monitor: Name of the metric, for ``at="best"``; by default that of the only metric that other handlers monitor, such as
-            `Checkpoint`.
+        average: Name of the handler whose averages are written, such as "ema"; required if several handlers keep averages, by
+            default the only one. False writes the weights themselves.
+        monitor: Name of the metric for ``at="best"``; by default the only metric that other handlers, such as `Checkpoint`,
+            monitor.
         mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
-        example: Input of the model for a program, as for `export_program`; by default that of the current batch, for which
-            batches are (input, target).
+        example: Model input for exporting a program, as for `export_program`; by default that of the current batch, which must be
+            (input, target).
 
     Attributes:
         best: Best value so far; None before the first.
         written: How many times the file was written.
-        error: Why the last program was not written; None if it was.
+        error: The exception that kept the last program from being written; None if it was written.
 
     Raises:
         ImportError: For weights without the package safetensors (``pip install signalfire[safetensors]``), and for ONNX without

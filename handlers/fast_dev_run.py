@@ -15,11 +15,11 @@ __all__ = ["FastDevRun"]
 
 
 class FastDevRun(Handler):
-    """Limits every run to one epoch of a few batches, evaluations included, to find errors quickly.
+    """Runs one epoch of a few batches of training and evaluation, to find errors quickly; writes no files.
 
-    Everything happens once: at the end, handlers whose interval is longer than these batches do what they do
-    (`Handler.rehearse`), as `Validation` validates. A schedule that needs more steps, for a warm-up, is built for the steps that
-    the run would make without this handler.
+    Everything happens once: at the end, handlers whose interval is longer than these batches act once (`Handler.rehearse`);
+    `Validation`, for example, validates. A schedule that needs more steps, for a warm-up, is built for the steps that the run
+    would take without this handler.
 
     `Engine.dry_run` is on while the handler is attached: handlers that write files or send data elsewhere are disabled during
     the run. Other limits given to `run` still apply. The weights are trained for real: before the actual training, call
@@ -29,7 +29,7 @@ class FastDevRun(Handler):
     accumulation window.
 
     Args:
-        batches: Number of batches of the training and of each evaluation.
+        batches: Number of batches for training and for each evaluation.
 
     Example:
         >>> import torch
@@ -84,7 +84,7 @@ class FastDevRun(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
     def report(self, engine: Engine) -> None:
-        """List that this run is a trial, in case that the handler was forgotten."""
+        """Report that this run is a trial, in case the handler was left attached."""
         engine.findings.report(
             "W58",
             f"FastDevRun({self.batches}) ends this run after one epoch of at most {self.batches} batches, and nothing is written",
@@ -109,7 +109,7 @@ class FastDevRun(Handler):
         writes=["metrics"],
     )
     def rehearse_all(self, engine: Engine) -> None:
-        """Let every handler do once what was not due in these few batches."""
+        """Let every handler act once if nothing was due in these few batches."""
         for handler in list(engine.handlers.values()):
             if handler.enabled:
                 handler.rehearse(engine)

@@ -21,29 +21,30 @@ __all__ = ["Freezing", "discriminative_rates"]
 
 
 class Freezing(Handler):
-    """Freezes parts of the model for the whole run, or until an epoch starts (gradual unfreezing).
+    """Freezes parts of the model for the whole run or until an epoch (gradual unfreezing), for transfer learning.
 
     Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them: neither momentum nor weight decay
     changes them. They may be in the optimizer from the start; its state for them is kept until they are unfrozen. Frozen
-    normalisation layers with running statistics (BatchNorm) are in eval mode, because each forward would update the statistics;
+    normalization layers with running statistics (BatchNorm) are in eval mode, because each forward would update the statistics;
     other modules, such as dropout, stay in training mode. (A part that has ``requires_grad=False`` and is in eval mode before the
     run, inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own
     ``requires_grad``, so parameters that the user froze stay frozen. After the run, everything is as before.
 
-    What is frozen depends only on the epoch, also in a resumed run.
+    The set of frozen parameters depends only on the epoch, also in a resumed run.
 
     Args:
         parts: Paths of modules or parameters, such as "backbone" or "head.bias", or name patterns with ``*``, ``?`` and ``[]``,
             such as ``"*.bias"``; in an engine with several modules they start with the module's name. Alternatively a mapping
             from these to the epoch at which the part is unfrozen, or to None for the whole run. If several match a
             parameter, the longest applies. A parameter shared by two parts may be named by either path.
-        unfreeze_at: Epoch with whose start parts not given as a mapping are unfrozen, at least 2: with 3, two epochs are frozen.
-        until: The earlier name of ``unfreeze_at``.
-        statistics: Whether to freeze the running statistics of frozen normalisation layers, too.
+        unfreeze_at: Epoch that unfreezes, at its start, all parts not given as a mapping; at least 2. With 3, two epochs are
+            frozen.
+        until: Earlier name of ``unfreeze_at``.
+        statistics: Whether to freeze the running statistics of frozen normalization layers, too.
 
     Source:
         Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018) for gradual unfreezing and
-        discriminative rates.
+        discriminative learning rates.
 
     Example:
         >>> import torch
@@ -145,7 +146,7 @@ class Freezing(Handler):
         self._parameters, self._norms = [], []
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Parts that would be unfrozen after the end of the run."""
+        """Report parts that would be unfrozen after the end of the run."""
         last = last_epoch(engine)
         for part, epoch in self.parts.items():
             if last is not None and epoch is not None and epoch > last:
@@ -172,13 +173,13 @@ def discriminative_rates(
     """Parameter groups with a learning rate for each part of a model, typically smaller for pretrained parts.
 
     For ``Update(..., parameters=lambda engine: discriminative_rates(engine.model, {...}))``. Each parameter is in one group.
-    Schedules that multiply the rate, such as LambdaLR, keep the ratios; OneCycleLR needs a list as ``max_lr=``.
+    Schedules that multiply the learning rate, such as LambdaLR, keep the ratios; OneCycleLR needs a list as ``max_lr=``.
 
     Args:
         model: The model.
         rates: Learning rates by path of a module or parameter, or by pattern as in `Freezing`. If several match a parameter,
             the longest applies.
-        default: Learning rate of all other parameters; by default that of the optimizer.
+        default: Learning rate of all other parameters; None uses that of the optimizer.
 
     Returns:
         Parameter groups in the order of ``rates``, named by their parts, with the remaining parameters last, as "rest". Empty
@@ -235,7 +236,7 @@ def _check_epoch(argument: str, pattern: str, epoch: object) -> None:
 
 
 def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:
-    """The normalisation layers with running statistics, with all names of each of their tensors."""
+    """The normalization layers with running statistics, with all names of each of their tensors."""
     norms: dict[nn.Module, dict[str, list[str]]] = {}
     for root, module in engine.modules.items():
         for path, part in module.named_modules(prefix=engine.modules.prefix(root), remove_duplicate=False):

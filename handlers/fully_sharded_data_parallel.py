@@ -31,12 +31,12 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 class FullyShardedDataParallel(Distribution):
-    """Shards one model over several ranks with torch's FSDP2, for models that are too large for one device.
+    """Fully sharded data parallel training (FSDP2), for models that are too large for one device.
 
-    With the processes launched by torchrun, data is sharded over the ranks, and each step equals a step on the union of their
-    batches. The weights of a part of the model (a unit) are all-gathered just before its use and freed afterwards; its
-    gradients are reduce-scattered. A rank without a batch or loss participates by running its last batch with zero gradients.
-    In a single process the handler does nothing, so the same script runs unchanged.
+    Weights, gradients and optimizer states are sharded over the processes launched by torchrun, and so is the data; each step
+    equals a step on the union of the ranks' batches. The weights of a part of the model (a unit) are all-gathered just before its
+    use and freed afterwards; its gradients are reduce-scattered. A rank without a batch or loss participates by running its last
+    batch with zero gradients. In a single process the handler does nothing, so the same script runs unchanged.
 
     The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded
     after the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes
@@ -53,14 +53,14 @@ class FullyShardedDataParallel(Distribution):
             ``(path, module) -> bool``. By default the model's children that have parameters, and the items of module lists.
             Larger units need fewer messages and more memory; ``()`` makes the whole model one unit. The weights of a unit
             exist only while it is called, so modules that share weights have to be in the same unit.
-        replicas: Number of copies of the model (HSDP): the ranks divide into so many groups of consecutive ranks, such as those
-            of one machine, each of which shards a copy. Weights are gathered inside of a group only; gradients are then summed
-            over the groups as well. 1 shards over all ranks.
-        reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. If
-            False, each step communicates a third less, and keeps the full weights from the forward to the backward.
-        param_dtype: Data type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The
-            shards seen by the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
-        reduce_dtype: Data type in which gradients are reduced; by default ``param_dtype``.
+        replicas: Number of copies of the model (HSDP). The ranks divide into this many groups of consecutive ranks, such as those
+            of one machine, and each group shards one copy. Weights are gathered only inside a group; gradients are summed over
+            the groups as well. 1 shards over all ranks.
+        reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. False
+            saves a third of the communication per step, but keeps the full weights from the forward to the backward.
+        param_dtype: Data type of gathered and used weights: "bf16", "fp16" or "fp32"; by default their own. The shards seen by
+            the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
+        reduce_dtype: Data type for reducing gradients; by default ``param_dtype``.
         reduce_every_batch: Whether to reduce gradients with every batch of an accumulation window. This takes less memory,
             because no rank holds full gradients, and open windows can be saved.
         gather_to_evaluate: Whether every rank holds the full weights during evaluations by the trainer. If False, models that

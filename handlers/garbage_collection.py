@@ -20,16 +20,17 @@ LIMIT = 1000
 
 
 class GarbageCollection(Handler):
-    """Collects garbage at fixed iterations, and switches Python's automatic collection off during the run.
+    """Runs Python's garbage collector at the same iterations on all ranks, instead of whenever Python decides.
 
-    Python frees most objects at once, but objects that refer to each other only in a collection, which Python starts on its own
-    after a number of allocations. With several processes each one pauses in another iteration, and all others wait for it. With
-    this handler all ranks collect at the same iterations, and the pauses are short: objects that exist when the run starts are
-    set aside (`gc.freeze`), and only those made since the last collection are looked at. All objects are collected as the run
-    starts, when an epoch ends, before an evaluation, and after 1,000 collections of young ones.
+    Python frees most objects at once, but objects in reference cycles only in a collection, which it starts automatically after a
+    number of allocations. In distributed runs, each process pauses in a different iteration, and all others wait for it. With
+    this handler automatic collection is off, all ranks collect at the same iterations, and the pauses are short: objects that
+    exist when the run starts are set aside (`gc.freeze`), and only objects created since the last collection are examined. All
+    objects are collected at the start of the run, at the end of an epoch, before an evaluation, and after 1,000 collections of
+    young objects.
 
-    The weights are not changed. Automatic collection and what was frozen are as before when the run ends or fails; if objects
-    were frozen before, none are added. Worker processes of a DataLoader collect automatically.
+    The weights do not change. Automatic collection and frozen objects are restored when the run ends or fails; if objects were
+    frozen before, none are added. Worker processes of a DataLoader collect automatically.
 
     Memory in cycles, such as a loss that an exception or a closure refers to, is freed at the next collection. If memory grows
     during the run, use a smaller interval.
@@ -40,7 +41,7 @@ class GarbageCollection(Handler):
 
     Attributes:
         collections: Number of collections in this run.
-        seconds: Time that they took in all, in seconds; a `Profiler` shows it as a row of its own.
+        seconds: Their total time, in seconds; a `Profiler` shows it as a separate row.
         longest_pause: Time of the longest collection of young objects, in seconds.
 
     Source:
@@ -79,7 +80,7 @@ class GarbageCollection(Handler):
 
     @on(Events.STARTED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Collect all garbage, set the other objects aside, and switch automatic collection off."""
+        """Collect all garbage, set the other objects aside, and turn automatic collection off."""
         self.collections = 0
         self.seconds = self.longest_pause = 0.0
         self._collect(ALL)
@@ -99,7 +100,7 @@ class GarbageCollection(Handler):
     @on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     @on(Events.EVALUATION_STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def collect_all(self, engine: Engine) -> None:
-        """Collect all objects but those set aside, where nobody waits for an iteration."""
+        """Collect all objects except those set aside, at a point where no iteration waits."""
         self._collect(ALL)
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])

@@ -12,20 +12,21 @@ __all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation(Handler):
-    """Makes one optimizer step every n batches, on the gradient of their mean loss: the effective batch is n times as large.
+    """Gradient accumulation: takes one optimizer step every n batches, for an n times larger effective batch.
 
-    Windows do not extend over epochs: the last window of an epoch may be shorter, and is averaged over its actual length. The
-    reported loss is that of each batch. Gradient clipping, schedules and weight averages run once per window.
+    The step uses the gradient of the mean loss. Windows do not extend over epochs: the last window of an epoch may be shorter,
+    and is averaged over its actual length. The reported loss is that of each batch. Gradient clipping, schedules and weight
+    averages run once per window.
 
-    Where data has no length, each batch is loaded before the forward of the one before it, to know whether the epoch ends.
-    What its loading draws from the global generators comes before that forward's dropout; with a length, the order is that of a
-    plain loop.
+    If the data has no length, each batch is loaded before the forward of the previous one, to detect the end of the epoch. Random
+    numbers that loading draws from the global generators then come before that forward's dropout; with a length, the order is
+    that of a plain loop.
 
     Args:
-        steps: Number of batches per window, or a schedule ``{epoch: n}``, where each n applies from its epoch on and n is 1
-            before the first.
-        weight: Function called as ``weight(engine)`` after the loss is computed that returns the batch's weight, such as its
-            number of tokens; the gradient is then that of the weighted mean. By default all batches have the same weight.
+        steps: Number of batches per window, or a schedule ``{epoch: n}``: each n applies from its epoch on, and n is 1 before the
+            first.
+        weight: Function that returns the batch's weight, such as its number of tokens; called as ``weight(engine)`` after the
+            loss is computed. The gradient is then that of the weighted mean. By default all batches have the same weight.
         update: Name of the update to accumulate for; all updates by default.
 
     Example:

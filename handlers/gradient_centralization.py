@@ -19,11 +19,11 @@ __all__ = ["GradientCentralization"]
 
 
 class GradientCentralization(Handler):
-    """Subtracts from the gradient of each unit's weights its mean, which regularises and speeds up training.
+    """Gradient centralization: subtracts the mean from each unit's gradient, which regularizes and speeds up training.
 
     A unit is a row of a weight: an output unit of a linear layer, an output channel of a convolution. Vectors and scalars, such
-    as biases, stay as they are. It runs once per optimizer step, on unscaled gradients, after noise and before clipping; weight
-    decay, which the optimizer adds, is not centralized.
+    as biases, are unchanged. The handler runs once per optimizer step, on unscaled gradients, after noise and before clipping;
+    weight decay, which the optimizer adds, is not centralized.
 
     Args:
         exclude: Parameters that are not centralized: the path of a module or parameter such as ``"embedding"``, a pattern of
@@ -98,7 +98,7 @@ class GradientCentralization(Handler):
             local_part(gradient).sub_(unit_means(gradient))
 
     def _parameters(self, update: UpdateState) -> list[Tensor]:
-        """The centralized parameters of an update; found again when the optimizer gets more parameters."""
+        """The centralized parameters of an update; recomputed when the optimizer gets more parameters."""
         parameters = update.parameters
         cached = self._centralized.get(update.name)
         if cached is None or cached[0] is not parameters:

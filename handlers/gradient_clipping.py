@@ -17,12 +17,12 @@ __all__ = ["GradientClipping"]
 
 
 class GradientClipping(Handler):
-    """Clips gradients once per optimizer step, unscaled, by their global norm, by value, or both.
+    """Clips gradients by their global norm, by value, or both: once per optimizer step, on unscaled gradients.
 
     Args:
-        max_norm: Maximum global norm: if the norm of all gradients together is greater, they are scaled down to it.
+        max_norm: Maximum global norm; if the norm of all gradients together is greater, they are scaled down to it.
         max_value: Maximum absolute value of each element, applied before ``max_norm`` if both are given.
-        norm_type: The p of the p-norm; ``math.inf`` for the maximum norm.
+        norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
         update: Name of the update whose gradients are clipped; by default all updates, each separately.
 
     Attributes:

@@ -18,11 +18,12 @@ __all__ = ["GradientNoise"]
 
 
 class GradientNoise(Handler):
-    """Adds Gaussian noise of variance ``eta / (1 + t) ** gamma`` to every gradient, where t is the number of optimizer steps.
+    """Adds Gaussian noise with a decaying variance to the gradients.
 
-    Noise early in training helps very deep networks to escape poor initialisations; it decays so that training can converge.
-    It is added once per optimizer step, to unscaled gradients and before clipping, so that clipping also limits the noise. A
-    skipped step does not increase t. An optimizer that evaluates its loss several times in a step gets new noise each time.
+    The variance is ``eta / (1 + t) ** gamma``, where t is the number of optimizer steps. Noise early in training helps very deep
+    networks escape poor initializations; it decays so training can converge. It is added once per optimizer step, to unscaled
+    gradients and before clipping, so clipping also limits the noise. A skipped step does not increase t. An optimizer that
+    evaluates its loss several times in a step gets new noise each time.
 
     The noise is drawn from the handler's own generator, in the order of the optimizer's parameters that have a gradient;
     several updates or steps in one iteration draw from it in turn.
@@ -77,7 +78,7 @@ class GradientNoise(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_generators(self, engine: Engine) -> None:
-        """Reset the generators, so that an iteration repeated after an error draws the same noise."""
+        """Reset the generators, so an iteration repeated after an error draws the same noise."""
         self._iteration = None
 
     @on(Events.GRADIENTS_READY, rank=ADD_NOISE, reads=["gradients", "optimizer", "step"], writes=["gradients"])

@@ -20,21 +20,22 @@ __all__ = ["GradientNorms"]
 
 
 class GradientNorms(Handler):
-    """Measures the gradient norm of each optimizer step: unscaled, averaged over the accumulation window, before clipping.
+    """Measures gradient norms as metrics: of all gradients, of each layer, or of each parameter, before clipping.
 
-    The norm is written to ``state.metrics`` as "gradient_norm", that of each layer as "gradient_norm/0", and that of each
-    parameter as "gradient_norm/0.weight"; in an engine with several updates as "gradient_norm/generator" and
-    "gradient_norm/generator/0.weight". A logger writes them with the iteration in which they were measured. The values are
-    tensors on the gradients' device, so that measuring does not synchronise with the device; displaying or logging them does.
-    A step that is skipped afterwards is measured, too: its norm may be infinite or NaN.
+    Norms are measured for each optimizer step, on unscaled gradients averaged over the accumulation window. The total is written
+    to ``state.metrics`` as "gradient_norm", that of each layer as "gradient_norm/0", and that of each parameter as
+    "gradient_norm/0.weight"; in an engine with several updates as "gradient_norm/generator" and
+    "gradient_norm/generator/0.weight". Loggers write them with the iteration that measured them. The values are tensors on the
+    gradients' device, so measuring does not synchronize with the device; displaying or logging them does. Steps that are skipped
+    afterwards are measured, too: their norms may be infinite or NaN.
 
     Args:
-        norm_type: The p of the p-norm; ``math.inf`` for the maximum norm.
+        norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
         per_parameter: Whether to also measure the gradient of each parameter.
-        per_layer: Whether to also measure the gradient of all parameters of a module together, without those of modules inside
-            it: of each linear layer, for example. Parameters of the model itself are those of the layer "(model)".
-        every: "10st" measures every tenth optimizer step of each update, "100it" the first step after every 100 iterations.
-            Alternatively GRADIENTS_READY with a filter, which counts iterations.
+        per_layer: Whether to also measure the joint gradient of each module's own parameters, such as those of each linear layer,
+            without those of modules inside it. Parameters of the model itself form the layer "(model)".
+        every: Interval between measurements: "10st" measures every tenth optimizer step of each update, "100it" the first step
+            after every 100 iterations. Alternatively GRADIENTS_READY with a filter, which counts iterations.
         update: Name of the update whose gradients are measured; all updates by default.
 
     Source:
@@ -167,7 +168,7 @@ class GradientNorms(Handler):
         return name or str(next(i for i, one in enumerate(update.parameters) if one is parameter))
 
     def _layer_of(self, parameter: Tensor, update: UpdateState) -> str:
-        """The path of the module that has the parameter; a parameter that is in no module is a layer of its own."""
+        """The path of the module that has the parameter; a parameter outside the modules is a separate layer."""
         name = self._names.get(id(parameter))
         return self._name_of(parameter, update) if name is None else name.rpartition(".")[0] or "(model)"
 

@@ -1,4 +1,4 @@
-"""Guards: watches a run for what silently ruins training."""
+"""Guards: detects silent training problems during a run."""
 
 from __future__ import annotations
 
@@ -44,17 +44,16 @@ _LONGEST = 500  # iterations after which a look that saw no step of some update 
 
 
 class Guards(Handler):
-    """Watches a run for what silently ruins training, and reports it as findings with the codes G01 to G24.
+    """Detects silent training problems, such as bad data, modes or gradients, and reports them with codes G01 to G24.
 
-    It looks at the first three iterations and at every n-th: at the batch, the modes, the gradients, the step and, with several
-    ranks, whether their weights are the same. On an engine that evaluates it looks at the first batch of every run. Between
-    its looks it is not called. It changes nothing: a run with it ends bit for bit like one without. A look waits for the
-    device.
+    It checks the first three iterations and every n-th: the batch, the modes, the gradients, the step and, with several ranks,
+    whether their weights are the same. On an evaluator it checks the first batch of every run. Between checks it is not called.
+    It changes nothing: runs with and without it are bit-identical. A check synchronizes with the device.
 
-    ``Engine(allow=["G13"])`` silences a code; `signalfire.findings.codes.CODES` says what each one means.
+    ``Engine(allow=["G13"])`` silences a code; `signalfire.findings.codes.CODES` explains each one.
 
     Args:
-        every: How often to look, in iterations.
+        every: Interval between checks, in iterations.
         error: Codes that stop the run with a FindingError instead of a warning.
 
     Errors:
@@ -102,7 +101,7 @@ class Guards(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["trainable", "modes", "modules", "optimizer"], writes=[])
     def start(self, engine: Engine) -> None:
-        """Note the modes of the modules, and the parameters for which the optimizers were built."""
+        """Record the modes of the modules, and the parameters that the optimizers were built for."""
         self._forget()
         self._facts = {update.name: Facts() for update in engine.updates}
         engine.findings.look(self._note_start, engine)
@@ -115,14 +114,14 @@ class Guards(Handler):
 
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
-        """Stop a look that is under way."""
+        """Stop a check that is in progress."""
         if self._look is not None:
             self._look.close()
         self._forget()
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def check_epoch(self, engine: Engine) -> None:
-        """Compare the losses of the epoch with that of guessing."""
+        """Compare the losses of the epoch with the loss of guessing."""
         looking(engine, self.name, self.error)(self._check_losses, engine)
 
     def _check_losses(self, engine: Engine) -> None:
@@ -143,7 +142,7 @@ class Guards(Handler):
 
     @on("look_event", phase=Phase.RECORD, reads=LOOKS_AT, writes=[])
     def look(self, engine: Engine) -> None:
-        """Look at this iteration, and on until each update has made a step."""
+        """Check this iteration, and the following ones until each update has taken a step."""
         if self._look is not None or not self._facts:
             return
         self._check_ranks(engine)
@@ -425,7 +424,7 @@ class Guards(Handler):
 
     @on("evaluation_event", phase=Phase.RECORD, reads=["buffers", "modules", "step"], writes=[])
     def look_at_evaluation(self, engine: Engine) -> None:
-        """Look at the first batch of an evaluation."""
+        """Check the first batch of an evaluation."""
         safely = looking(engine, self.name, self.error)
         self._look = look = safely(Look, engine, self.name)
         if look is None:

@@ -18,16 +18,17 @@ __all__ = ["Histograms"]
 
 
 class Histograms(Handler):
-    """Logs histograms of each parameter and of its gradient, with ``engine.log.histogram``, to every attached logger.
+    """Logs histograms of weights and gradients to every attached logger.
 
-    The weights are those after every n-th iteration, under "weights/". The gradients are those of the next step that is made,
-    under "gradients/": as the optimizer sees them, so after clipping. Values that are not finite are left out and reported; of
-    complex ones, the magnitudes count. Of sharded parameters, the histogram is that of rank 0's part.
+    Each parameter and its gradient gets a histogram, by ``engine.log.histogram``. Weights are logged after every n-th iteration,
+    under "weights/". Gradients are those of the next completed step, under "gradients/", as the optimizer sees them: after
+    clipping. Non-finite values are left out and reported; for complex values, the magnitudes count. For sharded parameters, the
+    histogram covers rank 0's part.
 
     Args:
         every: Interval in iterations.
-        weights, gradients: Whether to log them.
-        parameters: Patterns of the names of the parameters, such as ``"backbone"`` or ``["*.weight"]``; all by default.
+        weights, gradients: Whether to log histograms of weights, and of gradients.
+        parameters: Name patterns of the parameters, such as ``"backbone"`` or ``["*.weight"]``; all by default.
 
     Example:
         >>> import torch
@@ -70,14 +71,14 @@ class Histograms(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["modules"], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Check the patterns; gradients that the run before was going to log are still to come."""
+        """Check the patterns; gradients that the previous run was about to log are still pending."""
         named = named_parameters(engine)
         check_matches(f"{self.name!r}: parameters=", self.parameters or (), named)
         self._wait(engine, self._due)
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=[])
     def resume(self, engine: Engine) -> None:
-        """Wait for the step whose gradients the saved run was going to log."""
+        """Wait for the step whose gradients the saved run was about to log."""
         self._wait(engine, self._due)
 
     @on("every", phase=Phase.RECORD, rank=LOG_HISTOGRAMS, reads=["weights", "modules"], writes=["files"])
@@ -116,7 +117,7 @@ class Histograms(Handler):
 
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
-        """Wait no longer."""
+        """Stop waiting."""
         self._stop_waiting()
 
     def _selected(self, engine: Engine) -> dict[str, Tensor]:

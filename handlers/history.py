@@ -22,17 +22,17 @@ STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval|evaluation)
 
 
 class History(Handler):
-    """Records every new value of every scalar metric, with the epoch and iteration in which it was measured.
+    """Keeps every value of every scalar metric in memory, with its epoch and iteration, to query, tabulate or plot.
 
     Values may come in every iteration, as those of `GradientNorms` do, or with evaluations and epochs. The history is part of
-    every checkpoint, so its length is limited: of a metric with more than ``keep`` values, every second one of the older half is
+    every checkpoint, so its length is limited: if a metric has more than ``keep`` values, every second one of the older half is
     dropped, as often as necessary. The newest half is always complete, and the first value stays.
 
     Args:
-        keep: Values to keep of each metric at most, at least 4; 10,000 take about 250 kB of a checkpoint. None keeps all.
-        print_epochs: Whether rank 0 prints a row of a table as each epoch completes, and one for a last epoch that does not. Its
-            columns are the metrics that are recorded or announced; the header comes again only where a metric is new.
-        file: Where to print; standard output by default.
+        keep: Maximum number of values to keep per metric, at least 4; 10,000 take about 250 kB of a checkpoint. None keeps all.
+        print_epochs: Whether rank 0 prints a table row as each epoch completes, and one for a last epoch that does not complete.
+            The columns are the recorded or announced metrics; the header is repeated only when a metric is new.
+        file: Stream to print to; standard output by default.
 
     Attributes:
         dropped: Number of values dropped, by metric; empty while the history is complete.
@@ -75,14 +75,14 @@ class History(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=["metrics"], writes=[])
     def rename(self, engine: Engine) -> None:
-        """Continue the records of a state in which metrics had other names."""
+        """Continue the records of a state that used different metric names."""
         renamed = engine.state.metrics.renamed
         self._records = {renamed.get(name, name): records for name, records in self._records.items()}
         self._new.seen = {renamed.get(name, name): count for name, count in self._new.seen.items()}
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Collect the values of this run; those of an earlier one that are not recorded yet are kept as new."""
+        """Collect the values of this run; unrecorded values of an earlier one are kept as new."""
         self._new.start(engine, keep_seen=True)
         self._columns, self._printed = [], None
 
@@ -102,7 +102,7 @@ class History(Handler):
 
     @on("print_event", phase=Phase.RECORD, reads=["metrics"], writes=["files"])
     def print_row(self, engine: Engine) -> None:
-        """Print the row of this epoch, unless it is printed or nothing was measured in it."""
+        """Print the row of this epoch, unless it was printed already or nothing was measured in it."""
         state = engine.state
         row = self._by_epoch().get(state.epoch)
         if row is None or self._printed == (state.epoch, state.iteration) or not engine.processes.is_rank_zero:
@@ -129,7 +129,7 @@ class History(Handler):
 
     @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def end(self, engine: Engine) -> None:
-        """Record what is left, also after an error."""
+        """Record the remaining values, also after an error."""
         self.record(engine)
         self._new.stop()
 
@@ -163,11 +163,12 @@ class History(Handler):
         return [value for _, _, value in self.records[name]]
 
     def frame(self) -> Any:
-        """What was recorded, one row per iteration in which something was, in the columns "epoch", "iteration" and the metrics.
+        """The recorded values, one row per iteration that has any, with the columns "epoch", "iteration" and the metrics.
 
         Returns:
             A ``pandas.DataFrame`` if pandas is installed, with NaN where a metric was not measured; else a dict of columns, which
-            are lists of equal length, with None there. Of a metric recorded twice in an iteration, the last value counts.
+            are lists of equal length, with None in these places. If a metric was recorded twice in an iteration, the last value
+            counts.
         """
         rows: dict[tuple[int, int], dict[str, float]] = {}
         for name, records in self.records.items():
@@ -209,15 +210,15 @@ class History(Handler):
         return rows
 
     def plot(self, path: str | Path | BinaryIO, *names: str) -> None:
-        """Plot metrics over iterations, in panels below each other.
+        """Plot metrics over iterations, in stacked panels.
 
-        What is measured in training and in validation shares a panel: "loss", "train_loss", "val/loss" and "test-loss" do, and
-        "digits/loss" of a data set "digits" does beside one of them.
+        Training and validation values of a metric share a panel: "loss", "train_loss", "val/loss" and "test-loss" do, and so does
+        "digits/loss" of a data set "digits" if one of them exists.
 
         Args:
-            path: Path of the image, whose extension selects the format; or a binary file, for a PNG.
-            names: Metrics to plot, one panel each, with those that share it; all by default. "train_loss,norm" plots these two
-                in one panel, and "loss," plots "loss" alone.
+            path: Path of the image, whose extension selects the format; or an open binary file, for a PNG.
+            names: Metrics to plot, one panel each, with those that share it; all by default. "train_loss,norm" plots both in one
+                panel, and "loss," plots "loss" alone.
 
         Raises:
             ImportError: If matplotlib is not installed; the extra ``examples`` includes it.

@@ -32,8 +32,8 @@ class JSONLinesLogger(TextLogger):
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
-            All other new values of metrics are written, with the iteration in which they were measured.
+        every: Interval in iterations, such as "10it", at which losses, learning rates and per-iteration metrics are written. All
+            other new metric values are written with the iteration that measured them.
         time: Whether to add a ``time`` to each record: when it was written, in seconds since 1970.
 
     Raises:

@@ -1,4 +1,4 @@
-"""L1 regularisation: a penalty on the absolute values of the weights."""
+"""L1 regularization: a penalty on the absolute values of the weights."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["L1"]
 
 
 class L1(ParameterPenalty):
-    """Adds ``weight * sum(|p|)`` over the parameters to the loss, which draws weights to zero: lasso.
+    """L1 regularization (lasso): adds ``weight * sum(|p|)`` over the parameters to the loss, which draws weights to zero.
 
-    Each gradient grows by ``weight * sign(p)``. The reported loss stays without the penalty, which is a metric of its own, named
-    like the handler. Adaptive optimizers such as Adam divide this gradient by their second moment like any other. Weights
-    become small, and few exactly zero; `Pruning` sets them to zero.
+    Each gradient grows by ``weight * sign(p)``. The reported loss excludes the penalty, which is a separate metric, named like
+    the handler. Adaptive optimizers such as Adam divide this gradient by their second moment like any other. Weights become
+    small, and few exactly zero; `Pruning` sets them to zero.
 
     Args:
         weight: Factor, 0 or more; or a function of the update's number of optimizer steps.
-        parameters: Patterns of the names of the parameters, such as ``"head.*"`` or ``["*.weight"]``; by default all that the
-            update's optimizer holds. Those that are frozen at the time are not counted.
-        norms_and_biases: Whether biases and the parameters of normalisation layers are among them; all with fewer than two
-            dimensions count as such. What is left out is shown by ``print(handler)``.
-        update: Name of the update whose loss it is added to, for its own parameters; by default all updates, each for its own.
+        parameters: Name patterns of the penalized parameters, such as ``"head.*"`` or ``["*.weight"]``; by default all in the
+            update's optimizer. Parameters that are frozen at the time are left out.
+        norms_and_biases: Whether to include biases and the parameters of normalization layers: all with fewer than two
+            dimensions. ``print(handler)`` shows which parameters are left out.
+        update: Name of the update whose loss and parameters the penalty applies to; by default all updates, each for its own.
 
     Raises:
         ValueError: At the start of a run, if there are no such parameters, or if they are sharded.

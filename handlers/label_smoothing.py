@@ -21,13 +21,12 @@ __all__ = ["LabelSmoothing"]
 
 
 class LabelSmoothing(Handler):
-    """Smooths classification targets to reduce overconfidence: the loss becomes ``(1 - alpha) * loss + alpha * uniform``.
+    """Label smoothing for classification, against overconfidence: ``(1 - alpha) * loss + alpha * uniform``.
 
     ``uniform`` is the cross-entropy of the update's output against the uniform distribution over all classes. With a mean
-    cross-entropy loss, the result is ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` ignores the class weights and
-    the ``ignore_index`` of the loss: it weights all classes and positions equally; use the loss's own smoothing where that
-    matters. Mixup and CutMix, if attached, mix the losses first. Only training is affected: evaluations report the original
-    loss.
+    cross-entropy loss, the result is ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` ignores the class weights and the
+    ``ignore_index`` of the loss: it weights all classes and positions equally; use the loss's built-in smoothing if that matters.
+    MixUp and CutMix, if attached, mix the losses first. Only training is affected: evaluations report the original loss.
 
     Args:
         alpha: Weight of the uniform distribution, above 0 and at most 1; usually 0.1.
@@ -36,8 +35,8 @@ class LabelSmoothing(Handler):
 
     Raises:
         ValueError: At the start of a run, for an update that is a single function, whose output is not available.
-        TypeError: If the output (see `Update`, ``output``) is not a tensor of logits with at least two classes, or if the
-            loss is no cross entropy over classes, such as binary_cross_entropy or mse_loss.
+        TypeError: If the output (see `Update`, ``output``) is not a tensor of logits with at least two classes, or if the loss is
+            not a cross entropy over classes; binary_cross_entropy and mse_loss are not.
 
     Source:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (CVPR 2016).
@@ -123,7 +122,7 @@ class LabelSmoothing(Handler):
         update.loss = update.backward_loss = (1 - self.alpha) * update.backward_loss + self.alpha * uniform
 
     def _check_loss(self, loss: Any, update: str) -> None:
-        """Raise an error for a loss that is no cross entropy over classes."""
+        """Raise an error for a loss that is not a cross entropy over classes."""
         self._checked.add(update)
         functions = functions_of(loss) if isinstance(loss, Tensor) else set()
         if (other := functions & _NOT_OVER_CLASSES) and "LogSoftmax" not in functions:

@@ -15,19 +15,19 @@ __all__ = ["LimitBatches"]
 
 
 class LimitBatches(Handler):
-    """Uses only the first batches of the data, in every epoch and in every evaluation.
+    """Limits the number of batches per epoch, in training and in evaluations.
 
     Shuffling still covers all of the data, so each epoch sees a different part of it. The workers of a DataLoader stop after
     the last batch used; persistent workers wait for the next epoch. With ``run(epoch_length=)`` the epoch keeps that length,
     and the limited data restarts when it is exhausted.
 
-    A change takes effect in the next `run` or evaluation. One handler may limit the training, and another the
-    evaluations. Attached to an evaluator, the handler uses ``validation``.
+    Only the first batches are used. A change takes effect in the next `run` or evaluation. Separate handlers may limit training
+    and evaluations. Attached to an evaluator, the handler uses ``validation``.
 
     Args:
-        train: Number of training batches per epoch: an int, or a float in (0, 1] as a fraction of the data's length, rounded
-            down but at least one batch. None for all batches.
-        validation: The same for the data of evaluations.
+        train: Number of training batches per epoch: an int, or a float in (0, 1] as a fraction of the data's length, rounded down
+            but at least one batch. None uses all batches.
+        validation: Number of batches per evaluation, given like ``train``.
 
     Example:
         >>> import torch
@@ -66,10 +66,10 @@ class LimitBatches(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
-        """Say that this run uses a part of the data, in case that the handler was forgotten.
+        """Report that this run uses part of the data, in case the handler was left attached.
 
         Raises:
-            ValueError: For a limit of data that the handler had no limit of when it was attached.
+            ValueError: For a limit on training or evaluations that did not exist when the handler was attached.
         """
         owned = engine.overrides.owned_by(self)
         limits = [("train", self.train), ("validation", self.validation)]

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that follow those of the optimizer, and from which it starts again every k steps."""
+"""Lookahead: slow weights that follow the optimizer's, and replace them every k steps."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ __all__ = ["Lookahead"]
 
 
 class Lookahead(Handler):
-    """Every k optimizer steps, moves slow weights towards those of the optimizer, which continues from the slow ones.
+    """Lookahead optimizer: every k steps, moves slow weights towards the current ones and continues from them.
 
-    The slow weights begin as the weights before the first step. After each k-th step ``slow = slow + alpha * (weights - slow)``,
-    and then ``weights = slow``. Skipped steps do not count. The optimizer's state, such as momentum, stays as it is. Handlers
-    that average the weights take those after the synchronisation.
+    The slow weights start as a copy of the weights before the first step. After each k-th step ``slow = slow + alpha * (weights -
+    slow)``, and then ``weights = slow``. Skipped steps do not count. The optimizer's state, such as momentum, is unchanged.
+    Handlers that average the weights use those after the synchronization.
 
-    Evaluations, exports and checkpoints see the weights as the optimizer left them, which are the slow ones after every k-th
-    step. With ``evaluate=True``, evaluations and exports see the slow weights at any time, as the paper recommends; the weights
-    are put back afterwards bit for bit. Slow weights of float16 and bfloat16 parameters are kept in float32.
+    Evaluations, exports and checkpoints use the optimizer's weights, which equal the slow ones after every k-th step. With
+    ``evaluate=True``, evaluations and exports always use the slow weights, as the paper recommends; the weights are restored
+    afterwards bit for bit. Slow weights of float16 and bfloat16 parameters are kept in float32.
 
-    Detached, it leaves the weights as they are. Where it missed steps because it was disabled, and where other weights are
-    loaded, the slow weights begin anew with the weights that are there.
+    Detaching leaves the weights unchanged. If the handler missed steps because it was disabled, or if different weights are
+    loaded, the slow weights restart from the current weights.
 
     Args:
-        k: Number of optimizer steps from one synchronisation to the next.
-        alpha: Share of the way that the slow weights go, above 0 and at most 1.
-        evaluate: Whether evaluations and exports use the slow weights; of the handlers that offer this, one can.
-        update: Name of the update whose weights have slow ones; by default all updates, each with its own.
+        k: Number of optimizer steps between two synchronizations.
+        alpha: Fraction of the distance that the slow weights move, above 0 and at most 1.
+        evaluate: Whether evaluations and exports use the slow weights; only one handler can replace the weights there.
+        update: Name of the update whose weights get slow weights; by default all updates, each with its own.
 
     Source:
         Zhang, Lucas, Hinton and Ba, "Lookahead Optimizer: k steps forward, 1 step back" (NeurIPS 2019), Algorithm 1. Some
-        implementations copy the slow weights at the first synchronisation only, so that it does nothing.
+        implementations copy the slow weights only at the first synchronization, which then does nothing.
 
     Example:
         >>> from signalfire import Update
@@ -88,7 +88,7 @@ class Lookahead(Handler):
                 raise ValueError(f"{error}, or give one of them evaluate=False") from None
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """A run that ends before the first synchronisation."""
+        """Report a run that ends before the first synchronization."""
         for update in selected_updates(engine, self.update):
             to_come = steps_to_come(engine, update)
             if to_come is not None and 0 < update.steps + to_come < self.k:
@@ -105,7 +105,7 @@ class Lookahead(Handler):
         writes=[],
     )
     def bind(self, engine: Engine) -> None:
-        """Find the parameters; slow weights that there are not yet, or that have missed steps, begin as the weights."""
+        """Find the parameters; slow weights that are new or have missed steps start as copies of the weights."""
         if engine.snapshots.has_loaded_state:
             return  # what the slow weights would begin with is still to be put in place
         for update in selected_updates(engine, self.update):
@@ -135,14 +135,14 @@ class Lookahead(Handler):
 
     @on("swap_event", phase=Phase.PREPARE, reads=["modules", "optimizer", "weights"], writes=["weights"])
     def swap(self, engine: Engine) -> None:
-        """Swap the slow weights in until the evaluation, or the export, is complete."""
+        """Swap the slow weights in until the evaluation or export is complete."""
         engine.regions.enter(self.in_place())
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the slow weights in place of the weights for the ``with`` block, also with ``evaluate=False``.
+        """Use the slow weights in place of the weights inside the ``with`` block, also with ``evaluate=False``.
 
-        Does nothing before the first run, and after other weights were loaded.
+        Does nothing before the first run, or after different weights were loaded.
 
         Raises:
             RuntimeError: If the handler is not attached.
@@ -177,7 +177,7 @@ class Lookahead(Handler):
 
     @on(Events.WEIGHTS_LOADED, rank=TAKE_LOADED, reads=["modules", "optimizer", "step", "weights"], writes=[])
     def begin_anew(self, engine: Engine) -> None:
-        """Begin with the weights that were loaded."""
+        """Restart from the loaded weights."""
         self._slow = {}
         if engine.running:
             self.bind(engine)
@@ -192,7 +192,7 @@ class Lookahead(Handler):
         return {name: value for slow in self._slow.values() for name, value in slow.values.items()}
 
     def evaluated_in(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """What evaluations put in place of the weights when a state was saved, by name."""
+        """The weights that evaluations used when a state was saved, by name."""
         parts = state.values() if self.evaluate else ()
         return {name: value for part in parts for name, value in part["weights"].items()}
 

@@ -45,12 +45,12 @@ __all__ = ["LRScheduling"]
 
 
 class LRScheduling(Handler):
-    """Steps a learning-rate scheduler after optimizer steps, after epochs, or at new values of a metric.
+    """Learning-rate scheduling with any torch scheduler: stepped per optimizer step, per epoch, or by a metric.
 
-    The scheduler is built at the start of the run, when the optimizer exists and the number of steps is known: a factory
-    with an unset ``total_steps``, ``T_max``, ``num_training_steps`` (Hugging Face) or ``t_initial`` (timm) gets the number of
-    scheduler steps of the run. The scheduler is stepped once per accumulation window and not after a skipped step. `simulate` and
-    `plot` show a schedule without training.
+    The scheduler is built at the start of the run, when the optimizer exists and the number of steps is known: a factory with an
+    unset ``total_steps``, ``T_max``, ``num_training_steps`` (Hugging Face) or ``t_initial`` (timm) gets the number of scheduler
+    steps of the run. The scheduler is stepped once per accumulation window, and not after a skipped step. `simulate` and `plot`
+    show a schedule without training.
 
     Schedulers with timm's interface are supported, too: ``step_update(steps)`` is called if they count steps, and
     ``step(epochs)`` if they count epochs (``t_in_epochs``). One whose ``step`` requires an argument is stepped with a metric, as
@@ -60,17 +60,17 @@ class LRScheduling(Handler):
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``. For several optimizers that
             step together, a mapping from their names to a factory for each of them, all or some.
-        every: Interval between scheduler steps without ``monitor``: by default every optimizer step, whatever the scheduler;
-            "1ep" for one that counts epochs, such as ``StepLR(step_size=30)``; "5steps", ...
-        monitor: Metric for ReduceLROnPlateau, which is stepped once per new value. A factory ``partial(ReduceLROnPlateau, ...)``
-            without ``mode`` gets the metric's own direction.
+        every: Interval between scheduler steps without ``monitor``: by default every optimizer step, for any scheduler. Use "1ep"
+            for one that counts epochs, such as ``StepLR(step_size=30)``; "5steps", ...
+        monitor: Name of the metric for ReduceLROnPlateau, which is stepped once per new value. A factory
+            ``partial(ReduceLROnPlateau, ...)`` without ``mode`` gets the metric's own direction.
         warmup: With ``monitor``, the factory of a second scheduler, which is stepped after every optimizer step, such as
-            ``partial(LinearLR, start_factor=0.01, total_iters=500)``. Its factor multiplies the rates of the first one.
-        update: Name of the update whose optimizer is scheduled; needed where the engine has several.
+            ``partial(LinearLR, start_factor=0.01, total_iters=500)``. Its factor multiplies the learning rates of the first one.
+        update: Name of the update whose optimizer is scheduled; required if the engine has several.
 
     Attributes:
         scheduler: The scheduler; None before the first run.
-        warmup_scheduler: The scheduler of the warm-up; None before the first run and without ``warmup``.
+        warmup_scheduler: The warm-up scheduler; None before the first run and without ``warmup``.
 
     Example:
         >>> import torch
@@ -212,7 +212,7 @@ class LRScheduling(Handler):
 
     @on(Events.CHECKPOINT_LOADED, reads=["optimizer", "step", "window", "bounds"], writes=["rates"])
     def check_total(self, engine: Engine) -> None:
-        """Build a schedule that the loaded state does not have; raise an error if the run exceeds the steps of one."""
+        """Build a schedule that the loaded state lacks; raise an error if the run exceeds the steps of a schedule."""
         if engine.state.iteration and not self._loaded:  # as a plain loop builds it, with the optimizer as it is now
             self.scheduler = None
             self.build(engine)
@@ -246,7 +246,7 @@ class LRScheduling(Handler):
 
     @on("warmup_event", phase=Phase.CONTROL, reads=["step"], writes=["rates"])
     def warm_up(self, engine: Engine) -> None:
-        """Step the scheduler of the warm-up after an optimizer step that was not skipped."""
+        """Step the warm-up scheduler after an optimizer step that was not skipped."""
         if made_step(engine, self.update, self.every):
             step(self.warmup_scheduler)
 
@@ -290,7 +290,7 @@ class LRScheduling(Handler):
         self._rate = group["lr"]
 
     def _report_change(self, engine: Engine, last: Any, now: Any) -> None:
-        """Report a rate that a function has changed since the schedule's last step."""
+        """Report a learning rate that a function has changed since the schedule's last step."""
         if isinstance(last, Tensor) or now == last:
             return
         others = (one for one in engine.handlers.values() if one is not self and one.enabled)
@@ -343,11 +343,11 @@ class LRScheduling(Handler):
         momentum: float = 0.9,
         metric_values: Sequence[float] | None = None,
     ) -> list[float] | list[list[float]]:
-        """The learning rates of this schedule in a run, computed without training and without a model or optimizer.
+        """Compute the learning rates of this schedule in a run, without training and without a model or optimizer.
 
         Args:
             steps: Number of optimizer steps of the run.
-            lr: Learning rate that the optimizer is built with, or one per parameter group.
+            lr: Initial learning rate of the optimizer, or one per parameter group.
             epochs: Number of epochs of equal length in these steps, for a schedule stepped after epochs.
             momentum: Momentum of the SGD optimizer that replaces the real one; some schedules use it.
             metric_values: For ReduceLROnPlateau, the values of its metric in order, evenly spread over the steps, with the
@@ -413,7 +413,7 @@ class LRScheduling(Handler):
         plot_rates(path, rates)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """What does not fit between the schedule and the run, and optimizers that no schedule drives."""
+        """Report mismatches between the schedule and the run, and optimizers that no schedule drives."""
         driven = {
             engine.find_update(one.update).name for one in engine.handlers.values() if isinstance(one, LRScheduling)
         }

@@ -1,4 +1,4 @@
-"""What the memory held when it ran out: a table, and on CUDA a snapshot for PyTorch's memory viewer."""
+"""Out-of-memory reports: a table of the memory's content, and on CUDA a snapshot for PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer", "batch and output", 
 
 
 class MemorySnapshot(Handler):
-    """Writes what the memory holds when it runs out, on a CPU or a GPU; the error goes on, with a note that names the file.
+    """On an out-of-memory error, writes a report of what the CPU or GPU memory holds.
 
-    The text file has the bytes of the parameters, gradients, optimizer states and other tensors on each device, the memory of
-    the process, and the largest tensors with what they are. It is taken where the error is raised, while the gradients and the
-    tensors of the functions under way are still there. Tensors that only autograd holds for the backward are no Python objects
-    and in no table. On CUDA, the allocator's history is recorded during the run, and a ``.pickle`` is written beside the text
-    file, which https://pytorch.org/memory_viz shows.
+    The error is raised as usual, with a note that names the file. The text file lists the bytes of parameters, gradients,
+    optimizer states and other tensors on each device, the memory of the process, and the largest tensors with their purpose. It
+    is taken where the error is raised, while the gradients and the tensors of the running functions still exist. Tensors that
+    only autograd holds for the backward are not Python objects and are not listed. On CUDA, the allocator's history is recorded
+    during the run, and a ``.pickle`` for https://pytorch.org/memory_viz is written beside the text file.
 
-    A batch that `MicroBatching` computes again in smaller pieces is no error. If the files cannot be written, the note says so.
+    A batch that `MicroBatching` retries in smaller pieces is not an error. If the files cannot be written, the note reports it.
 
     Args:
-        folder: Folder of the files ``memory-<iteration>.txt``, with the rank if there are several; made when it is needed. A
-            file that exists is not replaced: the next one has a number.
-        largest: Number of tensors that are listed.
+        folder: Folder of the files ``memory-<iteration>.txt``, with the rank if there are several; created when needed. An
+            existing file is not replaced: the next one gets a number.
+        largest: Number of largest tensors to list.
         history: Number of allocations and frees that the CUDA allocator remembers, with their stacks.
 
     Source:
@@ -79,7 +79,7 @@ class MemorySnapshot(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["device"], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Record the history of the CUDA allocator, unless somebody else records it."""
+        """Record the history of the CUDA allocator, unless it is being recorded already."""
         self._reported = None
         if engine.device.type == "cuda" and not torch._C._cuda_isHistoryEnabled():
             torch.cuda.memory._record_memory_history(max_entries=self.history)
@@ -92,7 +92,7 @@ class MemorySnapshot(Handler):
 
     @on(Events.EXCEPTION_RAISED, reads=["error"], writes=["error", "files"])
     def catch(self, engine: Engine) -> None:
-        """Report an error that was raised outside of an update, such as in an evaluation."""
+        """Report an error that was raised outside an update, such as in an evaluation."""
         if engine.state.exception is not None:
             self._report(engine, engine.state.exception)
 

@@ -1,4 +1,4 @@
-"""Micro-batching: computes the gradients of a batch piece by piece, so that it needs the memory of one piece only."""
+"""Micro-batching: computes the gradients of a batch piece by piece, with the memory of one piece."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Split = Callable[[Any, int], Sequence[Any]]
 
 
 class MicroBatching(Handler):
-    """Computes each batch's gradients in pieces, and in smaller ones when the memory runs out; the step stays the same.
+    """Micro-batching: computes each batch's gradients in pieces to save memory, and halves the pieces on out-of-memory.
 
     The gradients of the pieces, weighted by their numbers of samples, add up to those of the batch, which is split as evenly as
     possible. For a loss that is a mean over the samples, training equals that on whole batches up to floating-point rounding.
@@ -40,24 +40,23 @@ class MicroBatching(Handler):
     accumulated so far.
 
     Args:
-        size: Largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until the memory runs
-            out.
+        size: Largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until memory runs out.
         pieces: Number of pieces of each batch, instead of ``size``.
-        split: Called as ``split(batch, n)``, returns the batch as a list of n batches of about the same size. By default,
-            tensors and arrays are split along their first dimension, whose length is that of the batch's first tensor, in
-            tuples, lists, dicts, namedtuples and dataclasses, nested; lists of that length without tensors are split, too;
+        split: Function called as ``split(batch, n)`` that returns the batch as a list of n batches of about the same size. By
+            default, tensors and arrays are split along their first dimension, whose length is that of the batch's first tensor,
+            in tuples, lists, dicts, namedtuples and dataclasses, nested; lists of that length without tensors are split, too;
             everything else is passed to each piece unchanged.
-        samples: Called as ``samples(batch)``, returns the number of samples in a batch or a piece, for batches where this is
-            not the first dimension of the first tensor. Requires ``split``.
-        halve_on_oom: Whether to retry with pieces of half the size where the memory runs out, on a GPU or a CPU.
-        update: Name of the update whose batches are split; all by default.
+        samples: Function called as ``samples(batch)`` that returns the number of samples in a batch or a piece, for batches where
+            this is not the first dimension of the first tensor. Requires ``split``.
+        halve_on_oom: Whether to retry with pieces of half the size when memory runs out, on a GPU or a CPU.
+        update: Name of the update whose batches are split; by default all updates.
 
     Attributes:
         reduced: Largest number of samples in a piece since the memory last ran out; None if it never did.
 
     Raises:
         ValueError: For a batch that cannot be split.
-        torch.OutOfMemoryError: If the memory does not suffice for a single sample.
+        torch.OutOfMemoryError: If memory does not suffice for a single sample.
 
     Source:
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS 2019), for the
@@ -232,7 +231,7 @@ class MicroBatching(Handler):
             update.window.extra_weight = extra_weight + (sum(piece.extra for piece in gave) + (len(gave) - 1))
 
     def _release_graph(self, update: UpdateState, piece: _Piece) -> None:
-        """Keep the values of a piece only, so that its activations are freed before the next one."""
+        """Keep only the values of a piece, so its activations are freed before the next one."""
         piece.output = _detached(piece.output)
         if update.hidden is not None:
             raise RuntimeError(

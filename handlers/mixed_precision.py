@@ -25,31 +25,33 @@ _OTHER_NAMES: dict[Any, str] = {
 
 
 class MixedPrecision(Handler):
-    """Runs the forward and the loss under autocast; with float16, scales the loss to keep small gradients from underflowing.
+    """Mixed-precision training (AMP): autocast to bfloat16 or float16, the latter with gradient scaling.
 
-    Each update has its own GradScaler. Its scale is updated once for each accumulation window, and a step whose gradients are
-    not finite is skipped, at the cost of one synchronisation with the device for each window, shared with `NonFiniteGuard`.
-    Gradients are clipped and measured unscaled. On an engine that evaluates, only autocast applies; an evaluator that the trainer
-    runs (`Validation`, `Engine.evaluate`) inherits it. The modules keep their dtype; `TruePrecision` converts them.
+    The forward and the loss run under autocast. With float16, scaling the loss keeps small gradients from underflowing: each
+    update has its own GradScaler, whose scale is updated once per accumulation window. A step with non-finite gradients is
+    skipped, at the cost of one synchronization with the device per window, shared with `NonFiniteGuard`. Gradients are clipped
+    and measured unscaled. On an evaluator, only autocast applies; an evaluator that the trainer runs (`Validation`,
+    `Engine.evaluate`) inherits it. The modules keep their dtype; `TruePrecision` converts them.
 
-    Autocast computes losses such as cross_entropy in float32. For one of your own, leave it inside the loss:
-    ``with torch.autocast(output.device.type, enabled=False): return my_loss(output.float(), target)``.
+    Autocast computes losses such as cross_entropy in float32. For a custom loss, disable it inside the loss: ``with
+    torch.autocast(output.device.type, enabled=False): return my_loss(output.float(), target)``.
 
-    Gradients scaled and unscaled cannot be mixed in one accumulation window: a window left open between two runs is discarded
+    Scaled and unscaled gradients cannot be mixed in one accumulation window: a window left open between two runs is discarded
     when "fp16" is attached, detached or toggled.
 
     A handler that computes the gradients of a step several times, such as `SharpnessAwareMinimization`, gets each of them
     unscaled; the step is skipped if one of them is not finite. "fp16" raises an error for optimizers with a closure, such as
-    LBFGS, whose step cannot be left in the middle; "bf16" works with them.
+    LBFGS, whose step cannot be interrupted; "bf16" works with them.
 
     Args:
-        precision: "bf16" or "fp16"; also a dtype, torch.bfloat16 or torch.float16, or its name, and Lightning's "bf16-mixed" and
-            "16-mixed". bfloat16 has float32's range and needs no scaling. CUDA GPUs older than Ampere emulate bfloat16, which is
-            slow; use "fp16" there. Where a GPU cannot even emulate it, torch raises an error at the first forward.
+        precision: Data type of autocast: "bf16" or "fp16"; also the dtype, torch.bfloat16 or torch.float16, its name, or
+            Lightning's "bf16-mixed" and "16-mixed". bfloat16 has float32's range and needs no scaling. CUDA GPUs older than
+            Ampere emulate bfloat16, which is slow; use "fp16" there. If a GPU cannot even emulate it, torch raises an error at
+            the first forward.
         init_scale: Initial scale; for fp16 only, like the arguments below.
-        growth_factor: Factor of the scale after ``growth_interval`` windows without a skipped step.
-        backoff_factor: Factor of the scale after a step that was skipped for its gradients.
-        growth_interval: Number of windows; see ``growth_factor``.
+        growth_factor: Factor that the scale is multiplied by after ``growth_interval`` windows without a skipped step.
+        backoff_factor: Factor that the scale is multiplied by after a step skipped for its gradients.
+        growth_interval: Number of windows without a skipped step before the scale grows.
 
     Source:
         Micikevicius et al., "Mixed Precision Training" (ICLR 2018); ``torch.autocast`` and ``torch.amp.GradScaler``.
@@ -175,7 +177,7 @@ class MixedPrecision(Handler):
 
     @on("gradients_event", phase=Phase.FINALIZE, rank=READ_FLAGS, reads=["processes", "flags"], writes=["step"])
     def read_flags(self, engine: Engine) -> None:
-        """Read all flags from the device: the window's only synchronisation."""
+        """Read all flags from the device: the window's only synchronization."""
         engine.state.update.read_flags()
 
     @on("step_event", phase=Phase.PREPARE, reads=["optimizer"], writes=["scale"])

@@ -11,22 +11,22 @@ __all__ = ["MixUp"]
 
 
 class MixUp(SampleMixing):
-    """Mixes each sample with another one of its batch, ``lam * x + (1 - lam) * x[perm]``, and the losses of both targets.
+    """MixUp: mixes each sample with another of its batch, ``lam * x + (1 - lam) * x[perm]``, and the losses of both targets.
 
     The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``. This works with any loss: the update's loss
-    function is called a second time. The batch keeps its targets ``y``, so that metrics such as accuracy see hard labels, and
-    measure mixed samples.
+    function is called a second time. The batch keeps its targets ``y``, so metrics such as accuracy compare the outputs of mixed
+    samples with hard labels.
 
-    The handler's own CPU generator draws for each batch: two float64 numbers from Gamma(alpha), the first of which divided by
-    their sum is lam, distributed as Beta(alpha, alpha); then ``perm``, a permutation of the batch.
+    The handler's own CPU generator draws for each batch: two float64 numbers from Gamma(alpha), where lam is the first divided by
+    their sum, distributed as Beta(alpha, alpha); then ``perm``, a permutation of the batch.
 
     Args:
         alpha: Parameter of the Beta distribution. The smaller it is, the closer lam is to 0 or 1; the paper uses 0.1 to 0.4 for
             ImageNet and 1 for CIFAR.
-        share: Share of the batches that it mixes beside `CutMix`, relative to the share of that one. One of the two is drawn for
-            each batch from the run's seed and the iteration; alone, the handler mixes every batch.
+        share: Share of the batches that MixUp mixes when `CutMix` is attached too, relative to CutMix's share. For each batch,
+            one of the two is drawn from the run's seed and the iteration; alone, the handler mixes every batch.
         input: Index, key or name of the inputs in the batch: floats of shape (N, ...).
-        target: The same of the targets, a tensor of shape (N, ...); by default where the update has them.
+        target: Index, key or name of the targets in the batch, a tensor of shape (N, ...); by default that of the update.
 
     Attributes:
         lam: Weight of each sample in the last mixed batch; None before the first.

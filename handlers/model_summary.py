@@ -32,7 +32,7 @@ class ModuleSummary:
         name: Name of the module within the model, such as "model.features.0".
         kind: Name of its class.
         parameters: Number of its parameters, those of its submodules included, each counted once; None if a lazy module has not
-            been initialised.
+            been initialized.
         trainable: Number of these that require gradients.
         shared: Number of these that rows before it, other than those it belongs to, also have.
         output: Shape of its last output, such as "32x10", or "(32x8, 2x32x8)"; empty if it was not called.
@@ -56,18 +56,18 @@ class ModuleSummary:
 
 @dataclass
 class ModelSummary:
-    """What a model consists of.
+    """Summary of a model: parameters, memory and operations.
 
     Attributes:
         rows: One for each module, a model before its submodules.
-        parameters: Number of parameters of all models, each counted once; None if a lazy module has not been initialised.
+        parameters: Number of parameters of all models, each counted once; None if a lazy module has not been initialized.
         trainable: Number of these that require gradients.
         weight_bytes, buffer_bytes: Memory of parameters and of buffers.
         gradient_bytes: Memory of the gradients of trainable parameters.
         optimizer_bytes: Memory of the optimizers' state after the first step; None without a run.
         samples: Number of samples of the batch that the shapes and operations belong to; None without a run.
         flops: Floating-point operations of the forward and the loss; None without a run.
-        uncounted: Modules with parameters of which torch counts no operations, such as {"LSTM": 1}.
+        uncounted: Modules with parameters whose operations torch does not count, such as {"LSTM": 1}.
 
     Example:
         >>> found = summary(nn.Linear(4, 8))
@@ -87,7 +87,7 @@ class ModelSummary:
     uncounted: Mapping[str, int] | None = None
 
     def selected(self, depth: int | None = None, modules: str | None = None) -> list[ModuleSummary]:
-        """The rows up to a depth below the models, whose names match a pattern such as "*features*"."""
+        """The rows up to a depth below the models whose names match a pattern such as "*features*"."""
         return [
             row
             for row in self.rows
@@ -140,7 +140,7 @@ class ModelSummary:
 
 
 def summary(model: nn.Module | Mapping[str, nn.Module]) -> ModelSummary:
-    """Count the parameters of a model, or of several by name; it is not called.
+    """Count the parameters of a model, or of several by name, without calling them.
 
     Example:
         >>> print(summary(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))))
@@ -179,19 +179,19 @@ def _summarised(roots: Mapping[str, nn.Module], watch: _Watch | None) -> ModelSu
 
 
 class Summary(Handler):
-    """Prints a summary of the model after the first iteration: parameters, output shapes, operations, memory.
+    """Prints a model summary after the first iteration: parameters, output shapes, FLOPs and memory of each module.
 
-    It watches the first forward of the training itself. There is no forward of its own, which would draw random
-    numbers or change the statistics of BatchNorm. Hooks and counter are removed before the backward, also after an error. Shared
-    parameters are counted once, those of sharded models (FSDP) in full. Of a compiled model, only parameters are shown.
+    It watches the first forward of the training. It runs no extra forward, which would draw random numbers or change BatchNorm
+    statistics. Hooks and counter are removed before the backward, also after an error. Shared parameters are counted once, those
+    of sharded models (FSDP) in full. For a compiled model, only parameters are shown.
 
     Operations are those of matrix products, convolutions and attention in one forward: a multiplication and an addition are two.
-    What torch does not count, such as an LSTM, is listed.
+    Modules that torch does not count, such as an LSTM, are listed.
 
     Args:
-        depth: Number of levels of modules to show below the models; None for all.
+        depth: Number of levels of modules to show below the models; None shows all.
         modules: Pattern that the names of the rows match, such as "*attention*".
-        file: Where to print the summary; standard error by default.
+        file: Stream to print the summary to; standard error by default.
 
     Attributes:
         summary: The summary; None before the first iteration.

@@ -21,26 +21,25 @@ __all__ = ["NEFTune"]
 
 
 class NEFTune(Handler):
-    """Adds uniform noise of magnitude ``alpha / sqrt(L * d)`` to embeddings of shape (N, L, d), in training only.
+    """NEFTune: adds uniform noise to the embeddings while fine-tuning a language model.
 
-    Fine-tuned on little text, a model then repeats its wording less. Evaluations, and an embedding in eval mode, see no noise.
-    With a mask, L is each sample's number of tokens, and padding gets no noise, as in the paper; without one, L is the length of
-    the batch, as in TRL.
+    The noise has magnitude ``alpha / sqrt(L * d)`` for embeddings of shape (N, L, d). A model that is fine-tuned on little text
+    then repeats its wording less. Evaluations, and an embedding in eval mode, get no noise. With a mask, L is each sample's
+    number of tokens, and padding gets no noise, as in the paper; without one, L is the length of the batch, as in TRL.
 
-    The noise depends on the run's seed, the iteration, the forward within it and the rank; it is drawn on the embedding's
-    device, and is the same where activation checkpointing computes the forward again. The hook is on the embedding only while
-    an update is made.
+    The noise depends on the run's seed, the iteration, the forward within it and the rank; it is drawn on the embedding's device,
+    and is the same when activation checkpointing recomputes the forward. The hook is on the embedding only during an update.
 
     Args:
         alpha: Scale of the noise; the paper uses 5, 10 and 15.
         embedding: Path of the embedding, such as "model.embed_tokens". By default that of ``get_input_embeddings()``, which
-            models of transformers have, or else the only ``nn.Embedding``.
-        mask: Which tokens are no padding, of shape (N, L): the index or key in the batch, such as "attention_mask", or a
-            function of the batch.
+            Hugging Face models have, or else the only ``nn.Embedding``.
+        mask: Mask of shape (N, L) of the tokens that are not padding: its index or key in the batch, such as "attention_mask", or
+            a function of the batch.
 
     Raises:
-        ValueError: At the start of a run, if the embedding is not found, or the model is compiled, which leaves out hooks; in
-            the first forward, if it does not call the embedding.
+        ValueError: At the start of a run, if the embedding is not found, or if the model is compiled, which skips hooks; in the
+            first forward, if it does not call the embedding.
 
     Source:
         Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (ICLR 2024), Algorithm 1.
@@ -93,12 +92,12 @@ class NEFTune(Handler):
 
     @on(Events.UPDATE_STARTED, rank=ADD_EMBEDDING_NOISE, reads=[], writes=["modules"])
     def hook(self, engine: Engine) -> None:
-        """Put the hook on the embedding until the update is complete, since the backward may compute the forward again."""
+        """Put the hook on the embedding until the update is complete, since the backward may recompute the forward."""
         engine.regions.enter(self._hooked(engine))
 
     @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def begin_forward(self, engine: Engine) -> None:
-        """Begin with other noise."""
+        """Use new noise for this forward."""
         self._draws.begin_forward(self, engine)
 
     @on(Events.UPDATE_COMPLETED, reads=[], writes=[])

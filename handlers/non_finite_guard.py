@@ -25,22 +25,22 @@ _NAMED = 5  # most parameters to name in a reason; one NaN often spreads to all 
 
 
 class NonFiniteGuard(Handler):
-    """Skips a step if its gradients, or a loss of its accumulation window, are NaN or infinite.
+    """Skips optimizer steps with NaN or infinite gradients or losses, and optionally stops the run.
 
-    The check is made once for each window, right before the step, and costs one synchronisation with the device, shared with
-    a gradient scaler. The whole window is discarded, whichever of its batches was bad. A skipped step does not advance
-    schedules, averages or step counters. A warning (W19) tells of the first one, the 10th, the 100th and so on.
+    The check runs once per accumulation window, right before the step, and costs one synchronization with the device, shared with
+    a gradient scaler. The whole window is discarded, whichever of its batches was bad. A skipped step does not advance schedules,
+    averages or step counters. A warning (W19) reports the first skipped step, the 10th, the 100th and so on.
 
     Under `MixedPrecision("fp16")`, the gradient scaler skips steps whose gradients overflow. These are not counted here, but
     ``check="both"`` still detects a non-finite loss.
 
     Args:
-        check: "gradients", "loss", or "both".
-        action: What to do after ``patience`` consecutive bad steps, besides skipping them: nothing ("skip"), stop the run
-            ("stop"), or raise a FloatingPointError ("raise"). The reason names the parameters; clipping by norm spreads one
-            NaN to all of them.
+        check: Values to check: "gradients", "loss", or "both".
+        action: Action after ``patience`` consecutive bad steps, besides skipping them: none ("skip"), stop the run ("stop"), or
+            raise a FloatingPointError ("raise"). The reason names the parameters; clipping by norm spreads one NaN to all of
+            them.
         patience: Number of consecutive bad steps for "stop" and "raise"; 1 by default.
-        update: Name of the update to guard; all by default, each with a count of its own.
+        update: Name of the update to guard; by default all updates, each with a separate count.
 
     Attributes:
         skipped: Number of steps that the guard skipped, by the update's name.
@@ -96,7 +96,7 @@ class NonFiniteGuard(Handler):
 
     @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS, reads=["loss", "loss_weight", "window"], writes=[])
     def record_loss(self, engine: Engine) -> None:
-        """Keep the loss on its device until the window is complete: reading it now would synchronise."""
+        """Keep the loss on its device until the window is complete: reading it now would synchronize."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.evaluation > 0:
             return
@@ -165,7 +165,7 @@ class NonFiniteGuard(Handler):
         engine.terminate(reason, by=self.name)
 
     def _report(self, engine: Engine, update: UpdateState, reason: str) -> None:
-        """Warn of the first skipped step, the 10th, the 100th and so on, with their number."""
+        """Warn at the first skipped step, the 10th, the 100th and so on, with their number."""
         count = self.skipped[update.name]
         if str(count).rstrip("0") != "1" or not engine.processes.is_rank_zero:
             return

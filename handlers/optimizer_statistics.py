@@ -17,16 +17,16 @@ __all__ = ["OptimizerStatistics"]
 
 
 class OptimizerStatistics(Handler):
-    """Records the hyperparameters that every n-th optimizer step uses, as schedules have set them.
+    """Records learning rate, momentum and weight decay as metrics, as schedules have set them.
 
-    In ``state.metrics``: "learning_rate", "momentum" (of Adam and its relatives the first of the betas), "beta2" (the second)
-    and "weight_decay", as far as the optimizer has them. With several parameter groups their names end in "/group0" and so on;
-    in an engine with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". Loggers write
-    learning rates by themselves, as "lr" or "lr/group0"; beside this handler they write all of these metrics, so that the rates
-    are there twice, and `History` has them too.
+    In ``state.metrics``: "learning_rate", "momentum" (for Adam and its relatives the first beta), "beta2" (the second) and
+    "weight_decay", as far as the optimizer has them. With several parameter groups their names end in "/group0" and so on; in an
+    engine with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". Loggers already write
+    learning rates, as "lr" or "lr/group0"; with this handler they write all of these metrics, so learning rates appear twice, and
+    `History` has them too.
 
-    A step that is skipped is not recorded. What is a tensor, such as the rate of a capturable optimizer, is recorded as one, so
-    that nothing waits for the device.
+    Skipped steps are not recorded. A hyperparameter that is a tensor, such as the learning rate of a capturable optimizer, is
+    recorded as a tensor, so nothing waits for the device.
 
     Args:
         every: Interval between two records, in optimizer steps of each update.

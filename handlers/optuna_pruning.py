@@ -1,4 +1,4 @@
-"""Pruning by Optuna: trials whose values are worse than those of others are stopped early."""
+"""Optuna pruning: stops trials that are worse than others early."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["OptunaPruning"]
 
 
 class OptunaPruning(MetricReports):
-    """Reports each new value of a metric to a trial of Optuna, and ends the run if the study's pruner says so.
+    """Reports a metric to an Optuna trial, and stops the run when the study's pruner prunes it.
 
     The run ends as usual first: files are closed, ENDED is emitted, checkpoints can be loaded. Then `Engine.run` raises
-    ``optuna.TrialPruned``, which Optuna expects of an objective. With several ranks, only rank 0 has a trial; the others pass
+    ``optuna.TrialPruned``, which Optuna expects from an objective. With several ranks, only rank 0 has a trial; the others pass
     None.
 
     Args:
-        trial: The trial, as the objective gets it; None on ranks other than 0.
+        trial: The trial that Optuna passes to the objective; None on ranks other than 0.
         monitor: Name of the metric in ``state.metrics``, such as "val_accuracy".
-        mode: "min" or "max"; by default the direction of the trial's study.
+        mode: Direction of the metric, "min" or "max"; by default that of the trial's study.
 
     Raises:
-        TypeError: for what is not a trial.
+        TypeError: for an object that is not a trial.
         ValueError: if the study has several objectives, which Optuna does not prune.
         optuna.TrialPruned: from `Engine.run`, after ENDED.
 

@@ -1,4 +1,4 @@
-"""Overfitting a few batches: a check that the model can learn at all."""
+"""Overfitting a few batches: a sanity check that the model can learn."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["OverfitBatches"]
 
 
 class OverfitBatches(Handler):
-    """Trains on the same few batches in every epoch; a sound model brings their loss close to zero.
+    """Overfits a few batches, as a sanity check: a sound model brings their loss close to zero.
 
     The batches are the first ones of the data, read once and kept in memory: shuffling and augmentation are the same in every
-    epoch. They are drawn with random states that depend only on the run's seed and the handler's name, so that a resumed run
-    draws the same ones, and all other random draws stay the same. It takes effect with the next `run`, which says so in one line
-    on stderr.
+    epoch. They are drawn with random states that depend only on the run's seed and the handler's name, so a resumed run draws the
+    same ones, and all other random draws stay the same. The handler takes effect with the next `run`, which reports it in one
+    line on stderr.
 
     Args:
-        count: Number of batches.
+        count: Number of batches to train on.
         validation: Whether evaluations inside the run use these batches, too, instead of their own data.
 
     Example:
@@ -61,7 +61,7 @@ class OverfitBatches(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=[])
     def report(self, engine: Engine) -> None:
-        """Say that this run uses a part of the data, in case that the handler was forgotten."""
+        """Report that this run uses part of the data, in case the handler was left attached."""
         if self._kept is not None and 0 <= length_hint(self._kept.data, -1) <= self.count:
             return  # that is all of it
         engine.findings.report(

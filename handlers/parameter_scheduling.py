@@ -18,11 +18,12 @@ Schedule = Callable[[int], Any]
 
 
 class ParameterScheduling(Handler):
-    """Sets a field of the optimizer's parameter groups as a function of the optimizer steps, or epochs, made so far.
+    """Schedules weight decay, momentum, betas or any other field of the optimizer's parameter groups.
 
-    The first step uses the value for 0. The field is set after each optimizer step (once for each accumulation window, and not
-    after a skipped step), or after each epoch. As with a learning-rate schedule, its value is part of the training: it stays
-    when the run ends, and ``engine.reset()`` restores the optimizer's initial value.
+    The value is a function of the number of optimizer steps or epochs so far. The first step uses the value for 0. The field is
+    set after each optimizer step (once per accumulation window, and not after a skipped step), or after each epoch. As with a
+    learning-rate schedule, its value is part of the training: it stays when the run ends, and ``engine.reset()`` restores the
+    optimizer's initial value.
 
     Args:
         field: Name of the field, such as "weight_decay", "momentum", "betas" or "eps". Use `LRScheduling` for the learning
@@ -33,7 +34,7 @@ class ParameterScheduling(Handler):
         every: Interval between changes: "1step" (every optimizer step), "10steps", "1ep", ... The schedule is called with the
             number of steps or epochs, according to the unit, and not with the number of intervals.
         index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.
-        update: Name of the update whose optimizer is scheduled; needed where the engine has several.
+        update: Name of the update whose optimizer is scheduled; required if the engine has several.
         groups: Indices of the parameter groups to schedule; all by default.
 
     Example:

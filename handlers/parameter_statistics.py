@@ -20,22 +20,20 @@ KINDS = ("weight_norm", "weight_mean", "weight_sd", "weight_zeros", "update_rati
 
 
 class ParameterStatistics(Handler):
-    """Measures the weights after every n-th optimizer step, and how much this step has changed them.
+    """Measures the weights as metrics after every n-th optimizer step, and how much the step changed them.
 
     In ``state.metrics``: "weight_norm" (the 2-norm), "weight_mean", "weight_sd" (the standard deviation), "weight_zeros" (the
-    share of zeros), and "update_ratio", the norm of the change divided by the norm of the weights before it, for which about
-    1e-3 is usual; far more is unstable, far less learns hardly anything. All weights are measured together, and each parameter
-    alone as "weight_norm/0.weight"; in an engine with several updates as "weight_norm/generator/0.weight". The values are
-    tensors on the weights' device, so that measuring does not synchronise with the device. For gradients there is
-    `GradientNorms`.
+    share of zeros), and "update_ratio", the norm of the change divided by the norm of the weights before it. About 1e-3 is usual;
+    with far more, training is unstable, and with far less it hardly learns. All weights are measured together, and each parameter
+    alone as "weight_norm/0.weight"; in an engine with several updates as "weight_norm/generator/0.weight". The values are tensors
+    on the weights' device, so measuring does not synchronize with the device. For gradients, use `GradientNorms`.
 
-    Weights are copied before each step that is measured. A step that is skipped is not measured.
+    Weights are copied before each measured step. Skipped steps are not measured.
 
     Args:
         every: Interval between two measurements, in optimizer steps of each update.
         per_parameter: Whether to also measure each parameter.
-        parameters: Patterns of the names of the parameters to measure, such as ``"backbone"`` or ``["*.weight"]``; all by
-            default.
+        parameters: Name patterns of the parameters to measure, such as ``"backbone"`` or ``["*.weight"]``; all by default.
         update: Name of the update whose parameters are measured; all updates by default.
 
     Source:

@@ -1,4 +1,4 @@
-"""A penalty of your own: a function whose value is added to the loss."""
+"""Custom penalties: a function whose value is added to the loss."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["Penalty"]
 
 
 class Penalty(Penalizing):
-    """Adds ``weight * function(engine)`` to the loss that the backward starts from.
+    """Adds a custom penalty to the loss: ``weight * function(engine)``.
 
-    The reported loss stays without it: the added term is a metric of its own, named like the handler, in an engine with several
-    updates "penalty/generator". It is a tensor on its device, so that measuring does not synchronise. The function is called for
-    each micro-step, as the loss function is: in accumulation it has the weight of its micro-step, of a batch in pieces it sees
-    single pieces, SAM and LBFGS call it again, and loss scaling scales it. Several penalties are added in the order of their
+    The reported loss excludes it: the added term is a separate metric, named like the handler, in an engine with several updates
+    "penalty/generator". It is a tensor on its device, so measuring does not synchronize. The function is called for each
+    micro-step, like the loss function: with gradient accumulation it has the weight of its micro-step, with micro-batching it
+    gets single pieces, SAM and LBFGS call it again, and loss scaling scales it. Several penalties are added in the order of their
     names, after mixup, label smoothing and distillation. Evaluations are not affected.
 
     Args:
-        function: Called as ``function(engine)`` at LOSS_COMPUTED; returns a scalar tensor. The model is in ``engine.model``, the
-            output in ``engine.state.update.output``, the batch in ``engine.state.batch``.
-        weight: Factor of the term, negative to make it grow; or a function of the update's number of optimizer steps, such as
+        function: Function called as ``function(engine)`` at LOSS_COMPUTED that returns a scalar tensor. The model is in
+            ``engine.model``, the output in ``engine.state.update.output``, the batch in ``engine.state.batch``.
+        weight: Factor of the term, negative to increase it; or a function of the update's number of optimizer steps, such as
             ``ParameterScheduling.linear(0.0, 1e-3, over=1000)``. With a factor of 0, the function is not called.
-        update: Name of the update whose loss it is added to; all by default.
+        update: Name of the update whose loss it is added to; by default all updates.
 
     Raises:
-        TypeError: In a run, if the function returns no scalar tensor.
+        TypeError: In a run, if the function does not return a scalar tensor.
         ValueError: In a run, if it returns a tensor without gradient.
 
     Source:

@@ -17,12 +17,12 @@ __all__ = ["Perplexity"]
 
 
 class Perplexity:
-    """The perplexity of a language model, a metric for `Metrics` and `Validation`: the exponential of the mean loss of a token.
+    """Perplexity of a language model, a metric for `Metrics` and `Validation`: the exponential of the mean loss per token.
 
-    The mean is over all tokens, whatever their number in a batch, without those that are ignored.
+    The mean is over all tokens of all batches, except ignored ones.
 
     Args:
-        ignore_index: The class of targets that do not count, such as padding; that of `torch.nn.functional.cross_entropy`.
+        ignore_index: Class of targets that do not count, such as padding; as in `torch.nn.functional.cross_entropy`.
 
     Shapes:
         - output: scores (logits) of shape (N, C, ...) as for `torch.nn.functional.cross_entropy`, or with the classes last,
@@ -63,7 +63,7 @@ class Perplexity:
             self._fold()
 
     def compute(self) -> float:
-        """The perplexity of the tokens so far; NaN without any, and infinite where it is too large for a float."""
+        """The perplexity of the tokens so far; NaN without any, and infinite if it is too large for a float."""
         self._fold()
         if not self._count:
             return math.nan
@@ -84,7 +84,7 @@ class Perplexity:
         self._total, self._count = state["total"], state["count"]
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Take the tokens of all ranks together."""
+        """Combine the tokens of all ranks."""
         self.reset()
         self._total = math.fsum(state["total"] for state in states)
         self._count = sum(state["count"] for state in states)

@@ -1,4 +1,4 @@
-"""How exactly float32 matrices are multiplied: in float32, or faster in TensorFloat-32 or bfloat16."""
+"""Precision of float32 matrix products: full float32, or faster TensorFloat-32 (TF32) or bfloat16."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ __all__ = ["Precision32"]
 
 
 class Precision32(Handler):
-    """Sets the precision of float32 matrix products during the run, and restores it afterwards.
+    """Sets the precision of float32 matrix products during the run: full float32, or faster TensorFloat-32 (TF32) or bfloat16.
 
-    Weights and activations stay in float32; only the products inside a matrix multiplication are rounded. With "high", Ampere
-    and later GPUs multiply in TensorFloat-32 (10 bits of mantissa in place of 23), several times faster. "medium" also allows
-    bfloat16 (7 bits), which CPUs with bfloat16 instructions use. "highest" is full float32, torch's default. Convolutions of
-    cuDNN are not affected: they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` says otherwise.
+    Weights and activations stay in float32; only the products inside a matrix multiplication are rounded. With "high", Ampere and
+    later GPUs multiply in TensorFloat-32 (10 bits of mantissa instead of 23), several times faster. "medium" also allows bfloat16
+    (7 bits), which CPUs with bfloat16 instructions use. "highest" is full float32, torch's default. cuDNN convolutions are not
+    affected: they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` is set.
 
-    The setting belongs to the process: evaluations inside the run use it, too, and so do other engines meanwhile. All of torch's
-    getters answer after the run as before it, also if the run fails.
+    The setting applies to the whole process: evaluations inside the run use it, and so do other engines in the meantime. It is
+    restored after the run, even if the run fails; all of torch's getters return their earlier values.
 
     Args:
-        precision: "high", "medium" or "highest", as in ``torch.set_float32_matmul_precision``.
+        precision: Precision of the products: "high", "medium" or "highest", as in ``torch.set_float32_matmul_precision``.
 
     Raises:
-        RuntimeError: As the run starts, if the process sets ``fp32_precision`` of ``torch.backends`` already. The two interfaces
-            of torch exclude each other: after it, ``torch.get_float32_matmul_precision``, which torch.compile calls, raises.
+        RuntimeError: At the start of a run, if the process has already set ``fp32_precision`` of ``torch.backends``. The two
+            torch interfaces exclude each other: ``torch.get_float32_matmul_precision``, which torch.compile calls, would then
+            raise an error.
 
     Source:
         "TensorFloat-32 (TF32) on Ampere (and later) devices" in PyTorch's documentation.

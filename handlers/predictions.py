@@ -23,21 +23,22 @@ __all__ = ["Predictions"]
 
 
 class Predictions(Handler):
-    """Collects the output of every batch of an engine that evaluates: ``Engine(Update.prediction(), model=model)``.
+    """Collects the model's predictions for every batch, in memory or on disk.
 
-    Tensors are detached and copied to the CPU, which synchronises with the device once a batch. In memory, the batches are
-    concatenated. With a folder, each batch is written to a file of its own, ``<name>-00000001.pt`` and so on, and nothing is
-    kept in memory. Files are written under a temporary name and renamed, so that every file is complete. Each run starts
-    empty: the files of an earlier run under this name are removed.
+    Attach it to an evaluator: ``Engine(Update.prediction(), model=model)``. Tensors are detached and copied to the CPU, which
+    synchronizes with the device once per batch. In memory, the batches are concatenated. With a folder, each batch is written to
+    a separate file, ``<name>-00000001.pt`` and so on, and nothing is kept in memory. Files are written under a temporary name and
+    renamed, so every file is complete. Each run starts empty: the files of an earlier run under this name are removed.
 
     With several processes every rank has the outputs of all ranks when the run completes, in the order of the data, as one
     process would have collected them.
 
     Args:
         folder: Folder to write to, created if it does not exist; None to collect in memory.
-        inputs: Whether to collect the inputs, too: those where `Update` has them (``input``), by default the first element of the
-            batch; or what is at another index, key or name; or what ``inputs(batch)`` returns.
-        targets: The same for the targets (``target``), by default the second element of the batch.
+        inputs: Whether to collect the inputs, too. True takes the update's ``input``, by default the first element of the batch.
+            Or give a different index, key or name, or a function called as ``inputs(batch)``.
+        targets: Whether to collect the targets, too, given like ``inputs``. True takes the update's ``target``, by default the
+            second element of the batch.
         update: Name of the update whose output is collected; required if the engine has several.
 
     Attributes:
@@ -119,7 +120,7 @@ class Predictions(Handler):
         writes=["files"],
     )
     def collect(self, engine: Engine) -> None:
-        """Store the output of this batch, or of the piece of it that the forward computed."""
+        """Store the output of this batch, or of the piece that the forward computed."""
         state = engine.state
         if self.update not in (None, state.update.name):
             return
@@ -181,8 +182,8 @@ class Predictions(Handler):
     def outputs(self) -> Any:
         """The outputs of the last run, concatenated along the first dimension.
 
-        Dicts, and data classes as dicts, are joined by key, and tuples by place. What cannot be concatenated, such as tensors of
-        different shapes, strings, or a list with an entry for each sample, is a list with an entry for each batch.
+        Dicts, and data classes as dicts, are joined by key, and tuples by position. Values that cannot be concatenated, such as
+        tensors of different shapes, strings, or a list with an entry for each sample, become a list with an entry for each batch.
 
         Raises:
             RuntimeError: If they were not collected in memory.

@@ -1,4 +1,4 @@
-"""Preemption: a signal saves the run and stops it, so that another process can resume it without any loss."""
+"""Preemption: on a signal, saves a checkpoint and stops the run, so a new process can resume without loss."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ is saved."""
 
 
 class Preemption(Handler):
-    """Saves the run and stops it at a signal, such as schedulers send before they reclaim a machine.
+    """Saves a checkpoint and stops the run at a preemption signal (Slurm, spot instances), so it can resume without loss.
 
-    The current iteration is completed. Then PREEMPTED is emitted, at which every `Checkpoint` of the whole state saves one, as
-    ``<name>-...-preempted``, also inside an accumulation window; connect functions of your own to it as well. The run stops as
-    by ``engine.terminate``: TERMINATED, COMPLETED and ENDED are emitted, and ``state.stop_reason`` names the signal. A run
-    resumed from there is bit for bit equal to one that was never stopped.
+    The current iteration completes. Then PREEMPTED is emitted, and every `Checkpoint` of the whole state saves
+    ``<name>-...-preempted``, also inside an accumulation window; you can connect functions to PREEMPTED as well. The run stops as
+    with ``engine.terminate``: TERMINATED, COMPLETED and ENDED are emitted, and ``state.stop_reason`` names the signal. A run
+    resumed from there is bit-identical to one that was never stopped.
 
-    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number
-    as in shells, 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job of ``sbatch
-    --requeue`` that it has preempted itself; before a time limit the batch script does it, where the training ended with such a
+    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number as
+    in shells, 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job of ``sbatch --requeue``
+    that Slurm itself has preempted; before a time limit, the batch script must requeue it if the training ended with such a
     status: ``scontrol requeue $SLURM_JOB_ID``. Let Slurm send the signal early enough with ``sbatch --signal=USR1@120``: the
     number of seconds must exceed an iteration, an evaluation and a checkpoint together.
 
@@ -41,14 +41,14 @@ class Preemption(Handler):
     DataLoader ignore SIGUSR1 and SIGUSR2. A SIGTERM kills them, and the run with them: send it to the training process only.
 
     Args:
-        signals: Names of the signals.
-        exit_status: Exit status of the process: "signal" for 128 + the signal's number, a number of your own, or None to
-            return from ``run()``; then check `preempted`.
-        repeat_seconds: Time in seconds within which a second signal of the same kind is ignored: torchrun forwards signals
-            that the scheduler has sent to all processes already.
+        signals: Names of the signals that stop the run.
+        exit_status: Exit status of the process: "signal" for 128 + the signal's number, any other number, or None to return from
+            ``run()``; then check `preempted`.
+        repeat_seconds: Time in seconds within which a second signal of the same kind is ignored, because torchrun forwards
+            signals that the scheduler has already sent to all processes.
 
     Attributes:
-        preempted: Name of the signal that was received in the latest run; None if there was none.
+        preempted: Name of the signal received in the latest run; None if there was none.
 
     Errors:
         RuntimeError: At the start of a run outside the main thread, where Python delivers no signals, and for a signal whose
@@ -101,7 +101,7 @@ class Preemption(Handler):
         return super().__getstate__() | {"_previous": {}}
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Report a run that nothing saves at the signal."""
+        """Report a run that no handler saves at the signal."""
         if engine.training and not self._savers(engine):
             yield finding(
                 "C31",
@@ -154,7 +154,7 @@ class Preemption(Handler):
         return any(one == self._receive for one in (handler, *cells, *getattr(handler, "args", ()), *owner.values()))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Record the signal and request the stop; no more, since it runs between any two bytecodes."""
+        """Record the signal and request the stop, nothing else, since it runs between any two bytecodes."""
         received = signal.Signals(number)
         if os.getpid() != self._process:
             if received.name not in _FOR_ALL:
@@ -177,7 +177,7 @@ class Preemption(Handler):
 
     @on(Events.PREEMPTED, phase=Phase.PREPARE, reads=["processes"], writes=[])
     def sync_signal(self, engine: Engine) -> None:
-        """Exchange the signal, which only some ranks may have received, so that all exit with the same status."""
+        """Exchange the signal, which only some ranks may have received, so all exit with the same status."""
         received = [signal for signal in engine.processes.gather(self.preempted) if signal is not None]
         if self.preempted is None and received:
             # The scheduler has sent it to all processes: one received here shortly is the same signal.

@@ -76,24 +76,24 @@ class Timing:
 
 
 class Profiler(Handler):
-    """Measures the stages of the loop and every receiver of every event, and reports when the run ends.
+    """Profiles the run: the time of each stage of the training loop and of each handler, as a table and a trace.
 
-    Receivers are timed where signals call them: the table includes every attached handler and connected function, and a
-    detached or disabled profiler costs nothing. An attached one costs one to two microseconds for each call of a receiver. On
-    a GPU, kernels run asynchronously, after the time that is measured; ``synchronize`` waits for them.
+    Receivers are timed where signals call them, so the table includes every attached handler and connected function. A detached
+    or disabled profiler costs nothing; an attached one costs one to two microseconds per call of a receiver. On a GPU, kernels
+    run asynchronously, after the measured time; ``synchronize`` waits for them.
 
     A receiver's time includes everything that it calls: that of a validation is the whole evaluation. Attach a second profiler
     to the evaluator to see its parts.
 
     Args:
-        folder: Folder for "profile.txt" (the table) and "trace.json", for chrome://tracing or https://ui.perfetto.dev. By
-            default the table is printed, and there is no trace.
+        folder: Folder for "profile.txt" (the table) and "trace.json", for chrome://tracing or https://ui.perfetto.dev. With None,
+            the table is printed and no trace is written.
         trace_after: Number of iterations before the trace starts.
         trace_iterations: Number of iterations to trace.
         torch_profiler: Whether to trace with torch's profiler, which includes operators and kernels, and writes
             "operators.txt" as well. Everything is much slower while it runs.
-        synchronize: Whether to wait for the GPU before each reading of the clock.
-        file: Where to print the table; standard error by default.
+        synchronize: Whether to wait for the GPU before each clock reading.
+        file: Stream to print the table to; standard error by default.
 
     Attributes:
         iterations: Number of measured iterations.

@@ -1,4 +1,4 @@
-"""Progress of a run: a bar in a terminal or a notebook, plain lines anywhere else."""
+"""Progress bar in a terminal or notebook; plain lines anywhere else."""
 
 from __future__ import annotations
 
@@ -38,39 +38,39 @@ LINES = 50
 
 
 class ProgressBar(Handler):
-    """Shows how far the run is, the iterations and samples per second, the time left, and the metrics.
+    """Shows a progress bar with metrics, iterations and samples per second, and the time left; plain lines in log files.
 
-    In a terminal each epoch has a bar; there is one over the run where epochs are short, or where its bounds are iterations,
-    steps or a time. It fits into the terminal: the rates and what nobody asked for are left out first, the metrics last. What
-    this process writes to ``sys.stdout`` and ``sys.stderr`` while a bar is drawn appears above it; the text of child processes
-    cannot be noticed. In a notebook one output is updated, and its last line stays. Elsewhere (a file, a pipe) there are plain
-    lines: after an epoch, at most one in ``line_interval`` seconds and in 2 % of the time since the run began; within an epoch,
-    or without a value to show, one a minute.
+    In a terminal each epoch has a bar; a single bar covers the run if epochs are short, or if the run is bounded by iterations,
+    steps or time. The bar fits into the terminal: speeds and values that were not requested are left out first, the metrics last.
+    Output of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes cannot be
+    detected. In a notebook one output is updated, and its last line stays. Elsewhere (a file, a pipe) plain lines are written:
+    after an epoch, at most one in ``line_interval`` seconds and in 2 % of the time since the run began; within an epoch, or
+    without a value to show, one a minute.
 
-    At the end of a training there is always a bar or a line that stays, with the time of the whole run. After an error or an
-    interrupt, the bar stays as it was drawn last. The bar of an evaluation stays, too, unless another one was on the terminal
-    when it began. Its lines come no faster where one evaluation follows another.
+    At the end of training a bar or a line with the time of the whole run always stays. After an error or an interrupt, the bar
+    stays as it was last drawn. The bar of an evaluation stays, too, unless a different bar was on the terminal when it began.
+    Consecutive evaluations do not write lines faster.
 
-    The time left is that of the run up to its nearest bound, by the mean time of an iteration. Where that depends on the
-    iterations of a step, or of an epoch of data without a length, they are those of this run so far. During an evaluation the
-    bar says so.
+    The time left is that of the run up to its nearest bound, from the mean time of an iteration. If it depends on the iterations
+    per step, or per epoch of data without a length, those of this run so far are used. During an evaluation the bar shows that
+    one is running.
 
-    Without metrics of the training, the bar shows the loss of the last batch, and beside it a smoothed one: an exponential
-    average with bias correction of losses that are taken at most once in ``interval`` seconds. It stays on the device, and values
-    are fetched only when something is drawn, so that an iteration costs a fraction of a microsecond. Samples are counted when a
-    loss is taken; every rank is assumed to train as many.
+    Without training metrics, the bar shows the loss of the last batch and a smoothed one: an exponential average, with bias
+    correction, of losses sampled at most once in ``interval`` seconds. It stays on the device, and values are fetched only when
+    something is drawn, so an iteration costs a fraction of a microsecond. Samples are counted when a loss is sampled; all ranks
+    are assumed to train the same number.
 
     Args:
-        metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while there
-            are no running ones. Without such a metric, "loss" is the last batch's loss; "smooth_loss" is the smoothed one.
+        metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while no
+            running ones exist. Without a metric of that name, "loss" is the last batch's loss; "smooth_loss" is the smoothed one.
         interval: Shortest time in seconds between two drawings.
-        leave: Whether each epoch has a bar in a terminal that stays, and not the last one alone.
+        leave: Whether the bar of each epoch stays in a terminal, and not only the last one.
         line_interval: Shortest time in seconds between two lines; 0 for a line after each epoch.
         learning_rate: Whether to show the learning rate, or the smallest and the largest if parameter groups differ.
-        smoothing: Weight of the smoothed loss so far when one is added, from 0 to below 1.
-        style: What draws the bar in a terminal: "tqdm" or "rich" (the extra ``rich``).
-        file: Where to draw; standard error by default.
-        clock: Clock in seconds.
+        smoothing: Weight of the previous smoothed loss when a loss is added, from 0 to below 1.
+        style: Library that draws the bar in a terminal: "tqdm" or "rich" (the extra ``rich``).
+        file: Stream to draw on; standard error by default.
+        clock: Function that returns the time in seconds.
 
     Raises:
         ImportError: if ``style`` is "rich" and that package is not installed.
@@ -147,7 +147,7 @@ class ProgressBar(Handler):
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
     def begin(self, engine: Engine) -> None:
-        """Choose a bar or plain lines; draw the bar of an epoch in which the run before ended."""
+        """Choose a bar or plain lines; draw the bar of an epoch that the previous run left unfinished."""
         file = self.file or sys.stderr
         self._stays = self.leave and not self._in_notebook()
         self._plain = not self._in_notebook() and not (hasattr(file, "isatty") and file.isatty())
@@ -171,7 +171,7 @@ class ProgressBar(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["bounds", "step", "window"], writes=["files"])
     def resume(self, engine: Engine) -> None:
-        """Go on from the position of the loaded state."""
+        """Continue from the position of the loaded state."""
         self._close()
         self._smoothed.clear()
         self._start(engine)
@@ -191,13 +191,13 @@ class ProgressBar(Handler):
     @on(Events.ITERATION_COMPLETED, phase=Phase.RECORD, writes=["files"],
         reads=["batch", "bounds", "loss", "metrics", "optimizer", "rates", "step"])  # fmt: skip
     def advance(self, engine: Engine) -> None:
-        """Once in an interval, take the loss and draw."""
+        """Sample the loss and draw, once per interval."""
         if self.clock() >= self._due:
             self._look(engine)
 
     @on(Events.EVALUATION_STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
     def pause(self, engine: Engine) -> None:
-        """Say that an evaluation is under way."""
+        """Show that an evaluation is running."""
         self._paused_at = now = self.clock()
         if self._bar is not None and now - self._noted_at >= self.interval:
             self._noted_at = now
@@ -205,7 +205,7 @@ class ProgressBar(Handler):
 
     @on(Events.EVALUATION_COMPLETED, phase=Phase.RECORD, reads=[], writes=["files"])
     def proceed(self, engine: Engine) -> None:
-        """Leave the time of the evaluation out of the rates."""
+        """Exclude the time of the evaluation from the speeds."""
         if self._paused_at is not None:
             self._pace.pause(self.clock() - self._paused_at)
             self._paused_at = None
@@ -247,7 +247,7 @@ class ProgressBar(Handler):
 
     @on(Events.ENDED, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
-        """Close the bar; after an error it stays as it was drawn last."""
+        """Close the bar; after an error it stays as it was last drawn."""
         self._write_held()
         if self._bar is not None and not self._within:
             self._bar.show(replace(self._view, left="", note=""))
@@ -289,7 +289,7 @@ class ProgressBar(Handler):
             self._draw(engine, values=True)
 
     def _draw(self, engine: Engine, *, values: bool = False, finished: bool = False, note: str = "") -> None:
-        """Draw the bar; the values only if they are asked for, else those of the drawing before."""
+        """Draw the bar, with new values if requested, else with those of the previous drawing."""
         if self._plain:
             return
         now = self._drawn_at = self.clock()
@@ -398,9 +398,9 @@ class ProgressBar(Handler):
         return shown | (_learning_rates(engine) if self.learning_rate else {})
 
     def _shown(self, engine: Engine) -> tuple[dict[str, str], list[str]]:
-        """The values, and the names of those that nobody asked for.
+        """The values, and the names of those that were not requested.
 
-        These are the smoothed loss beside the batch's, and what only diagnoses the run.
+        These are the smoothed loss shown with the batch's, and purely diagnostic values.
         """
         shown, metrics = self._values(engine), engine.state.metrics
         if self.metrics is not None:

@@ -1,4 +1,4 @@
-"""Progressive resizing: training begins with small images, which cost less, and ends with whole ones."""
+"""Progressive resizing: training starts with small images, which cost less, and ends with whole ones."""
 
 from __future__ import annotations
 
@@ -23,35 +23,36 @@ _ANTIALIASED = ("bilinear", "bicubic")
 
 
 class ProgressiveResizing(Handler):
-    """Trains on images that are scaled down at first and grow during the run.
+    """Progressive resizing: trains on small images first, which cost less, and on full-size ones at the end.
 
-    Batches are interpolated after they were moved to the device, and before samples are mixed or cut out. The size depends only
-    on the epoch or the iteration, so that a resumed run continues with the right one. At full size a batch is left as it is.
-    Evaluations see whole images. A model has to accept any size: convolutions, and pooling to a fixed size before the head.
+    Batches are interpolated on the device, before samples are mixed or cut out. The size depends only on the epoch or the
+    iteration, so a resumed run continues with the right one. At full size, batches are unchanged. Evaluations use whole images.
+    The model has to accept any size: convolutions, and pooling to a fixed size before the head.
 
     Without ``sizes``, the scale is ``initial`` for the share ``delay`` of the run's iterations, grows linearly, and is 1 for the
-    share ``final``. The number of iterations is that of the first run's bounds (``max_epochs`` or ``max_iters``); it is a part of
-    the state, so that a run that is extended later does not shrink its images again.
+    share ``final``. The number of iterations is that of the first run's bounds (``max_epochs`` or ``max_iters``); it is part of
+    the state, so extending a run later does not shrink its images again.
 
     Args:
-        sizes: Alternatively, a mapping from the epoch or iteration, counted from 1, from which a size applies: a float is a
-            scale of at most 1, an int the length of the shorter side in pixels. Images are never enlarged.
-        unit: What the keys of ``sizes`` count: "ep" or "it".
-        initial, delay, final: See above; ``delay + final`` is at most 1.
-        increment: Sides are rounded down to a multiple of this many pixels, except at full size. Each size that comes up may
-            compile and benchmark kernels anew.
-        mode: "bilinear" and "bicubic", with antialiasing for images, "area" or "nearest". For signals (N, C, L) and volumes
-            (N, C, D, H, W), "bilinear" means linear and trilinear, without antialiasing.
+        sizes: Alternatively, a mapping from the epoch or iteration, counted from 1, to the size that applies from then on: a
+            float is a scale of at most 1, an int the length of the shorter side in pixels. Images are never enlarged.
+        unit: Unit of the keys of ``sizes``: "ep" for epochs or "it" for iterations.
+        initial, delay, final: Initial scale, and shares of the run at the initial scale and at full size; see above. ``delay +
+            final`` is at most 1.
+        increment: Number of pixels; sides are rounded down to a multiple of it, except at full size. Each new size may compile
+            and benchmark kernels again.
+        mode: Interpolation mode: "bilinear" or "bicubic", with antialiasing for images, "area" or "nearest". For signals (N, C,
+            L) and volumes (N, C, D, H, W), "bilinear" means linear and trilinear, without antialiasing.
         input: Index or key of the images in the batch, a tuple, list or dict: floats of shape (N, C, H, W).
-        target: Index or key of targets with the same sides, such as masks (N, H, W), which are resized by nearest neighbours; by
-            default none is.
+        target: Index or key of targets with the same sides, such as masks (N, H, W), which are resized by nearest neighbors; by
+            default no targets are resized.
 
     Attributes:
         scale: Scale of the last batch; None before the first.
 
     Raises:
         ValueError: At the start of a run whose number of iterations is not known, without ``sizes``.
-        TypeError: In a run, for inputs that are no floats.
+        TypeError: In a run, for inputs that are not floats.
 
     Source:
         Tan and Le, "EfficientNetV2: Smaller Models and Faster Training" (ICML 2021); Howard, "Training Imagenet in 3 hours"
@@ -127,7 +128,7 @@ class ProgressiveResizing(Handler):
         engine.overrides.claim(Claim("the size of images"), by=self)
 
     def side(self, length: int, *, iteration: int, of: int) -> int:
-        """The side in pixels, for a side of ``length`` pixels, in this iteration of a run of so many."""
+        """The resized side in pixels of a side of ``length`` pixels, at this iteration of a run of this many iterations."""
         return self._side(length, self._ramp(iteration, of))
 
     def _ramp(self, iteration: int, of: int) -> float:
@@ -146,7 +147,7 @@ class ProgressiveResizing(Handler):
 
     @on(Events.STARTED | Events.CHECKPOINT_LOADED, reads=["bounds"], writes=[])
     def find_length(self, engine: Engine) -> None:
-        """Find the number of iterations of the run, unless a loaded state tells it."""
+        """Find the number of iterations of the run, unless a loaded state contains it."""
         if self.sizes is not None or self._iterations is not None or engine.snapshots.has_loaded_state:
             return
         self._iterations = last_iteration(engine)
@@ -158,7 +159,7 @@ class ProgressiveResizing(Handler):
 
     @on(Events.GET_BATCH_COMPLETED, rank=RESIZE, reads=["batch"], writes=["batch"])
     def resize(self, engine: Engine) -> None:
-        """Resize the images of the batch, and its targets if asked to."""
+        """Resize the images of the batch, and its targets if ``target`` is set."""
         batch = engine.state.batch
         if batch is None:
             return
@@ -213,7 +214,7 @@ class ProgressiveResizing(Handler):
 
 
 def _nearest(targets: Tensor, sides: list[int]) -> Tensor:
-    """Nearest neighbours as "nearest-exact" of `F.interpolate` takes them, for any dtype."""
+    """Nearest neighbors as in "nearest-exact" of `F.interpolate`, for any dtype."""
     for dim, side in zip(range(-len(sides), 0), sides, strict=True):
         length = targets.shape[dim]
         places = ((torch.arange(side, dtype=torch.float64) + 0.5) * (length / side)).long()

@@ -1,4 +1,4 @@
-"""Pruning: weights of small magnitude are set to zero, and stay zero."""
+"""Magnitude pruning: sets weights of small magnitude to zero, and keeps them zero."""
 
 from __future__ import annotations
 
@@ -36,25 +36,26 @@ _READ, _WRITTEN = ["modules", "step", "trainable", "weights", "optimizer"], ["me
 
 
 class Pruning(Handler):
-    """Sets the weights of smallest magnitude to zero, more and more of them, and keeps them there.
+    """Prunes the weights of smallest magnitude during training: sets a growing share of them to zero and keeps them there.
 
-    The model stays as it is: parameters keep their names, order and shapes, so that checkpoints, averages and exports hold plain
-    tensors with true zeros. After every optimizer step pruned weights are zero again, also with momentum or weight decay. Their
-    gradients are zero, and so are the optimizer's moments and averages such as `EMA` from when they are pruned. Detaching the
-    handler leaves the zeros. The share of zeros is written to ``state.metrics`` as "sparsity" whenever it grows.
+    Parameters keep their names, order and shapes, so checkpoints, averages and exports hold plain tensors with true zeros. After
+    every optimizer step pruned weights are zero again, also with momentum or weight decay. From then on, their gradients, the
+    optimizer's moments and averages such as `EMA` are zero, too. Detaching the handler leaves the zeros. The share of zeros is
+    written to ``state.metrics`` as "sparsity" whenever it grows.
 
     Args:
-        amount: Share of the weights that are zero in the end, such as 0.8; not with ``structure``.
+        amount: Final share of zero weights, such as 0.8; not with ``structure``.
         start: Number of optimizer steps before the first weights are pruned.
-        end: Number of steps at which the amount is reached; by default all are pruned at ``start``.
+        end: Number of steps at which the amount is reached; None prunes everything at ``start``.
         every: Number of steps between prunings from ``start`` to ``end``.
         schedule: Function from progress (0 at ``start``, 1 at ``end``) to the share of the amount that is pruned; by default
-            cubic, ``1 - (1 - progress) ** 3``, which prunes most in the beginning.
-        scope: "global" compares the weights of all parameters; "layer" prunes the same share of each.
-        structure: "2:4" keeps the two largest of each four consecutive weights of a unit's inputs, as sparse tensor cores of
-            GPUs require; any other "n:m" works likewise. All at once, at ``start``.
-        parameters: Patterns of the names of the parameters to prune, such as ``"backbone"`` or ``["*.weight"]``; by default all
-            parameters with two or more dimensions. Those that are frozen at a pruning are not pruned, and not counted.
+            cubic, ``1 - (1 - progress) ** 3``, which prunes most at the beginning.
+        scope: Weights that are compared: "global" compares those of all parameters; "layer" prunes the same share of each
+            parameter.
+        structure: Pattern of the zeros: "2:4" keeps the two largest of each four consecutive weights of a unit's inputs, as
+            sparse tensor cores of GPUs require; any other "n:m" works likewise. Pruned all at once, at ``start``.
+        parameters: Name patterns of the parameters to prune, such as ``"backbone"`` or ``["*.weight"]``; by default all
+            parameters with two or more dimensions. Frozen parameters are neither pruned nor counted.
         update: Name of the update whose steps count; the first by default.
 
     Source:
@@ -118,7 +119,7 @@ class Pruning(Handler):
         return ["sparsity"]
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Pruning that ends after the run's last step."""
+        """Report pruning that ends after the run's last step."""
         update = engine.find_update(self.update)
         to_come = steps_to_come(engine, update)
         if to_come is not None and update.steps + to_come < self.end:
@@ -165,7 +166,7 @@ class Pruning(Handler):
 
     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.PREPARE, rank=PRUNE, reads=_READ, writes=_WRITTEN)
     def prune(self, engine: Engine) -> None:
-        """Prune more weights if it is time, and set all pruned weights to zero again."""
+        """Prune more weights if due, and set all pruned weights to zero again."""
         if made_step(engine, self.update, EVERY_STEP):
             steps = engine.state.update.steps
             if self.start <= steps <= self.end and (steps == self.end or (steps - self.start) % self.every == 0):
@@ -175,7 +176,7 @@ class Pruning(Handler):
 
     @on(Events.WEIGHTS_LOADED, reads=[], writes=["weights"])
     def prune_loaded(self, engine: Engine) -> None:
-        """Set the pruned ones of loaded weights to zero."""
+        """Set pruned weights to zero in loaded weights."""
         self._apply()
 
     @on(Events.ENDED, reads=[], writes=[])

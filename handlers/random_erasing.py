@@ -1,4 +1,4 @@
-"""Random erasing: trains on samples of which a random rectangle is replaced."""
+"""Random erasing: replaces a random rectangle of samples."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ATTEMPTS = 10
 
 
 class RandomErasing(Handler):
-    """Erases a rectangle of random size, shape and place in a share of the samples.
+    """Random erasing: replaces a rectangle of random size, shape and position in a share of the samples.
 
-    It is applied to whole batches on their device, each sample by itself, after mixing handlers such as MixUp. The arguments
-    mean what they mean in ``torchvision.transforms.RandomErasing``; give normalised inputs, for which a value of 0 is the mean.
-    Of sequences, a segment is erased: ``scale`` is then the share of the length, and ``ratio`` has no meaning.
+    It is applied to whole batches on their device, each sample separately, after mixing handlers such as MixUp. The arguments are
+    those of ``torchvision.transforms.RandomErasing``; give normalized inputs, for which a value of 0 is the mean. In sequences, a
+    segment is erased: ``scale`` is then the share of the length, and ``ratio`` is ignored.
 
-    All sizes and places are drawn from the handler's own CPU generator, float32 from 0 to 1: first one number per sample, of
-    shape (N), which erases if it is below ``p``; then areas, aspect ratios, rows and columns of all attempts, in one
-    tensor of shape (4, count, 10, N); without columns for sequences. "random" values are drawn on the inputs' device.
+    All sizes and positions are drawn from the handler's own CPU generator, float32 from 0 to 1: first one number per sample, of
+    shape (N), which erases if it is below ``p``; then areas, aspect ratios, rows and columns of all attempts, in one tensor of
+    shape (4, count, 10, N); without columns for sequences. "random" values are drawn on the inputs' device.
 
     Args:
         p: Probability that a sample is erased.
         scale: Smallest and largest share of the image's area that is erased.
         ratio: Smallest and largest aspect ratio, height to width; its logarithm is uniform.
-        value: What is put there: a number, one per channel, or "random" for standard normal numbers in every element ("pixel"
-            in timm).
+        value: Replacement value: a number, one per channel, or "random" for standard normal numbers in every element ("pixel" in
+            timm).
         count: Number of rectangles per sample, which may overlap.
         input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, H, W) or (N, C, L).
 

@@ -1,4 +1,4 @@
-"""What a logger for a tracking service of your own is made of; `RemoteLogger` says how."""
+"""Building blocks of a logger for a custom tracking service; see `RemoteLogger`."""
 
 from __future__ import annotations
 

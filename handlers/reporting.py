@@ -13,20 +13,21 @@ __all__ = ["Reporting"]
 
 
 class Reporting(MetricReports):
-    """Reports each new value of a metric to a function, such as a searcher's; if it returns True, the run is stopped.
+    """Reports a metric to a hyperparameter search: each new value is passed to a function, which may stop the run.
 
-    A value is reported once, at whichever event it is written, and never that of a sanity check. The stop takes effect at the end
-    of the iteration; the run ends as usual, with ``state.stop_reason == "pruned"``. With several ranks, rank 0 calls the
-    function, and all get its answer; an error of it ends all of them.
+    Each value is reported once, at whichever event it is written; values of a sanity check are not reported. If the function
+    returns True, the run stops at the end of the iteration and ends as usual, with ``state.stop_reason == "pruned"``. With
+    several ranks, rank 0 calls the function, and all get its answer; an error in it ends all of them.
 
     Args:
-        report: Called as ``report(value, step)`` with the value and the number of values before it. Returns whether to stop.
+        report: Function called as ``report(value, step)`` with the value and the number of values before it. It returns whether
+            to stop.
         monitor: Name of the metric in ``state.metrics``.
-        mode: "min" if smaller is better, "max" if greater is; by default the metric's own direction.
+        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
 
     Raises:
         TypeError: if ``report`` cannot be called.
-        KeyError: when the run starts, for a metric that nobody writes.
+        KeyError: at the start of a run, for a metric that nothing writes.
 
     Example:
         >>> import torch

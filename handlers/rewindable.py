@@ -1,4 +1,4 @@
-"""Keeps states of the run in memory, so that it can go back to an earlier iteration."""
+"""Keeps states of the run in memory, so it can go back to an earlier iteration."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["Rewindable"]
 
 
 class Rewindable(Handler):
-    """Keeps the newest states of the run in main memory: ``engine.rewind(to=iteration)`` goes back to any iteration since then.
+    """Keeps recent states of the run in main memory, so ``engine.rewind(to=iteration)`` can go back to an earlier iteration.
 
     A state is everything that a resumed run needs: weights, optimizers, handlers, generators, the position in the data. The run
-    goes back within the process, and repeats itself bit for bit. A checkpoint has the oldest of these states with it, so that it
-    is about twice as large, and a resumed run can go back as far.
+    can go back to any iteration since the oldest state, within the process, and repeats bit for bit. A checkpoint includes the
+    oldest state, so it is about twice as large, and a resumed run can go back equally far.
 
     Args:
         every: Interval in iterations between two states.
-        keep: How many states are kept at most: a run can go back at least ``keep - 1`` intervals.
+        keep: Maximum number of states to keep; a run can go back at least ``keep - 1`` intervals.
 
     Raises:
-        DataError: at the start of a run, for data that can be iterated once only, such as a generator.
+        DataError: at the start of a run, for data that can be iterated only once, such as a generator.
 
     Example:
         >>> import torch
@@ -58,7 +58,7 @@ class Rewindable(Handler):
 
     @on(Events.STARTED, phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Keep the state of the start."""
+        """Keep the initial state."""
         if not engine.snapshots.has_loaded_state:
             engine.past.begin_run()
 

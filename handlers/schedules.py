@@ -35,19 +35,19 @@ _SHAPES = ("linear", "cosine", "1-sqrt")
 
 
 def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -> Factory:
-    """A linear warm-up before any scheduler of torch.
+    """Linear learning-rate warm-up before any torch scheduler.
 
-    For W steps the rate rises linearly to the first rate of ``then``: at step t it is ``s + (1 - s) * t / W`` of that. From step
-    W on it follows ``then`` from its step 0, as in a run that is W steps shorter; fractions in ``then`` are fractions of that
-    shorter run. As in torch's LinearLR, the full rate is reached after the W steps, not with the last of them.
+    For W steps the learning rate rises linearly to the first one of ``then``: at step t it is ``s + (1 - s) * t / W`` of it. From
+    step W on it follows ``then`` from its step 0, as in a run that is W steps shorter; fractions in ``then`` are fractions of
+    that shorter run. As in torch's LinearLR, the full learning rate is reached after the W steps, not at the last of them.
 
     First rate: ``s``; after the warm-up: as ``then``.
 
     Args:
         amount: Length of the warm-up, in steps or as a fraction of the run.
-        then: Factory of the scheduler that follows, as for `LRScheduling`. If it requires ``total_steps`` or ``T_max`` and this
-            is not given, it gets the rest of the run.
-        start_factor: The first rate s. By default 1 / (W + 1), so that no step has a rate of 0.
+        then: Factory of the scheduler that follows, as for `LRScheduling`. If it requires ``total_steps`` or ``T_max`` and you do
+            not set it, it gets the rest of the run.
+        start_factor: Initial factor s. By default 1 / (W + 1), so no step has a learning rate of 0.
 
     Source:
         Goyal et al., "Accurate, Large Minibatch SGD" (2017), https://arxiv.org/abs/1706.02677
@@ -80,7 +80,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
 
 
 def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: float = 0.0) -> Factory:
-    """A linear warm-up, half a cosine down to the lowest rate, and a cooldown at that rate.
+    """Cosine schedule with linear warm-up and a cooldown at the lowest learning rate.
 
     With W steps of warm-up, C of cooldown and D = N - W - C between them, the factor at step t is ``(t + 1) / (W + 1)`` for
     t < W, then ``m + (1 - m) * (1 + cos(pi * (t - W) / D)) / 2``, and m in the last C steps.
@@ -90,7 +90,7 @@ def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: fl
     Args:
         warmup: Length of the warm-up, in steps or as a fraction of the run.
         cooldown: Length of the cooldown, in steps or as a fraction of the run.
-        min_factor: The lowest rate m.
+        min_factor: Lowest factor m.
 
     Source:
         Loshchilov and Hutter, "SGDR" (ICLR 2017), https://arxiv.org/abs/1608.03983
@@ -106,11 +106,11 @@ def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: fl
 def warmup_stable_decay(
     *, warmup: float = 0, decay: float = 0.2, shape: str = "linear", min_factor: float = 0.0
 ) -> Factory:
-    """A linear warm-up, a long stable phase at the full rate, and a short decay at the end: WSD, or the trapezoid.
+    """Warmup-stable-decay schedule (WSD, trapezoidal): linear warm-up, a long constant phase, and a short decay.
 
-    A longer run can continue from the stable phase, where a cosine would have to start again. With W steps of warm-up and D of
-    decay, the factor at step t is ``(t + 1) / (W + 1)`` for t < W, 1 up to step N - D, and then ``m + (1 - m) * h(p)`` with
-    ``p = (t - (N - D)) / D``: h is ``1 - p`` (linear), ``(1 + cos(pi * p)) / 2`` (cosine) or ``1 - sqrt(p)``.
+    A longer run can continue from the stable phase; a cosine schedule would have to restart. With W steps of warm-up and D of
+    decay, the factor at step t is ``(t + 1) / (W + 1)`` for t < W, 1 up to step N - D, and then ``m + (1 - m) * h(p)`` with ``p =
+    (t - (N - D)) / D``: h is ``1 - p`` (linear), ``(1 + cos(pi * p)) / 2`` (cosine) or ``1 - sqrt(p)``.
 
     First rate: 1 / (W + 1), which is 1 without a warm-up. Last rate: one step of the decay above m.
 
@@ -118,7 +118,7 @@ def warmup_stable_decay(
         warmup: Length of the warm-up, in steps or as a fraction of the run.
         decay: Length of the decay, in steps or as a fraction of the run.
         shape: Shape of the decay: "linear", "cosine" or "1-sqrt".
-        min_factor: The lowest rate m, which one more step would reach.
+        min_factor: Lowest factor m, which one more step would reach.
 
     Source:
         Hu et al., "MiniCPM" (2024), https://arxiv.org/abs/2404.06395; Hägele et al., "Scaling Laws and Compute-Optimal Training
@@ -134,7 +134,7 @@ def warmup_stable_decay(
 
 
 def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0) -> Factory:
-    """A linear warm-up and a polynomial decay over the rest of the run.
+    """Polynomial decay with linear warm-up.
 
     With W steps of warm-up and D = N - W, the factor at step t is ``(t + 1) / (W + 1)`` for t < W and then
     ``e + (1 - e) * (1 - (t - W) / D) ** power``. Without warm-up and with e = 0 this is torch's PolynomialLR.
@@ -143,7 +143,7 @@ def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0
 
     Args:
         power: Exponent; 1 is linear.
-        end_factor: The rate e that one more step would reach.
+        end_factor: Factor e that one more step would reach.
         warmup: Length of the warm-up, in steps or as a fraction of the run.
 
     Example:
@@ -157,13 +157,13 @@ def polynomial(*, power: float = 1.0, end_factor: float = 0.0, warmup: float = 0
 
 
 def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 0.3, **options: Any) -> Factory:
-    """torch's OneCycleLR, with a warm-up in steps or as a fraction of the run, and the momentum cycled inversely.
+    """One-cycle schedule: torch's OneCycleLR with a warm-up in steps or as a fraction, and momentum cycled inversely.
 
     First rate: max_lr / 25. The last step of the warm-up has the highest rate, max_lr. Last rate: max_lr / 250,000. (With
     OneCycleLR's defaults ``div_factor=25.0`` and ``final_div_factor=1e4``.)
 
     Args:
-        max_lr: Highest rate, or one for each parameter group; by default the optimizer's initial rates.
+        max_lr: Highest learning rate, or one for each parameter group; by default the optimizer's initial learning rates.
         warmup: Length of the warm-up, in steps or as a fraction of the run: torch's ``pct_start``.
         options: Further arguments of OneCycleLR, such as ``div_factor`` or ``cycle_momentum=False``.
 
@@ -187,7 +187,7 @@ def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 
 
 
 def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> Factory:
-    """A piecewise constant schedule, or a piecewise linear one.
+    """Piecewise constant or piecewise linear schedule.
 
     First rate: 1, unless a factor is given for step 0. Last rate: the last factor.
 

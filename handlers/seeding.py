@@ -11,12 +11,12 @@ __all__ = ["Seeding"]
 
 
 class Seeding(Handler):
-    """Seeds the global generators of Python, NumPy and torch when a run starts.
+    """Seeds the global random generators of Python, NumPy and torch when a run starts.
 
-    So dropout and shuffling do not depend on what was drawn before the run. A run that continues, or resumes from a checkpoint,
-    keeps its random states instead. There are two other seeds. The model's initial weights are drawn before there is an engine:
-    call ``signalfire.seed_everything(seed)``, which seeds the same generators at once, before building the model.
-    ``Engine(seed=)`` seeds what handlers draw, such as MixUp, and leaves the global generators as they are.
+    So dropout and shuffling do not depend on random numbers drawn before the run. A run that continues, or resumes from a
+    checkpoint, keeps its random states instead. Two other seeds exist. The model's initial weights are drawn before the engine is
+    built: call ``signalfire.seed_everything(seed)``, which seeds the same generators immediately, before building the model.
+    ``Engine(seed=)`` seeds the random numbers of handlers, such as MixUp, and leaves the global generators unchanged.
 
     Args:
         seed: Seed with 0 <= seed < 2**32; the engine's seed by default.
@@ -47,7 +47,7 @@ class Seeding(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SEED, reads=[], writes=["random"])
     def seed_generators(self, engine: Engine) -> None:
-        """Seed the generators unless the run continues; each rank differently, so that dropout masks differ."""
+        """Seed the generators unless the run continues; each rank differently, so dropout masks differ."""
         if engine.state.iteration == 0:
             seed, rank = engine.seed if self.seed is None else self.seed, engine.group.data.rank
             seed_everything((seed if rank == 0 else derived_seed(seed, "rank", rank)) % 2**32)

@@ -1,4 +1,4 @@
-"""Sequence-length warmup: training begins with short sequences, which is stabler and costs less."""
+"""Sequence-length warm-up: training starts with short sequences, which is more stable and cheaper."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ __all__ = ["SequenceLengthWarmup"]
 
 
 class SequenceLengthWarmup(Handler):
-    """Trains on sequences that are short at first and grow linearly to their whole length.
+    """Sequence-length warm-up: trains on short sequences first, which is more stable and cheaper; they grow linearly.
 
-    The length depends only on the counts of the run, so that a resumed run continues with the right one. All tensors of the
-    batch that are as long as its first one in dimension ``dim`` are changed alike: tokens, labels, masks. From length ``end`` on,
-    batches are left as they are; evaluations see whole sequences. Two modes:
+    The length depends only on the run's counters, so a resumed run continues with the right one. All tensors of the batch that
+    are as long as its first one in dimension ``dim`` are changed alike: tokens, labels, masks. From length ``end`` on, batches
+    are unchanged; evaluations use whole sequences. Two modes:
 
     - "cut" keeps the first tokens of each sequence, and drops the others: a batch has fewer tokens. A function of the batch as
       ``GradientAccumulation(weight=)`` counts those that are kept.
     - "split" makes several rows of each sequence: a batch keeps all of its tokens, and has more rows. The length is the largest
       divisor of the batch's length that is reached. Batches with values for whole sequences, such as classes, cannot be split.
 
-    Learning-rate schedules count steps, not tokens: with "cut", a warmup of the rate should last longer than this one.
+    Learning-rate schedules count steps, not tokens: with "cut", a learning-rate warm-up should last longer than this one.
 
     Args:
-        start: Length at first, in tokens.
-        end: Length at the end; longer batches stay as they are from then on.
+        start: Initial length, in tokens.
+        end: Final length, in tokens; from then on, longer batches are unchanged.
         over: Amount of training over which the length grows, such as "1000it", "500steps" or "2ep".
-        increment: Lengths are rounded down to a multiple of this above ``start``; 8 fits tensor cores.
-        mode: "cut" or "split"; see above.
+        increment: Step of the length in tokens: lengths are rounded down to a multiple of it above ``start``; 8 fits tensor
+            cores.
+        mode: How sequences are shortened: "cut" or "split"; see above.
         dim: Dimension of time in the tensors; 1 for (N, T) and (N, T, C).
 
     Attributes:
@@ -91,7 +92,7 @@ class SequenceLengthWarmup(Handler):
         engine.overrides.claim(Claim("the length of sequences"), by=self)
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """A warmup that ends after the run."""
+        """Report a warm-up that ends after the run."""
         if comes_up(engine, self.over) is False and self._done(engine) < self.over.value:
             yield finding(
                 "C17",
@@ -101,7 +102,7 @@ class SequenceLengthWarmup(Handler):
             )
 
     def length(self, done: int) -> int:
-        """The length after so many iterations, steps or epochs, by the unit of ``over``."""
+        """The length after a number of iterations, steps or epochs, in the unit of ``over``."""
         if done >= self.over.value:
             return self.end
         grown = self.start + (self.end - self.start) * done // int(self.over.value)

@@ -22,21 +22,21 @@ __all__ = ["SharpnessAwareMinimization"]
 
 
 class SharpnessAwareMinimization(Handler):
-    """Finds flat minima: each step uses the gradient at weights perturbed uphill by a distance ``rho``.
+    """Sharpness-aware minimization (SAM): steps with the gradient at perturbed weights, to find flat minima.
 
-    The gradient g of the accumulation window is computed at the weights w as usual. Then it is computed again at w + e(w),
-    where e(w) = rho * g / ||g||, the weights are restored bit for bit, and the optimizer steps with the second gradient.
-    Forward and backward thus run twice for each batch of the window, and GRADIENTS_READY is emitted for each of the two
-    gradients, so that clipping applies to both. Metrics and logs see the first pass only. Buffers keep the values of the first
-    pass, so that BatchNorm's running statistics belong to the unperturbed weights. Dropout draws a new mask in the second pass.
+    The gradient g of the accumulation window is computed at the weights w as usual. Then it is computed again at w + e(w), where
+    e(w) = rho * g / ||g||, the weights are restored bit for bit, and the optimizer steps with the second gradient. Forward and
+    backward thus run twice for each batch of the window, and GRADIENTS_READY is emitted for each of the two gradients, so
+    clipping applies to both. Metrics and logs see only the first pass. Buffers keep the values of the first pass, so BatchNorm's
+    running statistics belong to the unperturbed weights. Dropout draws a new mask in the second pass.
 
     Args:
         rho: Norm of the perturbation; 0.05 by default, and 0.5 if adaptive, as in the papers.
-        adaptive: Whether to measure the distance relative to the size of each weight (ASAM), so that scaling a layer up and the
-            next one down makes no difference: ``e(w) = rho * T^2 g / ||T g||`` with ``T = |w| + eta``.
-        eta: Used by ``adaptive`` alone; see there.
-        every: Perturb the weights in every n-th optimizer step only; the other steps are plain.
-        update: Name of the update whose steps are changed; all by default.
+        adaptive: Whether to measure the distance relative to the size of each weight (ASAM), so scaling a layer up and the next
+            one down makes no difference: ``e(w) = rho * T^2 g / ||T g||`` with ``T = |w| + eta``.
+        eta: Constant added to the size of each weight; only for ``adaptive``.
+        every: Interval in optimizer steps: the weights are perturbed in every n-th step, and the others are plain steps.
+        update: Name of the update whose steps are changed; by default all updates.
 
     Raises:
         ValueError: At the start of a run, for an optimizer with a closure such as LBFGS.

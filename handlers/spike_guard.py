@@ -1,4 +1,4 @@
-"""Acts on spikes of the loss or the gradient norm: skips the step, stops, or goes back and leaves out the batches around it."""
+"""Loss-spike detection: skips the step, stops the run, or rolls back and leaves out the batches around the spike."""
 
 from __future__ import annotations
 
@@ -27,36 +27,36 @@ _LEAST = 0.1  # in logarithms: whatever the deviation, less than 10 % above the 
 
 
 class SpikeGuard(Handler):
-    """Finds spikes of the loss or of the gradient norm, and acts before the step that they would make.
+    """Detects spikes of the loss or gradient norm, and skips the step, stops the run, or rolls back (rewinds).
 
     A value is a spike if its logarithm is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
-    Spikes do not enter the window, nor do infinite values and NaN, which `NonFiniteGuard` handles. Nothing is a spike before
-    the window is full. In an accumulation window the mean loss counts. The norm is that before clipping. With several
-    ranks, the loss is the mean over all, so all decide alike.
+    The guard acts before the optimizer step. Spikes do not enter the window, nor do infinite values and NaN, which
+    `NonFiniteGuard` handles. No value counts as a spike before the window is full. In an accumulation window the mean loss
+    counts. The norm is measured before clipping. With several ranks, the loss is the mean over all, so all decide alike.
 
-    - "skip" omits the step. After 20 in a row it takes the new level as usual, and reports this (W19).
-    - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike comes again, and from which sample.
+    - "skip" omits the step. After 20 in a row it accepts the new level as normal, and reports this (W19).
+    - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike recurs, and which sample causes it.
     - "rewind" goes back, inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
       that it has seen since then. Weights, optimizers, schedules, averages, metrics, logs and generators are those of a run that
       has never seen these batches.
 
-    For the last two, states are kept in main memory, as `Rewindable` does, and a checkpoint has the oldest with it.
+    For the last two, states are kept in main memory, as by `Rewindable`, and a checkpoint includes the oldest.
 
     The first action, the 10th, the 100th and so on is reported (W19), as is every rewind.
 
     Args:
-        policy: What to do.
-        window: Number of steps that say what is usual.
+        policy: Action at a spike: "skip", "stop" or "rewind".
+        window: Number of recent steps that define the normal range.
         sigmas: Threshold in standard deviations of the logarithm. `alarms` tells how many of some recorded losses exceed it.
-        rewind: How many iterations the run goes back, which is also the interval of the states in iterations, and the number of
-            batches that are left out. For "rewind" it has to be less than an epoch.
-        keep: How many states are kept in memory.
-        at_most: After how many rewinds another spike is an error.
-        watch: What is watched: "loss", "gradient_norm", or both.
+        rewind: Number of iterations that the run goes back. It is also the interval of the states, in iterations, and the number
+            of batches that are left out. For "rewind" it has to be less than an epoch.
+        keep: Number of states to keep in memory.
+        at_most: Maximum number of rewinds; a further spike raises an error.
+        watch: Values to watch: "loss", "gradient_norm", or both.
 
     Attributes:
-        actions: What was done, in order: a dict with ``iteration``, ``reason`` and ``batches``, a list of epoch and index (from
-            0) of the batches that were not trained on. It is part of every checkpoint; `export` writes it as JSON.
+        actions: The actions taken, in order: dicts with ``iteration``, ``reason`` and ``batches``, a list of epoch and index
+            (from 0) of the batches that were not trained on. Part of every checkpoint; `export` writes it as JSON.
 
     Errors:
         RuntimeError: at a spike after ``at_most`` rewinds, naming the batches that were left out.
@@ -136,7 +136,7 @@ class SpikeGuard(Handler):
             engine.past.forget()
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """A window that the run does not fill."""
+        """Report a window that the run does not fill."""
         for update in engine.updates:
             to_come = steps_to_come(engine, update)
             if to_come is not None and update.steps + to_come <= self.window:
@@ -171,7 +171,7 @@ class SpikeGuard(Handler):
 
     @on(Events.GRADIENTS_READY, phase=Phase.FINALIZE, rank=CHECK_SPIKES, reads=[], writes=["flags"])
     def ask(self, engine: Engine) -> None:
-        """Have the values read together with the flags of others."""
+        """Request that the values are read together with the flags of other handlers."""
         update = engine.state.update
         if update.evaluation > 0 or self._goes_back_to is not None:  # the latter for an earlier step of this iteration
             return
@@ -239,7 +239,7 @@ class SpikeGuard(Handler):
         return found
 
     def _reasons(self, update: UpdateState, found: dict[str, float], logarithms: dict[str, float]) -> list[str]:
-        """What is a spike, and by how much."""
+        """The values that are spikes, and by how much."""
         reasons = []
         for what, value in logarithms.items():
             key = f"{update.name}: {what}"
@@ -254,7 +254,7 @@ class SpikeGuard(Handler):
         return reasons
 
     def _is_new_level(self, engine: Engine, update: UpdateState, reasons: list[str]) -> bool:
-        """Whether so many steps in a row are above what was usual that this is usual now; the windows begin anew then."""
+        """Whether enough consecutive steps are above the normal range to make this the new normal; the windows then restart."""
         count = self._in_a_row[update.name] = self._in_a_row.get(update.name, 0) + 1
         if self.policy != "skip" or count <= _MOST_IN_A_ROW:
             return False
@@ -310,7 +310,7 @@ class SpikeGuard(Handler):
         )
 
     def _go_back(self, engine: Engine, to: int) -> None:
-        """Go back, at the end of this iteration, without the batches of the last action; a state saved until then says so."""
+        """Go back at the end of this iteration, without the batches of the last action; states saved until then record it."""
         self._goes_back_to = to
         places = [Place(epoch, batch) for epoch, batch in self.actions[-1]["batches"]]
         engine.past.rewind(to, leave_out=places, changes={self.name: {"actions": list(self.actions)}})
@@ -339,7 +339,7 @@ class SpikeGuard(Handler):
             )
 
     def alarms(self, values: Iterable[float]) -> list[int]:
-        """The places, from 0, of the recorded losses or norms that this guard would take for spikes."""
+        """The indices, from 0, of the recorded losses or norms that this guard would treat as spikes."""
         usual, found = _Window(self.window), []
         for place, value in enumerate(values):
             if not math.isfinite(value) or value <= 0:
@@ -359,7 +359,7 @@ class SpikeGuard(Handler):
 
     @on("start_event", phase=Phase.PERSIST, rank=HOLD_STATE, reads=["state"], writes=[])
     def begin(self, engine: Engine) -> None:
-        """Keep the state of the start."""
+        """Keep the initial state."""
         if self.policy == "rewind":
             steps = steps_to_come(engine, engine.updates[0])
             if steps is None or steps > self.window:  # in a shorter run nothing can be a spike

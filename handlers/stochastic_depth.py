@@ -1,4 +1,4 @@
-"""Stochastic depth: leaves out residual blocks at random while training."""
+"""Stochastic depth: skips residual blocks at random during training."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ __all__ = ["StochasticDepth"]
 
 
 class StochasticDepth(Handler):
-    """Drops residual blocks at random in training, each sample by itself: a dropped block returns its input.
+    """Stochastic depth (drop path): skips residual blocks at random during training, separately for each sample.
 
     For a block ``x + f(x)``, the output becomes ``x + f(x) / (1 - rate)`` for the samples that keep it, and x for the others
-    (drop path). Nothing of the block has to be changed: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is
-    its first input. The block has to be residual, with an output of the shape of x. Where an activation follows the addition
-    inside of the block, a dropped sample leaves it out, too. Unlike in the paper, which scales the blocks in evaluations,
-    evaluations see the model as it is; both have the same mean. The block is computed for dropped samples as well, so that it
-    saves no time; normalisation layers inside see all samples, and a block that no sample keeps has gradients of zero.
+    (drop path). The block needs no change: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is its first
+    input. The block has to be residual, with an output of the shape of x. If an activation follows the addition inside the block,
+    a dropped sample skips it, too. Unlike in the paper, which scales the blocks in evaluations, evaluations use the unchanged
+    model; both have the same mean. The block is computed for dropped samples as well, which saves no time; normalization layers
+    inside see all samples, and a block that no sample keeps has zero gradients.
 
-    The masks depend on the run's seed, the iteration, the forward within it and the rank, and are the same where activation
-    checkpointing computes a block again. The hooks are on the blocks only while an update is made.
+    The masks depend on the run's seed, the iteration, the forward within it and the rank, and are the same when activation
+    checkpointing recomputes a block. The hooks are on the blocks only during an update.
 
     Args:
-        blocks: The residual blocks: a path such as "layers.3", a pattern such as "encoder.layers.*", or several; of modules
-            inside of each other the outermost. They are numbered in the order in which the model holds them.
+        blocks: The residual blocks: a path such as "layers.3", a pattern such as "encoder.layers.*", or several; of nested
+            modules, the outermost. They are numbered in the model's order.
         rate: Largest probability that a sample drops a block.
-        depth: "linear" lets the rate of the l-th of L blocks be ``rate * l / L``, as in the paper; "uniform" gives all the same.
+        depth: How the drop rate depends on depth: "linear" gives the l-th of L blocks ``rate * l / L``, as in the paper;
+            "uniform" gives all blocks the same.
         schedule: Function from the number of optimizer steps to a factor from 0 to 1 of all rates, such as
             ``lambda step: min(1, step / 1000)``; by default 1.
-        update: Name of the update whose steps count and in which blocks are dropped; needed if there are several.
+        update: Name of the update whose steps count and that drops blocks; required if the engine has several.
 
     Raises:
-        ValueError: At the start of a run, if a pattern matches no module, or the model is compiled, which leaves out hooks; in
-            the forward, for a block whose output has another shape than its input.
+        ValueError: At the start of a run, if a pattern matches no module, or if the model is compiled, which skips hooks; in the
+            forward, for a block whose output and input differ in shape.
 
     Source:
         Huang, Sun, Liu, Sedra and Weinberger, "Deep Networks with Stochastic Depth" (ECCV 2016), section 3; the scale while
@@ -99,7 +100,7 @@ class StochasticDepth(Handler):
         engine.overrides.claim(Claim("which blocks are dropped"), by=self, target=f"of update {update.name!r}")
 
     def rates(self, step: int) -> dict[str, float]:
-        """The rate of each block after a number of optimizer steps, by path; empty before the first run.
+        """The drop rate of each block after a number of optimizer steps, by path; empty before the first run.
 
         Raises:
             ValueError: If ``schedule`` returns no number from 0 to 1.
@@ -129,14 +130,14 @@ class StochasticDepth(Handler):
 
     @on(Events.UPDATE_STARTED, rank=DROP_PATHS, reads=["step"], writes=["modules"])
     def hook(self, engine: Engine) -> None:
-        """Put hooks on the blocks until the update is complete, since the backward may compute them again."""
+        """Put hooks on the blocks until the update is complete, since the backward may recompute them."""
         update = engine.state.update
         if self.update in (None, update.name):
             engine.regions.enter(self._hooked(self.rates(update.steps)))
 
     @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def begin_forward(self, engine: Engine) -> None:
-        """Begin with other masks."""
+        """Use new masks for this forward."""
         self._draws.begin_forward(self, engine)
 
     @on(Events.UPDATE_COMPLETED, reads=[], writes=[])

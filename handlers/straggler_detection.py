@@ -1,4 +1,4 @@
-"""Straggler detection: names the ranks that all others wait for, and the part of their iterations that is slow."""
+"""Straggler detection: names slow ranks, and the slow part of their iterations."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ PARTS = {
 
 
 class StragglerDetection(Handler):
-    """Names ranks that are slower than the others, and what they are slow at.
+    """Detects stragglers in distributed training: names slow ranks and the slow part of their iterations.
 
-    In every iteration all ranks wait for the slowest, so that each seems equally slow. Here each rank times its own work without
-    this waiting, and every ``every`` iterations the ranks compare what these took. A rank whose work takes more than
-    ``threshold`` times the median of all ranks, and at least 1 ms more, in three quarters of the iterations, is named in a
-    warning, once, with the part that is slow: data, forward (with the transfer of the batch and the loss), backward, or handlers
-    (with the optimizer step). Another warning says when the rank is back to normal. In ``state.metrics``: "straggler_ratio",
-    the median time of the slowest rank divided by the median of all ranks.
+    In every iteration all ranks wait for the slowest, so all seem equally slow. Here each rank times its own work without this
+    waiting, and every ``every`` iterations the ranks compare their times. A rank whose work takes more than ``threshold`` times
+    the median of all ranks, and at least 1 ms more, in three quarters of the iterations, is named in a warning, once, with the
+    part that is slow: data, forward (with the transfer of the batch and the loss), backward, or handlers (with the optimizer
+    step). A second warning reports when the rank is back to normal. In ``state.metrics``: "straggler_ratio", the median time of
+    the slowest rank divided by the median of all ranks.
 
-    The backward is measured in time of the CPU, which does not pass while a process waits for another, or sleeps. On GPUs data
-    and forward are compared, since the host does not know when the device waits; of sharded models on GPUs data alone.
+    The backward is measured in CPU time, which does not pass while a process waits for another or sleeps. On GPUs only data and
+    forward are compared, since the host cannot tell when the device waits; for sharded models on GPUs, only data.
 
-    In a single process there is nobody to compare with: nothing is measured, so that the same script runs unchanged.
+    In a single process nothing is measured, so the same script runs unchanged.
 
     Args:
         every: Interval between two comparisons, in iterations; 5 or more.
-        threshold: Ratio to the median above which a rank is a straggler.
+        threshold: Ratio to the median time above which a rank is a straggler.
 
     Attributes:
         stragglers: The ranks that are slow now, each with its slow part; the same on all ranks.
@@ -139,8 +139,8 @@ class StragglerDetection(Handler):
     def end_iteration(self, engine: Engine) -> None:
         """Note how long backward, step and handlers took.
 
-        Gradients are reduced while the backward runs, and at its end each rank waits for the slowest one, which takes none of
-        the CPU time of this thread, in which the backward runs. Then the ranks meet, and what follows is their own again.
+        Gradients are reduced while the backward runs, and at its end each rank waits for the slowest one. This waiting takes no
+        CPU time of this thread, which runs the backward. After that, each rank's time is its own again.
         """
         self._ended = now = perf_counter() - self._processes.waited
         if self._begun is not None:
@@ -176,7 +176,7 @@ class StragglerDetection(Handler):
 
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
-        """Forget the times of the run."""
+        """Discard the times of the run."""
         self._forget()
         self._processes = SINGLE_PROCESS
 
@@ -186,7 +186,7 @@ class StragglerDetection(Handler):
 
 
 class Times(NamedTuple):
-    """What a part of the iterations takes on a rank, in seconds: the median, and the lower quartile."""
+    """The time of a part of the iterations on a rank, in seconds: median and lower quartile."""
 
     median: float
     quartile: float
@@ -195,14 +195,14 @@ class Times(NamedTuple):
 def find_stragglers(
     ranks: Sequence[Mapping[str, Times]], threshold: float, before: Mapping[int, str]
 ) -> dict[int, str]:
-    """The ranks that are slow, each with the part in which it exceeds the median of the ranks most.
+    """Find slow ranks, each with the part that exceeds the median of the ranks most.
 
-    The lower quartile decides: where processes compete for the cores of a busy machine, the one or the other is slow in many
-    iterations, but as fast as the others in some. A rank that was slow stays so until half of its excess is gone, by the
-    median, so that one near the threshold is not named again and again.
+    The lower quartile decides: if processes compete for the cores of a busy machine, any of them may be slow in many iterations,
+    but is as fast as the others in some. A slow rank stays slow until half of its excess is gone, by the median, so a rank near
+    the threshold is not named repeatedly.
 
     Args:
-        ranks: Of each rank, the times of each part.
+        ranks: The times of each part, for each rank.
         threshold: Ratio to the median above which a rank is slow.
         before: Ranks that were slow so far, with their parts.
 

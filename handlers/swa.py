@@ -39,13 +39,13 @@ __all__ = ["SWA"]
 
 
 class SWA(AveragedWeights):
-    """Averages the weights at the ends of epochs with equal weights, and evaluates and exports with the average.
+    """Stochastic weight averaging (SWA): averages the weights at the ends of epochs, and evaluates with the average.
 
-    Late in training, a high constant learning rate lets the weights explore a wide minimum, and their mean is closer to its
-    center than any of them. With ``lr``, the handler anneals the learning rate from the start of averaging, epoch by epoch, as
-    ``torch.optim.swa_utils.SWALR`` does. To schedule the learning rate before that, too, omit ``lr`` and chain both in
-    `LRScheduling` with ``every="1ep"``: ``lambda optimizer: SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)],
-    milestones=[75])``.
+    All epochs count equally, and exports use the average, too. Late in training, a high constant learning rate lets the weights
+    explore a wide minimum, and their mean is closer to its center than any of them. With ``lr``, the handler anneals the learning
+    rate from the start of averaging, epoch by epoch, as ``torch.optim.swa_utils.SWALR`` does. To schedule the learning rate
+    before that, too, omit ``lr`` and chain both in `LRScheduling` with ``every="1ep"``: ``lambda optimizer:
+    SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)], milestones=[75])``.
 
     Evaluations started by the trainer (`Validation`, `Engine.evaluate`) and `Engine.weights` use the average, which is copied
     into the modules in place. Afterwards the weights are restored bit for bit, also after an error. An evaluator must therefore
@@ -61,18 +61,18 @@ class SWA(AveragedWeights):
     Args:
         start: First epoch at whose end the weights are averaged.
         every: Interval between two averages, in epochs from there, such as "1ep".
-        lr: Learning rate to which the update's optimizer is annealed; by default the learning rate is not changed.
+        lr: Learning rate that the update's optimizer is annealed to; None does not change the learning rate.
         anneal_epochs: Number of epochs of the annealing.
-        anneal: "cos" or "linear".
+        anneal: Shape of the annealing: "cos" or "linear".
         bn_data: Training data for the BatchNorm statistics, iterable more than once; required for a model with BatchNorm.
         bn_batches: Number of its batches to use; all by default. 0 keeps the statistics of the last averaged weights.
         bn_update: When to recompute the statistics: "end" when the run is complete, "evaluation" also before each evaluation or
             export with a new average.
-        evaluate: Whether evaluations and exports use the average. Of several averages only one can; ``with handler.in_place():``
-            uses another one.
-        update: Name of the update whose learning rate is annealed and whose forward is called; the first by default, but needed
-            beside ``lr`` where the engine has several. All modules of the engine are averaged, and so are trained tensors in no
-            module.
+        evaluate: Whether evaluations and exports use the average. Only one of several averages can; ``with handler.in_place():``
+            uses a different one.
+        update: Name of the update whose learning rate is annealed and whose forward is called; the first by default, but required
+            with ``lr`` if the engine has several. All modules of the engine are averaged, and so are trained tensors outside the
+            modules.
 
     Attributes:
         count: Number of averaged weights.
@@ -151,7 +151,7 @@ class SWA(AveragedWeights):
             )
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Averaging that starts after the run's last epoch."""
+        """Report averaging that starts after the run's last epoch."""
         last = last_epoch(engine)
         if last is not None and last < self.start:
             yield finding(
@@ -208,7 +208,7 @@ class SWA(AveragedWeights):
 
         Args:
             engine: The engine that this handler is attached to.
-            data: Training data; ``bn_data`` by default.
+            data: Training data; None uses ``bn_data``.
         """
         if data is not None:
             check_data(f"{self.name!r}: update_bn(data=", data)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the layers of a plan are split over several ranks, which train together on the same batches."""
+"""Tensor parallelism: splits layers over several ranks, which train together on the same batches."""
 
 from __future__ import annotations
 
@@ -28,38 +28,39 @@ __all__ = ["TensorParallel"]
 
 
 class TensorParallel(Distribution):
-    """Splits layers over the ranks with torch's DTensor, for models whose layers are too large or too slow for one device.
+    """Tensor parallelism: splits layers over several ranks, for layers too large or too slow for one device.
 
-    With the processes launched by torchrun, each rank holds a part of the layers in the plan, and computes its part of their
-    outputs; all ranks read the same batches in the order of rank 0, and draw the same random numbers. So W ranks train as one
-    process does, up to the rounding of sums. In a single process the handler does nothing, and the same script runs unchanged.
+    It uses torch's DTensor. With the processes launched by torchrun, each rank holds a part of the layers in the plan, and
+    computes its part of their outputs; all ranks read the same batches in the order of rank 0, and draw the same random numbers.
+    So W ranks train like one process, up to the rounding of sums. In a single process the handler does nothing, and the same
+    script runs unchanged.
 
-    The model is split in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. Parameters outside of
-    the plan become DTensors too, with a copy on each rank, so that clipping, norms and averages see one kind of parameter;
-    their modules compute on plain tensors as before. The model stays split after the run; `unsplit` restores plain modules.
-    `Checkpoint` writes the parts as shards that load on any number of ranks, including one.
+    The model is split in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. Parameters outside the
+    plan become DTensors too, with a copy on each rank, so clipping, norms and averages see one kind of parameter; their modules
+    compute on plain tensors as before. The model stays split after the run; `unsplit` restores plain modules. `Checkpoint` writes
+    the parts as shards that load on any number of ranks, including one.
 
-    With a ``size`` that is smaller than the number of ranks, each group of so many consecutive ranks splits the layers and reads
-    the same batches, and `FullyShardedDataParallel` beside it shards the model and the data over the groups.
+    With a ``size`` smaller than the number of ranks, each group of ``size`` consecutive ranks splits the layers and reads the
+    same batches; attach `FullyShardedDataParallel` as well to shard the model and the data over the groups.
 
-    Each sample counts once in metrics, rates and the progress bar, since all ranks see the same. Dropout between two split layers
-    acts on a part of the features, and draws the same mask for each part.
+    Each sample counts once in metrics, speeds and the progress bar, since all ranks read the same batches. Dropout between two
+    split layers acts on a part of the features, and draws the same mask for each part.
 
     Args:
-        plan: Which layers are split, and how: styles of ``torch.distributed.tensor.parallel``, such as ``ColwiseParallel()``, by
-            the path of the module, where ``*`` matches one name: "blocks.*.up". With several modules, paths begin with the
-            module's name. A style is used for all modules that its path matches.
-        size: Number of ranks over which layers are split; by default all.
+        plan: Layers to split, and how: styles of ``torch.distributed.tensor.parallel``, such as ``ColwiseParallel()``, by the
+            path of the module, where ``*`` matches one name: "blocks.*.up". With several modules, paths begin with the module's
+            name. A style is used for all modules that its path matches.
+        size: Number of ranks that split the layers; None uses all.
         backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
     Raises:
         ValueError: Before the first batch: for a path that matches no module, or a module that another path matches as well; for
-            a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an
-            optimizer instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` into groups of
-            which the ranks do not divide, or beside which no handler shards the data. In the first step, for a parameter outside
-            of the plan that is used with a part of the features, so that its gradient differs between ranks: such a module
-            belongs to the plan.
+            a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an optimizer
+            instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` that does not divide the
+            number of ranks, or without a handler that shards the data over the groups. In the first step, for a parameter outside
+            the plan that is used with a part of the features, so its gradient differs between ranks: such a module belongs in the
+            plan.
 
     Source:
         Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019). The
@@ -250,7 +251,7 @@ class TensorParallel(Distribution):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer", "modules"], writes=[])
     def check_parameters(self, engine: Engine) -> None:
-        """Raise an error for what cannot be trained on a split model."""
+        """Raise an error for anything that cannot be trained on a split model."""
         if not self.processes.distributed:
             return
         self._check_sharded(engine, "be on its own on each rank")
@@ -270,7 +271,7 @@ class TensorParallel(Distribution):
     # ---- in every window ------------------------------------------------------------------------------------------
 
     def reduce(self, engine: Engine, update: UpdateState) -> None:
-        """Overrides REDUCTION: sums gradients of which each rank has a part, so that each is placed as its parameter is."""
+        """Overrides REDUCTION: sums partial gradients of the ranks, so each gradient is placed like its parameter."""
         for parameter in update.parameters:
             if parameter.grad is not None:
                 parameter.grad = like_parameter(parameter.grad, parameter)  # in the same order on all ranks
@@ -278,11 +279,11 @@ class TensorParallel(Distribution):
 
     @on("compare_event", phase=Phase.PREPARE, reads=["gradients", "processes"], writes=[])
     def compare_gradients(self, engine: Engine) -> None:
-        """Compare the copies' gradients, beside a handler that reduces them."""
+        """Compare the copies' gradients if a different handler reduces them."""
         self._compare_gradients(engine.state.update)
 
     def _compare_gradients(self, update: UpdateState) -> None:
-        """Raise ValueError if a parameter with a copy on each rank gets another gradient on each, so that the copies part."""
+        """Raise ValueError if the copies of a parameter get different gradients on the ranks, and so diverge."""
         key = update.name, len(update.parameters)  # more of them with gradual unfreezing
         if key in self._compared:
             return

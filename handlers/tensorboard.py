@@ -1,4 +1,4 @@
-"""TensorBoard logs: losses, rates and metrics, and what users log: images, figures, texts, histograms, hyperparameters."""
+"""TensorBoard logs: losses, learning rates, metrics, images, figures, texts, histograms and hyperparameters."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ __all__ = ["TensorBoardLogger"]
 
 
 class TensorBoardLogger(ScalarLogger):
-    """Writes losses, rates and metrics as TensorBoard scalars, and everything that is logged with ``engine.log``.
+    """Logs losses, learning rates, metrics and values from ``engine.log`` to TensorBoard.
 
     Losses and the metrics of the training are under "train/", those of evaluations under "val/", learning rates under "lr". The
     horizontal axis is the iteration. Hyperparameters (``engine.log.hyperparameters``) and the last values of the metrics are one
-    row of the HPARAMS tab, in the same file. Of the weights and gradients `Histograms` logs the distributions.
+    row of the HPARAMS tab, in the same file. `Histograms` logs the distributions of weights and gradients.
 
-    For one clean curve, a resumed run hides what an earlier run logged after its starting point, and a new training run hides all
-    of it; the earlier files are kept. The file is closed when the run ends, also after an exception, and flushed to disk before
-    a checkpoint refers to it.
+    For one clean curve, a resumed run hides the values that an earlier run logged after the resumed checkpoint, and a new
+    training run hides all of them; the earlier files are kept. The file is closed when the run ends, also after an exception, and
+    flushed to disk before a checkpoint refers to it.
 
     Args:
         folder: TensorBoard's log folder, created if it does not exist.
-        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
-            All other new values of metrics are written, with the iteration in which they were measured.
-        graph: Whether to write the graph of the model, traced in eval mode with the first batch, without a trace in the training.
-            A model that cannot be traced is reported, and training continues.
+        every: Interval in iterations, such as "10it", at which losses, learning rates and per-iteration metrics are written. All
+            other new metric values are written with the iteration that measured them.
+        graph: Whether to write the graph of the model, traced in eval mode with the first batch, without any effect on the
+            training. A model that cannot be traced is reported, and training continues.
 
     Raises:
-        ImportError: If a graph is asked for and the package tensorboard, with which torch traces it, is not installed.
+        ImportError: If ``graph`` is True and the package tensorboard, which torch needs for tracing, is not installed.
 
     Example:
         >>> import tempfile
@@ -113,7 +113,7 @@ class TensorBoardLogger(ScalarLogger):
 
     @property
     def writer(self) -> SummaryWriter | None:
-        """The tensorboardX writer during a run, for entries of your own; None otherwise."""
+        """The tensorboardX writer during a run, for custom entries; None otherwise."""
         if not self._running:
             return None
         engine = self.engine
@@ -136,7 +136,7 @@ class TensorBoardLogger(ScalarLogger):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
-        """Purge what the stopped run wrote from the loaded iteration on, and write the checkpoint's last values again."""
+        """Purge entries of the stopped run from the loaded iteration on, and rewrite the checkpoint's last values."""
         known = self._seen_loaded
         super().resume(engine)
         iteration = engine.state.iteration
@@ -193,7 +193,7 @@ class TensorBoardLogger(ScalarLogger):
 
     @on(Events.HYPERPARAMETERS_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_hyperparameters(self, engine: Engine) -> None:
-        """Write the hyperparameters that are known as the run begins: TensorBoard takes no others afterwards."""
+        """Write the hyperparameters that are known when the run starts: TensorBoard accepts no others afterwards."""
         if not self._running or not engine.log.given:
             return
         if self._session:
@@ -243,7 +243,7 @@ class TensorBoardLogger(ScalarLogger):
 
     @on("trace_event", phase=Phase.RECORD, reads=["modules"], writes=["modules"])
     def watch_inputs(self, engine: Engine) -> None:
-        """Note what the model is called with in its first forward."""
+        """Record the model's inputs in its first forward."""
         (model,) = engine.modules.models.values()
 
         def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:

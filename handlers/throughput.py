@@ -1,4 +1,4 @@
-"""Throughput: samples, tokens, batches and steps per second, and how much of the peak performance is used."""
+"""Throughput: samples, tokens, batches and steps per second, and model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
@@ -26,29 +26,30 @@ __all__ = ["Throughput"]
 
 
 class Throughput(Handler):
-    """Measures how many samples, batches and optimizer steps are trained in a second, in all processes together.
+    """Measures throughput: samples, tokens, batches and steps per second over all processes, and MFU.
 
     In ``state.metrics``: "samples_per_second", "batches_per_second" and "steps_per_second", over the iterations since the
-    previous measurement. Evaluations, checkpoints and the first iterations of a run do not count, so that a resumed run shows no
-    drop. With accumulation, a step has several batches. Optionally "tokens_per_second"; "waiting_for_data", the share of the
+    previous measurement. Evaluations, checkpoints and the first iterations of a run do not count, so a resumed run shows no drop.
+    With gradient accumulation, a step has several batches. Optionally "tokens_per_second"; "waiting_for_data", the share of the
     time spent waiting for the next batch; "flops_per_second"; and "mfu", the share of the processors' peak performance that the
-    model's operations use (model FLOPs utilisation). A handler with a ``name`` puts it before the names, as in
-    "slow/samples_per_second", so that there may be several, with other intervals.
+    model's operations use (model FLOPs utilization). A ``name`` given to the handler prefixes these names, as in
+    "slow/samples_per_second", so you can attach several with different intervals.
 
-    On a GPU, kernels run asynchronously: rates are right where iterations wait for them now and then, as reading a loss does.
+    On a GPU, kernels run asynchronously: the values are right if iterations wait for the device now and then, for example by
+    reading a loss.
 
     Args:
         every: Interval between two measurements.
-        warmup: Number of iterations of each run that are not measured.
-        tokens: Function from a batch to its number of tokens; or the index, key or name of a tensor, whose elements are counted.
-        waiting: Whether to measure the time spent waiting for data, which takes two more calls in an iteration.
+        warmup: Number of initial iterations of each run that are not measured.
+        tokens: Function from a batch to its number of tokens; or the index, key or name of a tensor whose elements are counted.
+        waiting: Whether to measure the time spent waiting for data, which takes two more calls per iteration.
         flops: Floating-point operations of training with one sample, forward and backward; a function from a batch to those of
-            the batch; or "count", which counts those of the first batch as torch does, not of compiled models. An LSTM is not
-            counted; see `Summary`.
+            the batch; or "count", which counts those of the first batch with torch's counter; not for compiled models. An LSTM is
+            not counted; see `Summary`.
         peak: Peak performance of one process's processor in operations per second, such as 989e12 for bfloat16 on an H100. By
-            default that of dense bfloat16 on the model's device, if it is one of a few known GPUs; on others there is no "mfu",
-            which a line on standard error says.
-        clock: Clock in seconds.
+            default that of dense bfloat16 on the model's device, for a few known GPUs; on others "mfu" is not measured, which a
+            line on standard error reports.
+        clock: Function that returns the time in seconds.
 
     Source:
         MFU: Chowdhery et al., "PaLM: Scaling Language Modeling with Pathways" (JMLR 2023), appendix B.
@@ -142,7 +143,7 @@ class Throughput(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["device"], writes=["metrics"])
     def begin(self, engine: Engine) -> None:
-        """Begin the warm-up, and announce the names of the metrics."""
+        """Start the warm-up, and announce the names of the metrics."""
         engine.state.metrics.announce(self.name, self.metric_names(engine), saved=False)
         self._begun, self._left, self._counter = None, self.warmup, None
         self._paused_at, self._paused = None, 0.0
@@ -167,7 +168,7 @@ class Throughput(Handler):
 
     @on("counted_event", phase=Phase.PREPARE, rank=BEFORE_ALL, reads=["modules"], writes=[])
     def end_counting(self, engine: Engine) -> None:
-        """Take what was counted up to here; a step may compute the gradients again."""
+        """Take the count so far; a step may compute the gradients again."""
         if self._counter is not None and engine.state.update.evaluation == 0:
             if not self._counted:
                 self._report_uncounted(engine)
@@ -189,12 +190,12 @@ class Throughput(Handler):
 
     @on("wait_event", phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     def begin_waiting(self, engine: Engine) -> None:
-        """Note when a batch was asked for."""
+        """Record when a batch was requested."""
         self._asked = self.clock()
 
     @on("arrive_event", phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def end_waiting(self, engine: Engine) -> None:
-        """Note how long it took."""
+        """Record how long it took."""
         self._waited += self.clock() - self._asked
 
     @on(
@@ -269,7 +270,7 @@ class Throughput(Handler):
         writes=["metrics"],
     )
     def record(self, engine: Engine) -> None:
-        """Write the rates of the window, and begin the next one."""
+        """Write the values of the window, and start the next one."""
         if self._begun is None or self._iterations == 0:
             return
         seconds = self._now() - self._begun

@@ -1,4 +1,4 @@
-"""A trace of a run: digests of what it consists of, to find where two runs differ."""
+"""Traces: digests of a run's data, gradients, weights and states, to find where two runs diverge."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ _OF_A_SHARD = {"GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BAC
 
 
 class Trace(Handler):
-    """Writes digests of batches, random numbers, losses, gradients, weights and states, for `signalfire.traces.compare`.
+    """Records digests of a run's data, gradients, weights and states, to find where two runs diverge.
 
-    Two runs that should be equal are compared by their traces, across days, machines, versions and numbers of processes:
-    ``python -m signalfire compare A B`` names the first record that differs. A record has digests of 16 digits, so that a trace
-    stays small; those of tensors depend on each bit and on its position. They are computed on the device of the tensors, and read
-    in one transfer for each record.
+    `signalfire.traces.compare` or ``python -m signalfire compare A B`` names the first record that differs, across days,
+    machines, versions and numbers of processes. Digests have 16 digits, so a trace stays small; those of tensors depend on each
+    bit and on its position. They are computed on the device of the tensors, and read in one transfer per record.
 
-    In each iteration that is recorded there is a record at GET_BATCH_COMPLETED (the batch), LOSS_COMPUTED (the output, the loss),
-    GRADIENTS_READY (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random numbers, handlers' states
-    and metrics), each after all receivers of the event. With ``detail="tensor"``, there are further ones at FORWARD_COMPLETED,
-    BACKWARD_COMPLETED and OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are recorded, too.
+    Each recorded iteration has a record at GET_BATCH_COMPLETED (the batch), LOSS_COMPUTED (the output, the loss), GRADIENTS_READY
+    (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random numbers, handlers' states and metrics),
+    each after all receivers of the event. ``detail="tensor"`` adds records at FORWARD_COMPLETED, BACKWARD_COMPLETED and
+    OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are recorded, too.
 
-    The file is continued by a run that resumes, from the place of its checkpoint. With several processes, each writes a file of
-    its own: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
+    A resumed run continues the file from the position of its checkpoint. In distributed runs, each process writes a separate
+    file: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
     ``trace.part2.jsonl``.
 
     Args:
-        path: The file, such as "runs/trace.jsonl"; its folder is created.
-        every: Which iterations are recorded: "10it" for each tenth.
-        detail: "step" for one digest of all parameters, or "tensor" for one of each tensor, and for all events.
-        part_size: Bytes after which a file is continued in another one.
+        path: Path of the file, such as "runs/trace.jsonl"; its folder is created.
+        every: Interval between recorded iterations: "10it" records every tenth.
+        detail: Level of detail: "step" for one digest of all parameters, or "tensor" for one per tensor, at all events.
+        part_size: Size in bytes after which the trace continues in a new file.
 
     Example:
         >>> import tempfile, torch
@@ -114,7 +113,7 @@ class Trace(Handler):
         writes=["files"],
     )
     def begin(self, engine: Engine) -> None:
-        """Record the start of a run; one that continues has it already."""
+        """Record the start of a run; a continued run already has it."""
         self._counts.clear()
         open_folder(self, self.path.parent)
         if engine.findings.is_within:
@@ -167,7 +166,7 @@ class Trace(Handler):
         writes=["files"],
     )
     def record_iteration(self, engine: Engine) -> None:
-        """Record all that is kept from one iteration to the next."""
+        """Record all state that is kept from one iteration to the next."""
         self._record(engine, "ITERATION_COMPLETED", _KEPT)
 
     @on(
@@ -178,7 +177,7 @@ class Trace(Handler):
         writes=["files"],
     )
     def record_epoch(self, engine: Engine) -> None:
-        """Record all that is kept from one epoch to the next."""
+        """Record all state that is kept from one epoch to the next."""
         self._record(engine, "EPOCH_COMPLETED", _KEPT)
 
     def _record(self, engine: Engine, event: str, things: tuple[str, ...], update: UpdateState | None = None) -> None:
@@ -240,7 +239,7 @@ class Trace(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=[], writes=["files"])
     def resume(self, engine: Engine) -> None:
-        """Cut the file to the checkpoint's place."""
+        """Cut the file to the checkpoint's position."""
         self._close()
         if self._state:
             self._open(engine)
@@ -258,7 +257,7 @@ class Trace(Handler):
             self._writer = None
 
     def _check_place(self) -> None:
-        """Report a file that is no longer the one at its path, so that what is written is lost."""
+        """Report a file that is no longer the one at its path, whose records are lost."""
         writer, engine = self._writer, self.engine
         if writer is not None and engine is not None and not writer.in_place:
             engine.findings.report(

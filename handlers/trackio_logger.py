@@ -19,17 +19,17 @@ _LEVELS = {"FINISHED": "INFO", "FAILED": "ERROR", "KILLED": "WARN"}
 
 
 class TrackioLogger(RemoteLogger):
-    """Sends losses, rates, metrics and what is logged with ``engine.log`` to Trackio's local database.
+    """Logs losses, learning rates, metrics and values from ``engine.log`` to Trackio's local database.
 
-    `RemoteLogger` says what it guarantees.
+    See `RemoteLogger` for the guarantees.
 
     Trackio's step is the iteration, and the run's name is its id. Images, histograms and texts (as Markdown) are Trackio's.
-    Trackio has no status of a run: how a run has ended is an alert with this title, and the error's text. Its database is in
-    the folder that TRACKIO_DIR names; ``trackio sync`` uploads it.
+    Trackio has no run status: the outcome of a run is an alert with this title, and the error's text. Its database is in the
+    folder given by TRACKIO_DIR; ``trackio sync`` uploads it.
 
     Args:
         project: Name of the project.
-        folder: Folder of the run, for the file of what was not sent.
+        folder: Folder of the run, for the file of unsent records.
         every, run_id, keep_different, capacity, timeout: As for `RemoteLogger`.
 
     Raises:

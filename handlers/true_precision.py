@@ -27,18 +27,18 @@ _OTHER_NAMES: dict[Any, str] = {
 
 
 class TruePrecision(Handler):
-    """Converts the modules, and the floating-point tensors of every batch, to one dtype.
+    """Trains in pure float16, bfloat16 or float64: converts the modules and every batch to one dtype.
 
     Half precision takes half the memory of float32, for optimizer states too, but lacks the safety of autocast: small steps are
     lost to rounding, and float16 overflows, since nothing is scaled. `MixedPrecision` keeps float32 weights. "fp64" is for
-    checking numerics. The modules are converted before optimizers are built; parameters stay the same objects, so that an
-    optimizer that was built earlier keeps working.
+    checking numerics. The modules are converted before optimizers are built; parameters stay the same objects, so an optimizer
+    that was built earlier keeps working.
 
     The conversion rounds the weights. Neither the end of the run nor detaching undoes it; `restore` converts the tensors back to
     their original dtypes. Tensors created in the forward must have the dtype of its input.
 
     Args:
-        precision: "bf16", "fp16" or "fp64"; also a dtype, such as torch.float64, or its name, and Lightning's "bf16-true",
+        precision: Data type: "bf16", "fp16" or "fp64"; also a dtype, such as torch.float64, its name, or Lightning's "bf16-true",
             "16-true" and "64-true". An evaluator that the trainer runs (`Validation`, `Engine.evaluate`) inherits it; one that is
             run directly needs its own TruePrecision for its batches.
 

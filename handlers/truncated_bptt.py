@@ -19,16 +19,17 @@ __all__ = ["TruncatedBPTT"]
 
 
 class TruncatedBPTT(Handler):
-    """Splits each batch along time, so that gradients and memory reach back over one chunk instead of the whole sequence.
+    """Truncated back-propagation through time (TBPTT): trains on long sequences in chunks that pass on the hidden state.
 
-    Each chunk is one micro-step: forward, loss, backward and, unless gradients are accumulated, the optimizer's step. The
-    forward reads ``engine.state.update.hidden``, which is None at the start of a batch, and stores the new hidden state there;
-    it is detached between two chunks. `GradientAccumulation` counts chunks; its windows may span batches, but not epochs.
+    Each batch is split along time, so gradients and memory reach back over one chunk instead of the whole sequence. Each chunk is
+    one micro-step: forward, loss, backward and, unless gradients are accumulated, the optimizer's step. The forward reads
+    ``engine.state.update.hidden``, which is None at the start of a batch, and stores the new hidden state there; it is detached
+    between two chunks. `GradientAccumulation` counts chunks; its windows may span batches, but not epochs.
 
     In nested tuples, lists, dicts and dataclasses, these are split: tensors along the dimension ``dim``; lists of tensors of one
     shape, as sequences of time steps, unless the list is the batch itself; a ``PackedSequence``. The first of them in the batch
     defines the length of the sequences. Everything without a time dimension or of another length, such as labels of shape (N,),
-    is passed to every chunk. A label that happens to have this length would be split, too: give ``split`` in that case.
+    is passed to every chunk. A label that happens to have this length would be split, too: use ``split`` in that case.
 
     Chunks of a packed batch hold the sequences that have not ended, in their order, and the hidden state (of shape
     (..., N, features), as in torch's recurrent layers) is narrowed to these. No sequence is added before the next batch.
@@ -46,10 +47,10 @@ class TruncatedBPTT(Handler):
     Args:
         steps: Number of time steps in a chunk; the last chunk of a batch may be shorter.
         dim: Time dimension: 1 for tensors of shape (N, T, ...), 0 for (T, N, ...).
-        split: Called as ``split(batch)`` instead of using ``steps``, returns the list of chunks. Their lengths are found as
-            above; if there is none, all chunks have equal weight and their outputs are not concatenated. Hidden states are not
-            narrowed.
-        update: Name of the update whose batches are split; all by default.
+        split: Function called as ``split(batch)`` instead of using ``steps``, that returns the list of chunks. Their lengths are
+            found as above; if none is found, all chunks have equal weight and their outputs are not concatenated. Hidden states
+            are not narrowed.
+        update: Name of the update whose batches are split; by default all updates.
 
     Errors:
         ValueError: For an optimizer with a closure, or a handler that recomputes gradients: the hidden states of earlier chunks

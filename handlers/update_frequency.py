@@ -1,4 +1,4 @@
-"""Update frequencies: runs some of several updates in every n-th iteration only."""
+"""Update frequencies: runs some of several updates only in every n-th iteration."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ __all__ = ["UpdateFrequency"]
 
 
 class UpdateFrequency(Handler):
-    """Runs an update in every n-th iteration only, such as a generator once for every five steps of its critic (n_critic).
+    """Runs an update only in every n-th iteration, such as a GAN's generator once per five critic steps (n_critic).
 
-    Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ...; with an offset
-    of 1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. An update that is not named
-    runs in every iteration.
+    Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ...; with an offset of
+    1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates that are not named run in
+    every iteration.
 
-    Gradient accumulation counts the iterations in which the update runs. Its last window of an epoch closes when the update
-    runs for the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
+    Gradient accumulation counts only iterations that run the update. Its last window of an epoch closes when the update runs for
+    the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
 
     Args:
-        every: The n of each update, by name.
+        every: Interval n in iterations of each update, by name.
         offset: Number of iterations by which an update is delayed, by name; 0 for updates not named.
-        frequencies: The n of each update as keywords: ``UpdateFrequency(generator=5)``.
+        frequencies: Interval n of each update, as keywords: ``UpdateFrequency(generator=5)``.
 
     Errors:
         KeyError: When the handler is attached, for a name that no update has.
-        ValueError: When it is attached, for frequencies that leave an iteration without any update, so that its batch would be
-            lost; and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of
-            steps of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
+        ValueError: When it is attached, for frequencies that leave an iteration without any update, whose batch would be lost;
+            and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of steps
+            of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
 
     Source:
         Arjovsky, Chintala and Bottou, "Wasserstein Generative Adversarial Networks" (ICML 2017), algorithm 1, where n_critic = 5.
@@ -116,7 +116,7 @@ class UpdateFrequency(Handler):
                 engine.find_update(name).one_step_per_batch = True
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
-        """Updates that no iteration of the run makes."""
+        """Report updates that never run."""
         first, last = engine.state.iteration + 1, last_iteration(engine)
         for name, every in self.every.items():
             due = first + (self.offset.get(name, 0) - first) % every
@@ -174,5 +174,5 @@ class UpdateFrequency(Handler):
 
     @on(Events.ENDED, reads=[], writes=[])
     def clear_window(self, engine: Engine) -> None:
-        """Forget the length after an error; the next epoch sets the windows' lengths."""
+        """Discard the length after an error; the next epoch sets the windows' lengths."""
         self._window = None

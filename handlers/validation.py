@@ -23,35 +23,35 @@ _READ = ["weights", "buffers", "step", "processes"]
 
 
 class Validation(Handler):
-    """Evaluates at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
+    """Runs validation at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
 
     ``Validation(data, accuracy=Accuracy())`` measures "val_accuracy" and "val_loss", the mean loss of the trainer's update, with
-    the trainer's model. To measure something else, such as an update of its own, build the engine that evaluates:
-    ``Validation(evaluator, data)``, whose names have no prefix by default.
+    the trainer's model. To measure something else, such as a separate update, build the evaluator yourself:
+    ``Validation(evaluator, data)``, whose metric names have no prefix by default.
 
-    An evaluation leaves all random states, gradients and train or eval flags of modules unchanged, so that training continues
-    bit for bit as without it.
+    An evaluation leaves all random states, gradients and train or eval flags of modules unchanged, so training continues bit for
+    bit as without it.
 
     An evaluator inherits how the trainer prepares its batches: what runs at GET_BATCH_COMPLETED in Phase.PREPARE, such as
-    `DeviceTransfer`, and the precision of `MixedPrecision` or `TruePrecision`, unless it has such a handler of its own.
-    ``print(trainer)`` lists what is inherited.
+    `DeviceTransfer`, and the precision of `MixedPrecision` or `TruePrecision`, unless it has its own. ``print(trainer)`` lists
+    what is inherited.
 
     Args:
-        evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it. Without it, one is built for
-            each trainer that this is attached to, and found as ``evaluator``.
-        data: The validation data, of known length or not, iterable more than once. Or a mapping from names to several data sets,
+        evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it. Without it, the handler builds
+            one for each trainer that it is attached to, available as ``evaluator``.
+        data: The validation data, of known length or not, iterable more than once. Or a mapping from names to data sets,
             evaluated in this order; the metrics of each are prefixed with its name: "val_clean_loss". `ReloadedData` is loaded
             for the trainer's epoch.
-        metrics: Without an evaluator, what is measured besides the loss, by name; as for `Metrics`.
+        metrics: Without an evaluator, metrics to measure besides the loss, by name; as for `Metrics`.
         update: Without an evaluator, the name of the trainer's update that is measured; required if there are several.
-        every: The interval, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
+        every: Interval between evaluations, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
         prefix: Prefix of the metrics' names, to distinguish several validations; by default ``"val_"``, and none with an
             evaluator.
         at_start: Whether to evaluate before the first batch, too.
         sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
             discarded and no handler writes files.
         inherit: Whether the evaluator inherits how the trainer prepares its batches, and its precision.
-        named: The same as ``metrics``, as keyword arguments.
+        named: Metrics as keyword arguments, like ``metrics``.
 
     Raises:
         DataError: at the start of a run, for data of length 0.
@@ -149,7 +149,7 @@ class Validation(Handler):
 
     @property
     def evaluator(self) -> Engine:
-        """The engine that evaluates: the given one, or the one that is built for the trainer that this is attached to."""
+        """The evaluator: the given one, or the one built for the trainer that this is attached to."""
         evaluator = self._built if self._given is None else self._given
         if evaluator is None:
             raise AttributeError(
@@ -201,7 +201,7 @@ class Validation(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
     def announce(self, engine: Engine) -> None:
-        """Announce the metrics' names, so that a monitor with a misspelt name fails at once, and check the data."""
+        """Announce the metrics' names, so a monitor with a misspelled name fails at once, and check the data."""
         for key, data in self.data_sets.items():
             check_evaluable(
                 engine, self.evaluator, data, repr(self.name) if key == "" else f"{self.name!r}, data {key!r}"
@@ -233,7 +233,7 @@ class Validation(Handler):
     @on("start_event", phase=Phase.PREPARE, reads=_READ, writes=["metrics"], repeatable=True)
     @on("every", phase=Phase.PREPARE, reads=_READ, writes=["metrics"], repeatable=True)
     def validate(self, engine: Engine) -> None:
-        """Run the evaluator over all data sets; over those that are left, if an error cut that short."""
+        """Run the evaluator over all data sets; after an error, over the remaining ones."""
         self._evaluated = True
         for key, data in self.data_sets.items():
             if key not in self._done:

@@ -1,4 +1,4 @@
-"""Warm start: begins a run with weights from a file, and says what of it was loaded."""
+"""Warm start: loads pretrained weights from a file, and reports which were loaded."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ __all__ = ["WarmStart"]
 
 
 class WarmStart(Handler):
-    """Loads weights from a file as a new run starts: all of them, or some, or under other names.
+    """Loads pretrained weights from a file when a new run starts: all, some, or under different names.
 
-    Names, shapes and kinds of dtype are compared before anything is loaded. What the file lacks, what it has beside, and what has
-    another shape is an error, unless ``allow`` names it; then no weight has changed. A file of which nothing fits is always an
-    error. One line on stderr says how much was loaded; `plan` has the names.
+    Names, shapes and kinds of dtype are compared before anything is loaded. Missing weights, unexpected weights and different
+    shapes raise an error, unless ``allow`` matches them; no weight has changed by then. A file without any fitting weight always
+    raises an error. One line on stderr reports how much was loaded; `plan` has the names.
 
     The weights are loaded before the model is moved, converted, frozen, sharded or compiled, and before optimizers and averages
-    exist. Only weights and buffers are loaded: the run's counters, optimizers and random streams begin as new. A run that resumes
+    exist. Only weights and buffers are loaded: the run's counters, optimizers and random streams start fresh. A run that resumes
     from a checkpoint (`Checkpoint(resume=True)`, `Engine.load_state_dict`), or continues, keeps its own weights.
 
     In the names of a file, ``_orig_mod.`` and other parts that torch's wrappers add are ignored, and the prefixes "module." and
-    "model." are removed if more names match without them; the report says so. Dtypes are converted to the model's.
+    "model." are removed if more names match without them; this is reported. Dtypes are converted to the model's.
 
     Args:
-        source: A safetensors file, or the index of its shards; a file of ``torch.save`` or Lightning's ``.ckpt``; a checkpoint,
-            or a folder of them; a Hugging Face folder; or a mapping from names to tensors. See `read_weights`.
+        source: The weights: a safetensors file, or the index of its shards; a file of ``torch.save`` or Lightning's ``.ckpt``; a
+            checkpoint, or a folder of them; a Hugging Face folder; or a mapping from names to tensors. See `read_weights`.
         rename: Regular expressions and their replacements, as for `re.sub`, applied to the names of the file in this order.
-        include: Patterns of what is loaded; everything by default. All patterns are paths such as "backbone", or have ``*``,
-            ``?`` or ``[]``, and are compared with names as they are in the model.
-        exclude: Patterns of what is not loaded: it stays as the model was initialised.
-        allow: Patterns of what may be missing, unexpected or of another shape. It stays as initialised.
+        include: Patterns of the weights to load; everything by default. All patterns are paths such as "backbone", or have ``*``,
+            ``?`` or ``[]``, and are compared with the model's names.
+        exclude: Patterns of weights that are not loaded and keep their initial values.
+        allow: Patterns of weights that may be missing, unexpected or of a different shape. They keep their initial values.
 
     Attributes:
-        plan: What the last load has done; None before.
+        plan: Report of the last load; None before.
 
     Raises:
         ValueError: For weights that do not fit, naming what differs, and for a rule or pattern that matches nothing.

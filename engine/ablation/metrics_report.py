@@ -22,7 +22,7 @@ R = TypeVar("R", bound=Findings)
 
 
 class MetricsReport(Generic[R]):
-    """The comparisons of several metrics of the same runs; :meth:`Report.metrics` makes it.
+    """Comparisons of several metrics of the same runs, as returned by :meth:`Report.metrics`.
 
     Among five metrics, at least one shows a difference by chance in more than 5 % of studies. With
     ``correction="all"`` the comparisons of all variants and metrics are one family: the probability of any false finding among
@@ -31,10 +31,11 @@ class MetricsReport(Generic[R]):
 
     Args:
         reports: The report of each metric, by its name.
-        correction: "all", or "variants": each metric is a family of its own. The error is then that of each metric alone.
+        correction: "all" for one family, or "variants" for a separate family per metric, which controls the error of each metric
+            alone.
 
     Attributes:
-        reports: The report of each metric, which is adjusted over its own variants only.
+        reports: The report of each metric, adjusted only over its own variants.
         correction: As given.
         rows: The comparisons, metric by metric.
     """

@@ -49,7 +49,7 @@ __all__ = ["Report"]
 
 
 class Report:
-    """The results of a study: each variant compared with the baseline over the seeds that both finished.
+    """Results of an ablation study: compares each variant with the baseline over the seeds that both finished.
 
     ``print(report)`` shows the table, and :meth:`sentences` puts it into words. :meth:`markdown`, :meth:`csv`, :meth:`latex`,
     :meth:`frame`, :meth:`html`, :meth:`to_dict` and :meth:`plot` export it; :meth:`methods` is a paragraph for a paper. Tests are
@@ -62,19 +62,20 @@ class Report:
         variants: All planned variants, including the baseline.
         metric: Name of the metric.
         mode: "min" if smaller is better, "max" if larger is better.
-        baseline: Name of the variant with which the others are compared.
+        baseline: Name of the variant that the others are compared with.
         level: Confidence level of the intervals; a difference is significant if its adjusted p is at most 1 - level.
         seeds: The planned seeds in their order; by default all seeds in the results, sorted.
-        margin: Largest difference that does not matter, in the unit of the metric. A variant is then equivalent if its interval
-            is inside the margins; else better, worse or undecided, by its interval. This is stricter than two one-sided tests.
+        margin: Largest negligible difference, in the unit of the metric. A variant is then equivalent if its interval is inside
+            the margins; else better, worse or undecided, by its interval. This is stricter than two one-sided tests.
         looks: Plan of looks that the study follows.
-        seen: Numbers of seeds after which the runs were looked at, as far as the store knows.
-        pruned: Variants that were pruned by successive halving. They have no row, and results of them are ignored; they count in
-            the family, with p = 1, and p-values are adjusted by Holm's procedure (:mod:`signalfire.ablation.pruning`).
+        seen: Numbers of seeds after which the runs were compared, as far as the store knows.
+        pruned: Variants that were pruned by successive halving. They have no row, and their results are ignored; to correct for
+            multiple testing they still count in the family, with p = 1, and p-values are adjusted by Holm's procedure
+            (:mod:`signalfire.ablation.pruning`).
         facts: Further sentences for `methods`: how the variants were made.
         limits: Further warnings.
-        percent: Whether sentences give the metric in percentage points (100 times its value). By default, if "accuracy" is part
-            of its name and all of its values are between 0 and 1.
+        percent: Whether sentences give the metric in percentage points (100 times its value). By default True if its name
+            contains "accuracy" and all of its values are between 0 and 1.
 
     Attributes:
         rows: One row per variant, the baseline first.
@@ -168,7 +169,7 @@ class Report:
     def contributions(self, design: Cumulative | Shapley) -> list[Effect]:
         """What each handler adds, in the order of a `Cumulative` design or averaged over all orders (`Shapley`).
 
-        Only seeds of which all runs finished count. Positive values mean that the metric is larger with the handler.
+        Only seeds whose runs all finished count. Positive values mean that the metric is larger with the handler.
 
         Args:
             design: The design that was run.
@@ -181,10 +182,10 @@ class Report:
         return contributions(self._results, weights, self.level)
 
     def sampling_intervals(self, design: Shapley) -> dict[str, tuple[float, float]]:
-        """How far sampled Shapley values may be from those of all orders, by handler; of no width where these are exact.
+        """Intervals of sampled Shapley values around those of all orders, by handler; zero width if these are exact.
 
-        Student-t intervals over the sampled orders of what a handler adds, each order averaged with its reverse. The ends are
-        NaN where the orders give no interval: for a single pair of orders, and for pairs that are equal but for rounding.
+        Student-t intervals of a handler's contribution over the sampled orders, each averaged with its reverse. The ends are NaN
+        if the orders give no interval: for a single pair of orders, and for pairs that are equal except for rounding.
         """
         found = {}
         rounding = max(math.ulp(one.value) for one in self._results if one.value is not None)
@@ -202,7 +203,7 @@ class Report:
         """Compare several metrics of the same runs, with p-values and intervals adjusted over all of them.
 
         Args:
-            metrics: Whether smaller ("min") or larger ("max") is better, by the name of the metric.
+            metrics: Direction of each metric by name: "min" if smaller is better, "max" if larger is better.
             correction: "all": all variants and metrics are one family; "variants": those of one metric. Variants that were pruned
                 count in the family, with p = 1 for each metric, as in the report itself.
 
@@ -244,7 +245,7 @@ class Report:
         return MetricsReport(reports, correction)
 
     def warnings(self) -> list[str]:
-        """What limits the conclusions: failed and missing runs, and too few seeds."""
+        """Limits of the conclusions: failed and missing runs, and too few seeds."""
         return Sentences(self).warnings()
 
     def sentences(self) -> list[str]:
@@ -404,7 +405,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def csv(self) -> str:
-        """All rows at full precision, with an empty cell where there is no number; seeds in a list are separated by spaces.
+        """All rows at full precision, with empty cells for missing numbers; seeds in a list are separated by spaces.
 
         The columns low and high are the simultaneous interval.
         """
@@ -443,7 +444,7 @@ class Report:
         return framed(records_of_runs(self._results, self.metric))
 
     def methods(self) -> str:
-        """One paragraph for a paper: what was compared, over which seeds, and how it was tested.
+        """One paragraph for a paper: the comparison, its seeds, and the statistical tests.
 
         Example:
             >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
@@ -454,7 +455,7 @@ class Report:
         return methods(self)
 
     def html(self, path: str | PathLike[str]) -> None:
-        """Write the report as one HTML file that needs no other: findings, picture, tables, and how it was made.
+        """Write the report as one self-contained HTML file: findings, picture, tables, and provenance.
 
         Args:
             path: File to write, ending with ".html"; its folder is created if necessary.
@@ -470,7 +471,7 @@ class Report:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in the report, as JSON types; None where there is no number."""
+        """Everything in the report, as JSON types; None for missing numbers."""
         return content_of(self) | {"warnings": self.warnings(), "sentences": self.sentences()}
 
     def plot(self, path: str | PathLike[str]) -> None:

@@ -46,17 +46,17 @@ __all__ = ["Study"]
 
 
 class Study:
-    """Compares variants of one composition over the same seeds, and stores every finished run.
+    """Ablation study: compares variants of one training setup over the same seeds, and stores every finished run.
 
     Runs with the same seed share their random numbers: the global generators are seeded before ``build``, and the engines use
-    ``streams="separate"``, so that switching a handler off changes no other draw. Each run uses one thread, so results do not
-    depend on where the runs are made or how many at a time.
+    ``streams="separate"``, so switching a handler off changes no other random numbers. Each run uses one thread, so results do
+    not depend on where the runs take place or how many run in parallel.
 
     Args:
-        build: Called as ``build(seed)`` in each run; returns a new ``Engine(..., seed=seed)`` with everything attached, and a
-            function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``. None if each task has a
-            function of its own.
-        metric: Name of the metric to compare: its last value in ``engine.state.metrics``.
+        build: Function called as ``build(seed)`` in each run. It returns a new ``Engine(..., seed=seed)`` with everything
+            attached, and a function that runs it: ``return trainer, lambda engine: engine.run(loader, max_epochs=5)``. None if
+            each task has its own function.
+        metric: Name of the metric to compare, by its last value in ``engine.state.metrics``.
         mode: "max" if greater is better, "min" if smaller is better; by default the metric's own direction, which `plan` and
             `run` find.
         seeds: Distinct ints of 0 or more; by default 0 to 7, or as many as the last of the looks.
@@ -64,32 +64,32 @@ class Study:
         handlers: Names of the handlers that designs switch if they do not name their own. By default all enabled handlers that
             affect the training: with receivers in the phases CHANGE, FINALIZE or CONTROL, or an override. Handlers that write or
             show something, set up the model (devices, precision, processes), or announce metrics are omitted.
-        run: Runs the engine if ``build`` returns only an engine.
-        config: Plain values by name, such as ``{"width": 64}``, that distinguish these runs from others in the store. What the
-            runs are made of is included automatically, and needs no mention: the code of ``build``, ``run`` and all that they
-            use outside of installed packages, their arguments and closures, the handlers with their arguments, the structure
-            of the model, and the versions of Python, torch and this package. If any of it changes, the runs are made again;
-            comments and docstrings do not count. The variables of the environment, the command line and the files that this code
-            names count with their content. Name here what that does not show, such as data in a file with a computed name.
-        streams: Value for ``engine.streams``; None leaves it as built.
+        run: Function that runs the engine, if ``build`` returns only an engine.
+        config: Plain values by name, such as ``{"width": 64}``, that distinguish these runs from others in the store. Included
+            automatically are the code of ``build``, ``run`` and everything they use outside installed packages, their arguments
+            and closures, the handlers with their arguments, the structure of the model, and the versions of Python, torch and
+            this package. If any of it changes, the runs are repeated; comments and docstrings do not count. The environment
+            variables, the command line and the files that this code names count with their content. Add anything that this
+            misses, such as data in a file with a computed name.
+        streams: Value for ``engine.streams``; None leaves it unchanged.
         files: Whether handlers that write files, such as `Checkpoint`, or show something are enabled. All variants are built
             identically, so those of the same seed use the same file names.
-        margin: Largest difference that does not matter, in the unit of the metric; see `Report`.
-        looks: Planned numbers of seeds at each look, such as ``[7, 10, 14, 20]``: `run` compares after each of them, makes no
-            more runs of a variant that is found to differ, and keeps the probability of any false finding at 5 % over all looks.
-            Without, all seeds are run, and adding seeds later is reported as another look.
-        prune: Plan of successive halving, such as ``Halving([1, 3])``: variants that look worst after these epochs are not
-            trained to the end, with all of their seeds; the report states no effect of them. Not together with looks.
-        tasks: Several tasks, such as data sets, on which every variant runs with every seed: for each, by name, arguments of
-            ``build``, as in ``{"digits": {"data": load_digits}, "wine": {"data": load_wine}}``; or, without ``build``, a function
-            in its place. The report is a `TasksReport`, the runs of one task are those of the study ``study.tasks["digits"]``.
-            Not together with ``looks`` or ``prune``.
-        scores: With tasks, the values of the metric that count as a score of 0 and of 1 in each task, such as
-            ``{"digits": (0.1, 1.0), "wine": (1 / 3, 1.0)}`` (chance and perfection); or one pair for all. The scores of the tasks
-            are averaged, so that these values decide how much each task weighs. ``margin`` is then in units of the score.
+        margin: Largest negligible difference, in the unit of the metric; None tests no equivalence. See `Report`.
+        looks: Planned numbers of seeds at each look (interim analysis), such as ``[7, 10, 14, 20]``: `run` compares after each of
+            them, stops running a variant that is found to differ, and keeps the probability of any false finding at 5 % over all
+            looks. Without it, all seeds are run, and adding seeds later is reported as a further look.
+        prune: Plan of successive halving, such as ``Halving([1, 3])``: the worst variants after these epochs are not trained to
+            the end, for all of their seeds; the report states no effect of them. Not together with ``looks``.
+        tasks: Several tasks, such as data sets; every variant runs on each with every seed. Give arguments of ``build`` by name
+            of the task, as in ``{"digits": {"data": load_digits}, "wine": {"data": load_wine}}``; or, without ``build``, a
+            function per task. The report is a `TasksReport`; the study ``study.tasks["digits"]`` has the runs of one task. Not
+            together with ``looks`` or ``prune``.
+        scores: With tasks, the values of the metric that count as a score of 0 and of 1 in each task, such as ``{"digits": (0.1,
+            1.0), "wine": (1 / 3, 1.0)}`` (chance and perfection); or one pair for all. The scores of the tasks are averaged, so
+            these values decide how much each task weighs. ``margin`` is then in units of the score.
 
     Raises:
-        TypeError: for an argument of the wrong type; and if the runs are stored, no ``config`` is given, and ``build`` uses
+        TypeError: for an argument of the wrong type; and, if the runs are stored without a ``config``, for a ``build`` that uses
             something whose content cannot be digested, such as an open file.
         ValueError: from `plan` and `run`, for an invalid variant, or stored runs that began with other weights or data.
         StoreError: if another study is writing the store.
@@ -160,24 +160,24 @@ class Study:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds of every variant. Others are those of another study, which may have the same store."""
+        """The seeds of every variant. For different seeds, build a second study, which may share the store."""
         return self._seeds
 
     def plan(self, *designs: Design, retry_failed: bool = False) -> Plan:
-        """The runs that `run` would make, and their estimated duration. Nothing is trained.
+        """Plan the runs that `run` would start, with their estimated duration. Nothing is trained.
 
-        The composition is built twice for the first seed, to detect a ``build`` that makes another run each time. There, each
-        variant is run up to STARTED, without files, to detect invalid ones. It is built once for the second seed, to know what
-        depends on the seed.
+        The setup is built twice for the first seed, to detect a ``build`` that differs between calls. There, each variant runs up
+        to STARTED, without files, to detect invalid ones. It is built once for the second seed, to find what depends on the seed.
 
         Args:
             designs: As for `run`.
             retry_failed: As for `run`.
 
         Raises:
-            ValueError: for names of handlers that are not attached, and invalid variants, in which a handler that another one
-                requires, or that measures the metric, is off; for a metric whose direction nobody knows, without mode=.
-            RepeatError, if two calls of ``build`` make different runs; SharedError, for what an earlier run has used or changed.
+            ValueError: for names of handlers that are not attached; for invalid variants, which switch off a handler that a
+                different one requires or that measures the metric; for a metric of unknown direction, without mode=.
+            RepeatError, if two calls of ``build`` give different runs; SharedError, for objects that an earlier run has used or
+                changed.
         """
         check_bool("plan", "retry_failed", retry_failed)
         if self.tasks:
@@ -210,20 +210,20 @@ class Study:
         return self._planned(variants, lines, retry_failed)
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
-        """Make the runs that are not in the store, and report on all.
+        """Run everything that is not in the store, and report on all runs.
 
-        Each run is stored as soon as it finishes: called again after an interruption, the study resumes. A failed run is
-        stored with its traceback and is made again only with ``retry_failed``.
+        Each run is stored as soon as it finishes: called again after an interruption, the study resumes. A failed run is stored
+        with its traceback and repeated only with ``retry_failed``.
 
         Args:
             designs: One or more designs; variants with the same name must be identical.
             workers: Number of worker processes; or an ``Executor``, such as Dask's ``client.get_executor()``, loky's or
-                submitit's, whose workers can import ``build``; or 0 to make the runs in this process, as needed in a notebook.
-                With worker processes, ``build`` and the factories of alternatives must be module-level functions.
-            retry_failed: Whether to make failed runs again.
+                submitit's, whose workers can import ``build``; or 0 to run in this process, as needed in a notebook. With worker
+                processes, ``build`` and the factories of alternatives must be module-level functions.
+            retry_failed: Whether to repeat failed runs.
 
         Raises:
-            KeyError: if a run ends without the metric, no handler announced it, and no other run has it.
+            KeyError: if a run ends without the metric, and neither a handler announced it nor a different run has it.
         """
         workers = check_workers("run", workers)
         if self.tasks:
@@ -239,18 +239,18 @@ class Study:
         return self.report(*designs, plan=plan)
 
     def verify(self, k: int, *designs: Design, workers: int | Executor = 0) -> tuple[PlannedRun, ...]:
-        """Make stored runs again and compare them with the store, bit for bit; the store stays as it is.
+        """Repeat stored runs and compare them with the store, bit for bit; the store does not change.
 
         Args:
-            k: Number of runs to make again, spread evenly over the finished ones; with tasks, of each task.
+            k: Number of runs to repeat, spread evenly over the finished ones; with tasks, for each task.
             designs: As for `run`.
             workers: As for `run`.
 
         Returns:
-            The runs that were made again, all of them as in the store.
+            The repeated runs, all of them equal to those in the store.
 
         Raises:
-            StoreError: if a run comes to other numbers; both are named.
+            StoreError: if a run gives different numbers; both are named.
             ValueError: if the store has no finished run of these designs.
         """
         check_int("verify", "k", k)
@@ -275,7 +275,7 @@ class Study:
         return tuple(chosen)
 
     def report(self, *designs: Design, plan: Plan | None = None) -> Report:
-        """The report on the runs in the store; makes no runs.
+        """Report on the runs in the store, without running anything.
 
         Args:
             designs: As for `run`.
@@ -308,7 +308,7 @@ class Study:
         """The stored results of a plan, variant by variant, without those of pruned variants.
 
         Raises:
-            ValueError: if the study has tasks, each of which has results of its own.
+            ValueError: if the study has tasks: each has its own results.
         """
         if self.tasks:
             raise ValueError(

@@ -67,19 +67,19 @@ class Aggregate:
 
 
 class TasksReport(Report):
-    """The report of a study with ``tasks=``.
+    """Report of an ablation study on several tasks (``tasks=``).
 
     As a `Report`, it compares the mean score over the tasks: within each seed, a variant's runs of all tasks with those of the
-    baseline. A seed of which the run of any task failed counts as failed. Tests and intervals are those of `Report`. They are
-    about these tasks: no claim is made for others.
+    baseline. A seed counts as failed if the run of any task failed. Tests and intervals are those of `Report`. They apply to
+    these tasks only.
 
-    Beside that, ``print`` shows interquartile mean, optimality gap and probability of improvement, as rliable defines them
+    ``print`` also shows interquartile mean, optimality gap and probability of improvement, as rliable defines them
     (:mod:`signalfire.ablation.aggregate`), and the comparisons of each task, adjusted over all variants and tasks.
 
     Args:
         reports: The report of each task, by name, on the same variants and seeds.
         scores: Values of the metric that count as a score of 0 and of 1, by task.
-        margin: Largest difference of the mean score that does not matter.
+        margin: Largest negligible difference of the mean score.
 
     Attributes:
         tasks: The report of each task, in the unit of its metric.
@@ -129,7 +129,7 @@ class TasksReport(Report):
 
     @property
     def complete(self) -> tuple[int, ...]:
-        """The seeds of which all variants ran in all tasks, whether they finished or failed."""
+        """The seeds that all variants ran in all tasks, whether they finished or failed."""
         rows = [row for task in self.tasks.values() for row in task.rows]
         return tuple(seed for seed in self.seeds if all(seed in row.values or seed in row.failed for row in rows))
 
@@ -151,8 +151,8 @@ class TasksReport(Report):
     def aggregates(self) -> tuple[Aggregate, ...]:
         """Interquartile mean, optimality gap and probability of improvement of each variant; empty without a complete seed.
 
-        The intervals are percentiles of 2,000 resamples. They do not use that runs are paired by seed, so that two of them may
-        overlap where the difference, which the tests are about, is certain.
+        The intervals are percentiles of 2,000 resamples. They ignore that runs are paired by seed, so two of them may overlap
+        even if the difference, which the tests examine, is certain.
         """
         if not self.complete:
             return ()
@@ -195,7 +195,7 @@ class TasksReport(Report):
         return found if len(self.complete) > 1 else np.full_like(found, np.nan)
 
     def plot_profiles(self, path: str | PathLike[str] | TextIO, format: str | None = None) -> None:
-        """Plot the performance profile of each variant in a panel, with that of the baseline in grey.
+        """Plot the performance profile of each variant in a panel, with that of the baseline in gray.
 
         Args:
             path: File to write, or an open one.
@@ -220,7 +220,7 @@ class TasksReport(Report):
         draw_aggregates(found, path, baseline=self.baseline, level=self.level, format=format)
 
     def sentences(self) -> list[str]:
-        """The findings in words: on the mean score, and on each task of which the comparison shows something."""
+        """The findings in words: on the mean score, and on each task whose comparison shows something."""
         shown = []
         for one in self.by_task:
             comparison, end = one.row.comparison, one.conclusion
@@ -234,7 +234,7 @@ class TasksReport(Report):
         return super().sentences() + shown
 
     def warnings(self) -> list[str]:
-        """What limits the conclusions: failed and missing runs, and too few seeds."""
+        """Limits of the conclusions: failed and missing runs, and too few seeds."""
         found = super().warnings()
         if left_out := [str(seed) for seed in self.seeds if seed not in self.complete]:
             found.append(
@@ -248,7 +248,7 @@ class TasksReport(Report):
         return found
 
     def methods(self) -> str:
-        """One paragraph for a paper: what was compared, over which seeds and tasks, and how it was tested."""
+        """One paragraph for a paper: the comparison, its seeds and tasks, and the statistical tests."""
         ends = "; ".join(f"{name}: {zero:.4g} and {one:.4g}" for name, (zero, one) in self.scores.items())
         return (
             f"{super().methods()} A run stands for one training on each of {len(self.tasks)} tasks ({', '.join(self.tasks)}), "
@@ -258,7 +258,7 @@ class TasksReport(Report):
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything in the report, as JSON types; None where there is no number."""
+        """Everything in the report, as JSON types; None for missing numbers."""
         found: dict[str, Any] = {
             "scores": {name: list(ends) for name, ends in self.scores.items()},
             "aggregates": [asdict(one) for one in self.aggregates],

@@ -1,4 +1,4 @@
-"""The events of a run, filters on them, and the base class of users' own events."""
+"""The events of a run, filters on them, and the base class of custom events."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NEVER = 2**30 - 1
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Selects the occurrences of an event at which a receiver is called; built by calling an event.
+    """Selects the occurrences of an event that call a receiver; built by calling an event.
 
     Args:
-        every: Only counts that are multiples of this number.
-        once: Only this count, or these counts.
-        after: Only counts greater than this.
-        before: Only counts smaller than this.
-        when: Predicate, called as ``when(engine)`` just before the receiver would be, and only if all other filters pass.
+        every: Selects counts that are multiples of this number.
+        once: Selects only this count, or these counts.
+        after: Selects counts greater than this.
+        before: Selects counts smaller than this.
+        when: Predicate called as ``when(engine)`` just before the receiver, and only if all other filters pass.
     """
 
     every: int | None = None
@@ -81,11 +81,11 @@ class _Catalogue(EnumMeta):
 
 
 class EventEnum(Enum, metaclass=_Catalogue):
-    """Base class of every catalogue of events: subclass it for events of your own.
+    """Base class of all event enums: subclass it for custom events.
 
-    A member is a label, or ``(label, counter)``. The counter is what ``every``, ``once``, ``after`` and ``before`` are compared
-    with: ``"iteration"``, ``"epoch"``, ``"fired"`` (the number of emissions of the event; the default), a function
-    ``(engine) -> int``, or None for an event that only ``when`` can filter.
+    A member is a label, or ``(label, counter)``. ``every``, ``once``, ``after`` and ``before`` are compared with the counter:
+    ``"iteration"``, ``"epoch"``, ``"fired"`` (the number of emissions of the event; the default), a function ``(engine) -> int``,
+    or None for an event that only ``when`` can filter.
 
     Example:
         >>> class Translation(EventEnum):
@@ -114,7 +114,7 @@ class EventEnum(Enum, metaclass=_Catalogue):
         when: Callable[[Any], object] | None = None,
         **unknown: Never,
     ) -> FilteredEvent:
-        """The event with a filter: only the selected occurrences, counted from 1. For the arguments see `Filter`.
+        """The event with a filter, which selects occurrences, counted from 1. For the arguments see `Filter`.
 
         Raises:
             TypeError, ValueError: for a filter that can never fire or contradicts itself.
@@ -131,7 +131,7 @@ class EventEnum(Enum, metaclass=_Catalogue):
         return FilteredEvent(self, chosen)
 
     def _check(self, chosen: Filter) -> None:
-        """Refuse a filter that selects nothing, or everything."""
+        """Raise an error for a filter that selects nothing, or everything."""
         if chosen.once is not None and chosen.every is not None:
             raise ValueError(
                 f"{self}: every={chosen.every} and once={sorted(chosen.once)} contradict each other; give only one of them"
@@ -244,7 +244,7 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
 
 
 def check_receiver(receiver: object, where: str, *, returns: bool = False) -> None:
-    """Raise TypeError for what cannot be called as ``receiver(engine)``, or does nothing then, unless it ``returns`` a value."""
+    """Raise TypeError for a receiver that cannot be called as ``receiver(engine)``, or does nothing, unless it ``returns``."""
     if isinstance(receiver, type) and not returns:
         raise TypeError(f"{where}: {receiver!r} is a class; give a function, or a method of an instance")
     if not callable(receiver):
@@ -313,18 +313,18 @@ class Events(EventEnum):
     ENDED                                       # always, also after an error
     ```
 
-    Others come where what they are named after happens: EVALUATION_STARTED, EVALUATION_COMPLETED, CHECKPOINT_STARTED,
-    CHECKPOINT_SAVED, WEIGHTS_LOADED, DATA_EXHAUSTED, UPDATE_RETRIED, IMAGE_LOGGED and its like; TERMINATED, PREEMPTED,
-    INTERRUPTED or EXCEPTION_RAISED say how a run ends.
+    Other events are emitted when the thing they are named after happens: EVALUATION_STARTED, EVALUATION_COMPLETED,
+    CHECKPOINT_STARTED, CHECKPOINT_SAVED, WEIGHTS_LOADED, DATA_EXHAUSTED, UPDATE_RETRIED, IMAGE_LOGGED and similar ones.
+    TERMINATED, PREEMPTED, INTERRUPTED or EXCEPTION_RAISED tell how a run ends.
 
-    GET_BATCH_STARTED is not followed by GET_BATCH_COMPLETED where unsized data ends, or where the run is stopped at it. An epoch
+    GET_BATCH_STARTED is not followed by GET_BATCH_COMPLETED when unsized data ends, or when the run is stopped at it. An epoch
     that is cut short by ``terminate`` or a bound has no EPOCH_COMPLETED; one ended by ``terminate_epoch`` has.
 
     Events inside an iteration are counted by iterations, and EPOCH_STARTED and EPOCH_COMPLETED by epochs:
     ``GRADIENTS_READY(every=10)`` means every tenth iteration. For every tenth optimizer step use the interval ``"10st"``.
 
-    An iteration that ``terminate`` or ``terminate_epoch`` cuts before its updates is not made, and its number comes again.
-    Receivers with a filter on counts are called once for it, those without one again.
+    An iteration that ``terminate`` or ``terminate_epoch`` cuts before its updates does not run, and its number is reused.
+    Receivers with a filter on counts are called once for this number; receivers without one are called again.
     """
 
     MODEL_SETUP = "model_setup", None

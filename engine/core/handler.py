@@ -61,17 +61,17 @@ def on(
     """Declare that a handler's method is called as ``method(engine)`` at this event.
 
     Args:
-        event: An event, filtered event or union, or the name of an attribute of the handler that holds an event or an interval.
-        phase: Phase of the event in which the method runs.
+        event: An event, filtered event or union, or the name of a handler attribute that holds an event or an interval.
+        phase: Phase of the event that the method runs in.
         rank: Order within the phase; smaller runs earlier.
-        reads, writes: What the method uses and changes of the run, as names of `declarations.THINGS`, such as ``["gradients"]``;
-            `Engine.check` then reports receivers whose order is left to chance. If one is given, the other is empty; give none if
-            it is not known.
-        repeatable: Whether a call that an error or Ctrl-C cut short leaves nothing behind, so that the next run in the same
-            process can call the method again for this event. Otherwise that run calls those that follow, and says so.
+        reads, writes: Parts of the run that the method uses and changes, as names of `declarations.THINGS`, such as
+            ``["gradients"]``; `Engine.check` then reports receivers whose order is left to chance. If you give one, the other is
+            empty; give neither if they are not known.
+        repeatable: Whether a call that an error or Ctrl-C cut short leaves nothing behind, so the next run in the same process
+            can call the method again for this event. Otherwise that run calls only the following methods, and reports it.
 
     Raises:
-        TypeError, ValueError: for what is no event, and for names that are not in `declarations.THINGS`.
+        TypeError, ValueError: for an object that is not an event, and for names that are not in `declarations.THINGS`.
 
     Example:
         >>> from signalfire import Events, Handler, Phase, on
@@ -122,27 +122,27 @@ made: weakref.WeakKeyDictionary[Handler, Made] = weakref.WeakKeyDictionary()
 
 
 class Handler:
-    """A feature that can be attached to an engine, detached from it, and toggled.
+    """Base class of all features that you attach to an engine, detach, or toggle.
 
     A subclass declares its subscriptions with `on`, and calls ``super().__init__`` only if it takes a ``name``. A handler is
-    attached to at most one engine. Attached to another one later, it starts there as new, in the state in which it was first
-    attached; attached to the same one again, it keeps its state.
+    attached to at most one engine. Attached to a different engine later, it restarts from the state that it had when it was first
+    attached; attached to the same engine again, it keeps its state.
 
-    Attached during a run, it joins at the next iteration boundary without an open window, where its STARTED and EPOCH_STARTED
-    methods are called; detached during a run, its ENDED methods are called. Handlers draw random numbers from `generator`, never
-    from the global generators.
+    If attached during a run, it joins at the next iteration boundary without an open window, and its STARTED and EPOCH_STARTED
+    methods are called there; if detached during a run, its ENDED methods are called. Handlers draw random numbers from
+    `generator`, never from the global generators.
 
     Attributes:
-        subscriptions: What the class declared, in the order of its methods.
+        subscriptions: The subscriptions that the class declares, in the order of its methods.
         trains: Whether the handler can only be attached to an engine that trains.
-        writes: Whether the handler writes files or sends data elsewhere, so that a dry run disables it.
-        decides_alike: Whether it skips steps and asks for stops only by what is equal on all ranks (counters, reduced gradients,
-            weights, metrics), so that the ranks need not synchronise the decision.
-        other_names: What other libraries call its arguments, and what they are here, for errors about unknown ones.
+        writes: Whether the handler writes files or sends data elsewhere; a dry run disables it then.
+        decides_alike: Whether it skips steps and requests stops based only on values that are equal on all ranks (counters,
+            reduced gradients, weights, metrics), so the ranks need not synchronize the decision.
+        other_names: Names of its arguments in other libraries, mapped to the names here, for errors about unknown arguments.
         rank_zero_only: Whether the handler takes part on rank 0 only, as loggers and progress bars do.
-        device_features: What it needs of the device beyond tensor operations; an instance may need less than its class. Where the
-            device of the model lacks one (see `devices.TABLE`), the run raises an error before the first batch.
-        capture: What its operations within a step are to a CUDA graph of the step; None if it is not known.
+        device_features: Device features that it needs beyond tensor operations; an instance may need fewer than its class. If the
+            model's device lacks one (see `devices.TABLE`), the run raises an error before the first batch.
+        capture: How a CUDA graph of the step treats its operations within the step; None if it is not known.
     """
 
     subscriptions: ClassVar[tuple[Subscription, ...]] = ()
@@ -190,7 +190,7 @@ class Handler:
 
     @property
     def name(self) -> str:
-        """Name under which the handler is found, toggled and saved; by default the class name in snake case."""
+        """Name to find, toggle and save the handler by; by default the class name in snake case."""
         return (
             self._name or re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(self).__name__).lower()
         )
@@ -201,10 +201,10 @@ class Handler:
 
     @property
     def enabled(self) -> bool:
-        """Whether the handler takes part. Disabled equals absent: the run is the same as without the handler.
+        """Whether the handler is active. A disabled handler leaves the run the same as without it.
 
         During a run, a change takes effect for all subscriptions at the next iteration boundary without an open window. The flag
-        is not saved: a script that toggles handlers during a run toggles them again after a load (CHECKPOINT_LOADED).
+        is not saved: a script that toggles handlers during a run must toggle them again after a load (CHECKPOINT_LOADED).
         """
         return self._enabled
 
@@ -222,7 +222,7 @@ class Handler:
 
     @property
     def engine(self) -> Any:
-        """The engine that the handler is attached to, or None. It is held weakly, so that both are freed together."""
+        """The engine that the handler is attached to, or None. The reference is weak, so both are freed together."""
         return None if self._engine is None else self._engine()
 
     @engine.setter
@@ -239,7 +239,7 @@ class Handler:
         """Called when the handler leaves: undo what `attached` changed."""
 
     def rehearse(self, engine: Any) -> None:
-        """Called at the end of a `FastDevRun`: do once what the handler's interval was too long for in its few batches."""
+        """Called at the end of a `FastDevRun`: act once if the handler's interval was longer than its few batches."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state that an exact resume needs, in types that ``torch.load(weights_only=True)`` accepts."""
@@ -256,16 +256,16 @@ class Handler:
             )
 
     def settings(self) -> Mapping[str, Any]:
-        """What a resumed run is told of if it differs from the run that saved: numbers, strings and lists of them.
+        """Settings whose changes a resumed run reports: numbers, strings and lists of them.
 
-        By default these are the arguments that the handler was made with. Leave out those on which the weights do not depend.
+        By default these are the handler's arguments. Leave out those that do not affect the weights.
         """
         return self._arguments
 
     def parameter_copies(self) -> Mapping[str, Tensor]:
         """Copies of parameters that the handler keeps, such as averages, by module and name: "model.0.weight".
 
-        What another handler does to the weights for good, such as setting some to zero, it does to these as well.
+        Permanent changes that other handlers make to the weights, such as setting some to zero, apply to these as well.
         """
         return {}
 
@@ -274,10 +274,10 @@ class Handler:
         return [name for name, owner in engine.state.metrics.owners.items() if owner == self.name]
 
     def findings(self, engine: Any) -> Iterable[Any]:
-        """What looks wrong about this handler in this composition; called by `Engine.check`, and when the first run starts.
+        """Report problems of this handler in this setup; called by `Engine.check`, and when the first run starts.
 
-        The bounds of the run are in ``engine.state`` as far as they are known, and `planning` tells from them how far the run
-        goes. It changes nothing.
+        The bounds of the run are in ``engine.state`` as far as they are known, and `planning` derives the length of the run from
+        them. The method must not change anything.
 
         Example:
             >>> from signalfire.findings import finding
@@ -294,13 +294,15 @@ class Handler:
     ) -> torch.Generator:
         """A generator for this handler's random numbers in this iteration.
 
-        Its seed depends only on the run's seed, the handler's name, the iteration and, if given, the rank. So no state has to be
-        saved, and other handlers do not change the numbers.
+        Each call returns a freshly seeded generator; call it once per iteration. The seed depends only on the run's seed, the
+        handler's name, the iteration and, if given, the rank. So no state has to be saved, and other handlers do not change the
+        numbers.
 
         Args:
             engine: The running engine.
-            device: Device of the random numbers.
-            of_rank: The rank, if the numbers should differ between ranks. Those of the shards of a step always do.
+            device: Device that the random numbers are drawn on.
+            of_rank: The rank, if the numbers should differ between ranks; None gives all ranks the same. Numbers of a step's
+                shards always differ.
         """
         if self._generators is None:
             self._generators = {}

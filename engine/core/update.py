@@ -23,26 +23,26 @@ class UpdateState:
 
     Attributes:
         name: the update's name.
-        spec: the `Update` that it was made from.
+        spec: the `Update` that it was created from.
         optimizer: the optimizer; None before OPTIMIZER_SETUP, and on an engine that only evaluates.
-        options: the options that it was built with, such as lr, for each of its groups.
+        options: the options that the optimizer was built with, such as lr, for each of its groups.
         window: the accumulation window.
-        output: what the forward returned, perhaps transformed at FORWARD_COMPLETED.
+        output: the output of the forward, perhaps transformed at FORWARD_COMPLETED.
         raw_loss: the loss as the loss function returned it, with its graph.
-        backward_loss: what the backward starts from, perhaps scaled or with penalties added at LOSS_COMPUTED.
-        weight: how much this loss counts in its window, such as its number of tokens; set it at LOSS_COMPUTED.
-        skipped: why the step is skipped; None if it is not.
-        last_skip: why the last step that was skipped was skipped; None if none was since the engine was built or reset.
-        steps: the optimizer steps that really happened.
-        evaluation: how many times this step's gradients have been recomputed; 0 in the first pass.
-        again: inside a step that a handler overrides with ``again=True``, recomputes the gradients of the whole window and
-            returns its mean loss.
-        hidden: what the forward carries from one time chunk of a batch to the next; None before the first.
+        backward_loss: the loss that the backward starts from, perhaps scaled or with penalties added at LOSS_COMPUTED.
+        weight: the weight of this loss in its window, such as its number of tokens; set it at LOSS_COMPUTED.
+        skipped: the reason why the step is skipped; None if it is not.
+        last_skip: the reason for the last skipped step; None if no step was skipped since the engine was built or reset.
+        steps: the number of optimizer steps taken, without skipped ones.
+        evaluation: the number of times this step's gradients have been recomputed; 0 in the first pass.
+        again: inside a step that a handler overrides with ``again=True``, a function that recomputes the gradients of the whole
+            window and returns its mean loss.
+        hidden: the hidden state that the forward passes from one time chunk of a batch to the next; None before the first.
         more: whether this iteration has further micro-steps of this update, such as time chunks.
         one_step_per_batch: whether each batch is one micro-step; a handler that changes that sets it to False.
         sync_gradients: with several ranks, whether this micro-step closes its window; only then are gradients reduced.
-        omitted_in: at ITERATION_COMPLETED, the number of the iteration if it was made without this update, by its plan or for a
-            stop; another number if not.
+        omitted_in: at ITERATION_COMPLETED, the number of the iteration if it ran without this update, by its plan or for a stop;
+            a different number if not.
         share: with several ranks, the weight of this rank's batch; see `Feed.share`.
         kind: the name of the optimizer's class; None without one.
         can_skip: whether the step can still be skipped.
@@ -99,7 +99,7 @@ class UpdateState:
         self.restart()
 
     def restart(self) -> None:
-        """Begin as new, with the same optimizer."""
+        """Restart, with the same optimizer."""
         self.output: Any = None
         self.raw_loss: Tensor | None = None
         self.backward_loss: Any = None
@@ -111,19 +111,19 @@ class UpdateState:
         self.abandon()
 
     def reset(self) -> None:
-        """Begin as new; an optimizer that a factory built is built again."""
+        """Restart; an optimizer that a factory built is rebuilt."""
         if not isinstance(self.spec.optimizer, Optimizer):
             self.take_optimizer(None)
         self.restart()
 
     def abandon(self) -> None:
-        """Forget the open window, and all that belongs to the micro-step under way."""
+        """Discard the open window, and everything that belongs to the current micro-step."""
         self.discard()
         self.window.filled = 0
         self.end_micro_step()
 
     def end_micro_step(self) -> None:
-        """Forget what belongs to the micro-step under way; an open window stays as it is."""
+        """Discard everything that belongs to the current micro-step; an open window is unchanged."""
         self.skipped: str | None = None
         self.evaluation = 0
         self.hidden: Any = None
@@ -131,20 +131,20 @@ class UpdateState:
         self._asked = []  # after an error, flags may be left that were not read
 
     def discard(self) -> None:
-        """Forget what the open window holds."""
+        """Discard the content of the open window."""
         self.window.discard(self.optimizer)
 
     def end_run(self, *, failed: bool) -> None:
-        """Free the graph of the last micro-step; after an error, also undo what it may have left."""
+        """Free the graph of the last micro-step; after an error, also undo leftover changes."""
         self.output, self.backward_loss, self.loss = None, None, self.loss
         if failed:
             self.weight, self.can_skip = ONE, True
 
     def take_optimizer(self, optimizer: Any) -> None:
-        """Take the optimizer that the factory built; None to have it built again.
+        """Take the optimizer that the factory built; None rebuilds it.
 
         Raises:
-            TypeError: if it is no torch optimizer.
+            TypeError: if it is not a torch optimizer.
         """
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -157,7 +157,7 @@ class UpdateState:
 
     @property
     def loss(self) -> Tensor | None:
-        """The loss to be reported, detached: neither divided by the window's length, nor weighted, nor scaled."""
+        """The reported loss, detached: not divided by the window's length, not weighted, and not scaled."""
         return self.raw_loss.detach() if isinstance(self.raw_loss, Tensor) else self.raw_loss
 
     @loss.setter
@@ -188,7 +188,7 @@ class UpdateState:
         return self.spec.samples_in(batch)  # type: ignore[no-any-return]
 
     def output_in(self, output: Any) -> Any:
-        """The output itself in what the forward returned; see `Update.output_in`."""
+        """The output within the forward's return value; see `Update.output_in`."""
         return self.spec.output_in(output)
 
     def input_in(self, batch: Any) -> Any:
@@ -200,31 +200,31 @@ class UpdateState:
         return self.spec.target_in(batch)
 
     def skip(self, reason: str) -> None:
-        """Skip the step, or the whole update if its forward was not made yet; the first reason is kept.
+        """Skip the step, or the whole update if its forward has not run yet; the first reason is kept.
 
-        It holds for this iteration, or for this time chunk of a batch that comes in several. What the window holds is discarded.
-        Schedules, averages and step counters do not move. Once the step was made it is too late, and nothing happens.
+        This applies to the current iteration, or to the current time chunk of a batch. The window's content is discarded.
+        Schedules, averages and step counters do not advance. After the step, the call has no effect.
         """
         if self.skipped is None and self.can_skip:
             self.skipped = self.last_skip = reason
 
     def read_later(self, then: Callable[..., None], *flags: Tensor) -> None:
-        """Have flags on a device read together with those of others: the next `read_flags` calls ``then(*values)``.
+        """Read flags on a device together with those of other handlers: the next `read_flags` calls ``then(*values)``.
 
-        Each reading waits for the device. Flags that are given at GRADIENTS_READY, in Phase.FINALIZE, are read at once.
+        Each read waits for the device. Flags given at GRADIENTS_READY, in Phase.FINALIZE, are read at once.
 
         Args:
-            then: called with a bool for each flag, in the order of the calls.
-            flags: tensors of one element; true where it is not zero.
+            then: function called with a bool for each flag, in the order of the calls.
+            flags: tensors of one element; a nonzero element is True.
         """
         self._asked.append((lambda *values: then(*map(bool, values)), flags, False))
 
     def read_numbers_later(self, then: Callable[..., None], *numbers: Tensor) -> None:
-        """As `read_later`, for numbers: ``then`` is called with a float for each."""
+        """Like `read_later`, for numbers: ``then`` is called with a float for each."""
         self._asked.append((then, numbers, True))
 
     def read_flags(self) -> None:
-        """Read all that was asked for, in one synchronization with the device, and report the values."""
+        """Read all requested flags and numbers in one synchronization with the device, and report the values."""
         asked, self._asked = self._asked, []
         if len(asked) == 1 and asked[0][2]:
             then, several, _ = asked[0]

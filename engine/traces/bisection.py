@@ -32,17 +32,17 @@ StrPath = str | PathLike[str]
 
 @dataclass(frozen=True)
 class Bisection:
-    """What two runs do differently; ``print`` shows it.
+    """The cause of the difference between two runs; ``print`` shows it.
 
     Attributes:
         compared: The comparison of the traces; None without traces.
-        begun: Where the runs began that were made again: the path of a checkpoint, or None for the start.
-        iteration: The iteration of the first difference; None if the runs that were made again do not differ.
+        begun: The checkpoint path that the repeated runs started from; None for the start.
+        iteration: The iteration of the first difference; None if the repeated runs do not differ.
         event: The event of the first difference.
-        things: What differs first, such as "parameters/model.0.weight".
-        cause: What made it differ: a receiver, the part of the step between two events, a module or an operation.
-        receiver: The receiver, such as "ema.update"; None if it is none.
-        operation: The operation of torch; None if it is none.
+        things: The things that differ first, such as "parameters/model.0.weight".
+        cause: The cause of the difference: a receiver, the part of the step between two events, a module or an operation.
+        receiver: The receiver at fault, such as "ema.update"; None if no receiver is.
+        operation: The torch operation at fault; None if no operation is.
         module: The path of the module that computes it; empty for none.
     """
 
@@ -137,24 +137,25 @@ def bisect(
     checkpoints: StrPath | None = None,
     until: int | None = None,
 ) -> Bisection:
-    """Find what makes two runs differ: the receiver, the module or the operation.
+    """Find the receiver, module or operation that makes two runs diverge.
 
-    The traces say in which iteration the runs differ first. Both are run again up to there, from the newest of the checkpoints
-    before it, and everything is looked at after each receiver. If no receiver made the difference, but what the engine does
-    between two events, such as the forward, the operations of torch are compared, too. Handlers that write files are disabled.
+    The traces give the first iteration that differs. Both runs are repeated up to it, from the newest checkpoint before it, and
+    everything is compared after each receiver. If no receiver but the engine's work between two events, such as the forward,
+    causes the difference, torch operations are compared, too. Handlers that write files are disabled.
 
-    With one build, the run is made twice: where does a run that should repeat itself not do so?
+    With one build, the run is repeated twice, to find where a run that should be reproducible is not.
 
     Args:
-        build_a: Builds the first engine; called without arguments. It may return ``(engine, run)`` instead. Or a `Script`.
-        build_b: Builds the second; by default the first one again.
+        build_a: Function without arguments that builds the first engine. It may return ``(engine, run)`` instead. Or a `Script`.
+        build_b: Function that builds the second engine; None uses ``build_a`` again.
         traces: The paths of the two traces. Without them, the runs are compared from their start.
-        run: Trains an engine if the builds return no function: ``lambda engine: engine.run(loader, max_epochs=1)``.
+        run: Function that trains an engine, if the builds return no function: ``lambda engine: engine.run(loader,
+            max_epochs=1)``.
         checkpoints: A folder of checkpoints of either run.
-        until: The last iteration that is looked at, if there are no traces.
+        until: The last iteration to compare, if no traces are given.
 
     Returns:
-        What was found; its `iteration` is None if the runs that were made again do not differ.
+        The result; its `iteration` is None if the repeated runs do not differ.
 
     Raises:
         TypeError, ValueError: For a build that returns no engine, for traces that are equal, and in several processes.

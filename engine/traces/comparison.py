@@ -26,19 +26,19 @@ _NUMBERS = {"loss": "losses", "gradients": "norms of gradients", "parameters": "
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two traces has found; ``print`` shows it.
+    """The result of comparing two traces; ``print`` shows it.
 
     Attributes:
         a, b: The paths.
-        unlike: Why the runs cannot be expected to be equal, such as other versions.
-        composed: What they are composed of differently, which may be what is compared.
-        compared: How many records both have.
+        unlike: Reasons why the runs cannot be expected to be equal, such as different versions.
+        composed: Differences in their setups, which may be the point of the comparison.
+        compared: Number of records that both have.
         first: The first difference; None if there is none.
         last_equal: The last record before it that is equal, as (iteration, event); None if there is none.
         rows: The iterations that both have recorded.
         ends: The last iteration of each.
-        unseeded: The generators that the runs begin with in other states, such as "numpy".
-        equal_until: The last iteration at whose end all that is kept was recorded, and is equal; 0 if there is none.
+        unseeded: The generators whose states differ at the start of the runs, such as "numpy".
+        equal_until: The last iteration whose final state was recorded and is equal; 0 if there is none.
     """
 
     a: str
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all records that both have are equal, and there is one; a run may have ended earlier (`ends`)."""
+        """Whether all common records are equal, and at least one exists; a run may have ended earlier (`ends`)."""
         return self.first is None and self.compared > 0
 
     def __str__(self) -> str:
@@ -104,13 +104,13 @@ class Comparison:
         return preformatted(self)
 
     def plot(self, path: str | PathLike[str] | None = None) -> Any:
-        """Draw the iterations: where the runs are equal, and how far losses and norms are apart.
+        """Plot the iterations: where the runs are equal, and how far apart losses and norms are.
 
         Args:
-            path: Where to save the picture, such as "apart.png"; by default it is only returned.
+            path: File to save the plot to, such as "apart.png"; None only returns it.
 
         Returns:
-            The figure of matplotlib.
+            The matplotlib figure.
         """
         from .picture import draw
 
@@ -121,11 +121,11 @@ class Comparison:
 
 
 def compare(a: str | PathLike[str], b: str | PathLike[str]) -> Comparison:
-    """Compare two traces that `handlers.Trace` has written.
+    """Compare two traces written by `handlers.Trace`, and find where the runs diverge.
 
-    Records are compared by iteration, event, update and shard; what only one run has recorded is no difference. With several
-    processes, give the file of rank 0: those of the other ranks are read, too. Runs whose steps consist of shards are compared
-    for any number of processes; others only with the same number.
+    Records are compared by iteration, event, update and shard; records of only one run are not a difference. In distributed runs,
+    give the file of rank 0: those of the other ranks are read, too. Runs whose steps consist of shards can be compared across any
+    numbers of processes; others only with the same number.
 
     Args:
         a, b: The paths of the traces.

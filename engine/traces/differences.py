@@ -12,15 +12,15 @@ __all__ = ["Difference", "Row", "in_words"]
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that two runs have differently at an event.
+    """A difference between two runs at an event.
 
     Attributes:
         iteration: The iteration.
         event: The name of the event.
         update: The name of the update; None at events of the whole iteration.
         shard: The shard; None without shards.
-        thing: What differs, such as "parameters" or "handlers/ema".
-        others: What else differs in the same record.
+        thing: The thing that differs, such as "parameters" or "handlers/ema".
+        others: Other things that differ in the same record.
         numbers: The loss or the norm of what differs, in both runs, where they were measured.
     """
 
@@ -55,7 +55,7 @@ class Row:
     Attributes:
         iteration: The iteration.
         equal: Whether all that both have recorded of it is equal.
-        apart: How far the loss and the norms of gradients and parameters are apart, as fractions of the larger one.
+        apart: Distances of the loss and the norms of gradients and parameters, as fractions of the larger one.
     """
 
     iteration: int

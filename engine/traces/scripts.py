@@ -29,9 +29,9 @@ Look = Callable[[Engine, Run], T]
 
 
 class Script:
-    """A script that trains, for `bisect`: its first training is looked at, in place in the script, and the script ends there.
+    """A training script, for `bisect`: its first training is examined inside the script, which then ends.
 
-    Each look has a process of its own, so that nothing that a script sets for a process remains for the next look.
+    Each examination has a separate process, so process-wide settings of a script do not affect the next one.
 
     Args:
         command: The path of the script, and its arguments as on a command line: "train.py --lr 0.1".

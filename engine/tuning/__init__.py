@@ -1,4 +1,4 @@
-"""Finding settings of a training run by short runs that leave no trace."""
+"""LR finder and batch-size finder: short trial runs that leave no trace."""
 
 from .batch_size import BatchSizes, Trial, find_batch_size
 from .curve import LearningRateCurve

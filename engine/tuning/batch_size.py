@@ -36,14 +36,14 @@ _LoaderOf = Callable[[int], Iterable[Any]]
 
 
 class Trial(NamedTuple):
-    """One size that was tried.
+    """A trial of one batch size.
 
     Attributes:
         size: The number of samples in a batch, of each process.
-        ok: Whether the memory sufficed.
-        peak: The largest amount of memory in use, in bytes: of the accelerator, or of this process on a CPU with Linux; None
-            where it is not known, or did not suffice.
-        samples_per_second: Over all steps but the first, of each process; None where the memory did not suffice.
+        ok: Whether memory sufficed.
+        peak: Peak memory in bytes: of the accelerator, or of this process on a CPU with Linux; None if it is not known, or memory
+            did not suffice.
+        samples_per_second: Throughput of each process over all steps except the first; None if memory did not suffice.
     """
 
     size: int
@@ -54,12 +54,12 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """The sizes that were tried, by size.
+    """Results of a batch-size search, by size.
 
     Attributes:
         trials: The trials.
-        largest: The size to use: the largest one that fits, less the margin; it was tried.
-        limit: Why no larger size was tried; empty if the memory did not suffice for one.
+        largest: The size to use: the largest one that fits, less the margin. It was tried, too.
+        limit: Reason why no larger size was tried; empty if memory did not suffice for one.
     """
 
     trials: tuple[Trial, ...]
@@ -99,36 +99,36 @@ def find_batch_size(
     steps: int = 3,
     evaluation: tuple[Engine, Callable[[int], Iterable[Any]]] | None = None,
 ) -> BatchSizes:
-    """Try batch sizes until the memory does not suffice, and put everything back as it was.
+    """Batch-size finder: tries batch sizes until memory runs out, and restores everything.
 
-    Each size is tried for some optimizer steps, as in training: with clipping, mixed precision, accumulation, several processes.
-    Logs, checkpoints, validation, averages and schedules are disabled, as in `find_learning_rate`. Afterwards weights,
-    optimizers, handlers, counters, random generators and the position in the data are what they were before.
+    Each size is tried for some optimizer steps, as in training: with clipping, mixed precision, gradient accumulation, several
+    processes. Logs, checkpoints, validation, averages and schedules are disabled, as in `find_learning_rate`. Afterwards weights,
+    optimizers, handlers, counters, random generators and the position in the data are restored.
 
-    With several processes a size that does not fit on one of them fits on none. If the memory of a single one runs out inside the
-    optimizer's step, the search ends with an error after the timeout of the process group.
+    With several processes, a size must fit on all of them. If a single one runs out of memory inside the optimizer's step, the
+    search ends with an error after the timeout of the process group.
 
     Args:
         engine: The engine to train; it must not be running.
-        loader_of: Called with a size; returns data in batches of so many samples, such as a DataLoader. If its ``dataset`` has a
-            length, no larger size is tried.
+        loader_of: Function called with a size that returns data in batches of this size, such as a DataLoader. If its ``dataset``
+            has a length, no larger size is tried.
         start: The first size.
         mode: "power": sizes are doubled until one does not fit; "bisect": then the range in between is halved until the largest
             size is found.
-        margin: Share of the largest size that is left unused, since memory that is used varies; the size that results is tried,
-            too.
-        maximum: The largest size that is tried.
-        steps: Optimizer steps of a trial, at least 2: optimizers such as Adam take their memory in the first one, and need it
-            in the second.
-        evaluation: An evaluator, and what returns its data for a size, to be evaluated at the end of each trial.
+        margin: Share of the largest size that is left unused, since memory use varies; the resulting size is tried, too.
+        maximum: The largest size to try; None sets no limit.
+        steps: Number of optimizer steps per trial, at least 2: optimizers such as Adam allocate their memory in the first step,
+            and need it in the second.
+        evaluation: An evaluator and a function that returns its data for a size, evaluated at the end of each trial; None
+            evaluates nothing.
 
     Returns:
         The trials, with the largest size and the fastest one.
 
     Raises:
-        ValueError: for arguments that make no sense, for an engine that does not train, or with `MicroBatching`, which splits
-            batches that do not fit.
-        torch.OutOfMemoryError: if the memory does not suffice for a single sample.
+        ValueError: for invalid arguments, for an engine that does not train, or with `MicroBatching`, which splits batches that
+            do not fit.
+        torch.OutOfMemoryError: if memory does not suffice for a single sample.
 
     Example:
         >>> from functools import partial

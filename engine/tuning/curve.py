@@ -1,4 +1,4 @@
-"""The curve of a learning-rate sweep, and the rate that it suggests."""
+"""The loss curve of a learning-rate sweep, and the learning rate that it suggests."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Method = Literal["steepest", "minimum"]
 
 @dataclass(frozen=True)
 class LearningRateCurve:
-    """The losses of a sweep over learning rates.
+    """Results of the LR finder: the loss at each learning rate of a sweep.
 
     Attributes:
-        rates: The learning rate of each step, rising; that of the parameter group with the largest one.
+        rates: The learning rate of each step, rising: that of the parameter group with the largest one.
         losses: The loss of each step's window at the weights before the step; NaN or infinite ones included.
         low, high: The bounds of the sweep, which ends before ``high`` if the loss diverges.
-        diverged: Whether it did.
-        passes: How many passes over the data the sweep began.
-        update: The name of the update whose rate was swept.
+        diverged: Whether the loss diverged.
+        passes: Number of passes over the data that the sweep started.
+        update: The name of the update whose learning rate was swept.
 
     Example:
         >>> curve = LearningRateCurve((0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0)
@@ -45,17 +45,17 @@ class LearningRateCurve:
     update: str = "main"
 
     def suggestion(self, method: Method = "steepest", *, smoothing: float = 2.0) -> float:
-        """A learning rate to begin with; one of those that were tried.
+        """Suggest a learning rate, one of those that were tried.
 
         Args:
-            method: "steepest": where the loss falls fastest per factor of the rate, before its minimum; it scales with the
-                problem, as the derivative is one over the logarithm of the rate. "minimum": a tenth of the rate of the smallest
-                loss, or the next one below that was tried.
-            smoothing: Standard deviation, in points, of the Gaussian window over which losses are averaged first, at most a tenth
-                of the points; 0 for none. The window is centred, so that it does not move the curve as a running average does.
+            method: "steepest": the learning rate where the loss falls fastest before its minimum, by the derivative over the
+                logarithm of the learning rate, which scales with the problem. "minimum": a tenth of the learning rate of the
+                smallest loss, or the next one below that was tried.
+            smoothing: Standard deviation, in points, of the Gaussian window that first averages the losses, at most a tenth of
+                the points; 0 for none. The window is centered, so it does not shift the curve as a running average does.
 
         Raises:
-            ValueError: for another method, for fewer than three finite losses, or if the loss never falls.
+            ValueError: for an unknown method, for fewer than three finite losses, or if the loss never falls.
 
         Source:
             Smith, "Cyclical Learning Rates for Training Neural Networks" (WACV 2017), for the sweep.
@@ -89,7 +89,7 @@ class LearningRateCurve:
         return rates[steepest]
 
     def table(self) -> str:
-        """A table of the rates and losses, a line each; the suggestion is marked.
+        """A table of learning rates and losses, one per line; the suggestion is marked.
 
         Example:
             >>> print(LearningRateCurve((0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0).table())
@@ -106,7 +106,7 @@ class LearningRateCurve:
         return "\n".join(lines)
 
     def plot(self, path: str | PathLike[str]) -> None:
-        """Plot the losses over the rates, on a logarithmic axis, with the suggestion.
+        """Plot the losses over the learning rates, on a logarithmic axis, with the suggestion.
 
         Args:
             path: File to write; its extension sets the format, such as .png, .pdf or .svg.

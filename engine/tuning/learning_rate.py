@@ -41,35 +41,35 @@ def find_learning_rate(
     diverges: float | None = 4.0,
     update: str | None = None,
 ) -> LearningRateCurve:
-    """Train for some steps with a rising learning rate, record the losses, and put everything back as it was.
+    """LR finder: trains some steps with a rising learning rate, records the losses, and restores everything.
 
-    Each optimizer step has a higher rate than the one before; with accumulation, a step has several batches, whose mean loss is
-    recorded. Rates of several parameter groups keep their ratios: the largest one follows the sweep. What makes a step takes
-    part as in training: clipping, mixing, precision, several processes. What does not is disabled for the sweep: logs,
-    checkpoints, validation, averages, schedules, patience, guards against losses that are not finite. Functions of your own
-    that are connected in Phase.CHANGE are called as in training; what they change beside the engine, such as a scheduler that
-    they step, is not put back.
+    Each optimizer step has a higher learning rate than the previous one; with gradient accumulation, a step has several batches,
+    whose mean loss is recorded. Learning rates of several parameter groups keep their ratios: the largest one follows the sweep.
+    Handlers that affect the step work as in training: clipping, mixing, precision, several processes. All others are disabled for
+    the sweep: logs, checkpoints, validation, averages, schedules, patience, guards against non-finite losses. Your functions
+    connected in Phase.CHANGE are called as in training; their changes outside the engine, such as to a scheduler that they step,
+    are not undone.
 
-    Afterwards weights, optimizers, handlers, counters, random generators and the position in the data are what they were before,
-    also after an error or Ctrl-C, so that the run that follows is the same as without the sweep.
+    Afterwards weights, optimizers, handlers, counters, random generators and the position in the data are restored, also after an
+    error or Ctrl-C, so the following run is the same as without the sweep.
 
     Args:
         engine: The engine to train; it must not be running.
-        data: Its data. If it has fewer batches than are needed, the sweep goes round, with a warning.
-        low, high: The first and the last rate.
-        steps: Number of rates, each of which is used for one optimizer step.
-        spacing: "exponential": each rate is the same factor higher than the one before; "linear": the same amount.
-        diverges: The sweep ends once the smoothed loss exceeds the smallest one so far by this factor, or a loss is not finite;
-            None to end at ``high`` only. Losses are smoothed exponentially, with bias correction, since those of single batches
-            are noisy. A smallest loss of zero or less never counts as exceeded.
-        update: The name of the update whose rate is swept; needed if there are several.
+        data: The training data. If it has too few batches, the sweep starts over at its beginning, with a warning.
+        low, high: The first and the last learning rate.
+        steps: Number of learning rates; each is used for one optimizer step.
+        spacing: Spacing of the learning rates: "exponential" for equal factors, "linear" for equal differences.
+        diverges: Factor that ends the sweep once the smoothed loss exceeds the smallest one so far by it, or a loss is not
+            finite; None ends only at ``high``. Losses are smoothed exponentially, with bias correction, since those of single
+            batches are noisy. A smallest loss of zero or less never counts as exceeded.
+        update: The name of the update whose learning rate is swept; required if the engine has several.
 
     Returns:
         The curve, with its `suggestion`, `table` and `plot`.
 
     Raises:
-        ValueError: for bounds that make no sense, or an engine that does not train.
-        TypeError: for data that can be iterated once only.
+        ValueError: for invalid bounds, or an engine that does not train.
+        TypeError: for data that can be iterated only once.
 
     Source:
         Smith, "Cyclical Learning Rates for Training Neural Networks" (WACV 2017).

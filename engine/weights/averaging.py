@@ -19,15 +19,15 @@ _MOST_NAMED = 8
 
 
 def average_weights(sources: Iterable[str | os.PathLike[str] | Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The mean of the weights of several checkpoints or files, by name, in main memory.
+    """Average the weights of several checkpoints or files (model soup), by name, in main memory.
 
     Use it as ``model.load_state_dict(average_weights(...))``, as the source of a `WarmStart`, or save it. The mean is computed in
     float64 and rounded to the dtype of each tensor. Integers, such as the number of batches that BatchNorm has seen, are those of
-    the last source. The running statistics of BatchNorm are averaged, too, which is not what the averaged weights would give:
-    recompute them for networks that have them.
+    the last source. BatchNorm's running statistics are averaged, too, but differ from those of the averaged weights: recompute
+    them.
 
     Args:
-        sources: What `read_weights` reads, two at least; for example the versions that a `Checkpoint` has kept:
+        sources: At least two sources as for `read_weights`; for example the kept checkpoints of a `Checkpoint`:
             ``[checkpoint.folder / name for name, _ in checkpoint.kept]``. One is in memory at a time.
 
     Raises:

@@ -46,34 +46,33 @@ def export_program(
     sizes: Sequence[int] = (1, 2, 3, 7),
     files: Files | None = None,
 ) -> Path:
-    """Write the model as a program in eval mode, and compare it with the model before it counts as written.
+    """Export the model as a program in eval mode (`torch.export` or ONNX), and compare it with the model.
 
-    The suffix of the path decides: ``.pt2`` is a program of `torch.export`, ``.onnx`` one for ONNX Runtime and others.
+    The suffix of the path selects the format: ``.pt2`` for `torch.export`, ``.onnx`` for ONNX Runtime and others.
 
-    The program is read back and run on batches of several sizes, made of the example's rows; each output must be that of the
-    model, within the tolerances of `torch.testing.assert_close`. The size of a batch is the first dimension of the example's
-    first tensor, and every tensor with this size there is a batch; all other sizes are fixed. So give an example of a size that
-    no other input has.
+    Before the file is put in place, the program is read back and run on batches of several sizes, built from the example's rows;
+    each output must equal the model's, within the tolerances of `torch.testing.assert_close`. The batch size is the first
+    dimension of the example's first tensor, and every tensor with this first dimension is a batch; all other sizes are fixed. So
+    choose a batch size that no other dimension has.
 
-    Weights, modes, buffers and random generators stay as they are. `torch.export.load` reads a ``.pt2``, and executes code that
-    is in it: load only files that you wrote. An ``.onnx`` takes the tensors of the example in their order, and gives those of
-    the output in theirs.
+    Weights, modes, buffers and random generators do not change. `torch.export.load` reads a ``.pt2``, and executes code in it:
+    load only files that you wrote. An ``.onnx`` takes the example's tensors in order, and returns the output's tensors in order.
 
     Args:
-        engine: The engine, in a run or not. With several ranks each has to call it; rank 0 writes.
+        engine: The engine, during a run or not. In distributed runs every rank must call this; rank 0 writes.
         path: The file, ending with ".pt2" or ".onnx"; its folder is created if necessary.
         example: Input of the model: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
         average: Name of the handler whose averages are written, as for `export_weights`.
-        model: Name of the model, if there are several.
-        sizes: Numbers of samples with which the program is compared.
+        model: Name of the model; required if the engine has several.
+        sizes: Batch sizes that the program is tested with.
         files: File-system operations, for tests.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: If the model cannot be exported, naming the operation; if the program does not do what the model does; for
-            a sharded model; for wrong arguments.
+        ValueError: If the model cannot be exported, naming the operation; if the program's outputs differ from the model's; for a
+            sharded model; for wrong arguments.
         ImportError: For ONNX without its packages: ``pip install signalfire[onnx]``.
         OSError: If the file cannot be written. The previous one, if any, is unchanged.
 

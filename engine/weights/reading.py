@@ -31,12 +31,12 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class WeightFile:
-    """Weights that were read.
+    """Weights read from a file, folder or mapping.
 
     Attributes:
-        label: Where they come from, for messages.
+        label: Their source, for messages.
         tensors: The tensors by name; with several modules, names start with the module's.
-        notes: What a reader of a report should know, such as the entry of the file that was used.
+        notes: Notes for a report, such as the entry of the file that was used.
     """
 
     label: str
@@ -45,13 +45,13 @@ class WeightFile:
 
 
 def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: str = "read_weights()") -> WeightFile:
-    """Read weights into main memory. Nothing in a file is executed.
+    """Read weights from a checkpoint, safetensors, PyTorch, Lightning or Hugging Face; nothing in a file is executed.
 
     Args:
-        source: A file: safetensors, the index of its shards, or what ``torch.save`` wrote, such as a state dict or Lightning's
-            ``.ckpt``. Or a folder: a checkpoint of `Checkpoint`, several of them, of which the newest intact one is read, or
-            one of Hugging Face. Or a mapping from names to tensors, as ``model.state_dict()`` returns. Of training states only
-            the weights are used, not averages of them.
+        source: A file: safetensors, the index of its shards, or a file of ``torch.save``, such as a state dict or Lightning's
+            ``.ckpt``. Or a folder: a checkpoint of `Checkpoint`, a folder of them, from which the newest intact one is read, or
+            one of Hugging Face. Or a mapping from names to tensors, as ``model.state_dict()`` returns. From training states only
+            the weights are used, not their averages. The weights are read into main memory.
         where: Caller, for messages.
 
     Raises:

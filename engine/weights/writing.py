@@ -39,20 +39,20 @@ def export_weights(
     average: str | Literal[False] | None = None,
     files: Files | None = None,
 ) -> Path:
-    """Write the weights and buffers of the models as one safetensors file, atomically, and read it back before it counts.
+    """Export the weights and buffers of the models as one safetensors file, written atomically and read back.
 
-    Names are those of ``model.state_dict()``, without what DistributedDataParallel and torch.compile put into them; with several
-    models they start with the model's. A tensor that is shared under several names is written once, under the first, and the
+    Names are those of ``model.state_dict()``, without the parts that DistributedDataParallel and torch.compile add; with several
+    models they start with the model's name. A tensor that is shared under several names is written once, under the first, and the
     metadata has its other names, as ``safetensors.torch.save_model`` does. Losses with parameters are not exported.
 
-    The bytes depend on names, values, shapes and dtypes only: neither on the memory format, nor on wrappers, compilation,
-    sharding or the number of ranks. Weights, modes, hooks and random generators stay as they are.
+    The bytes depend only on names, values, shapes and dtypes, not on the memory format, wrappers, compilation, sharding or the
+    number of ranks. Weights, modes, hooks and random generators do not change.
 
     Args:
-        engine: The engine, in a run or not. With several ranks each has to call it; rank 0 writes.
+        engine: The engine, during a run or not. In distributed runs every rank must call this; rank 0 writes.
         path: The file, ending with ".safetensors"; its folder is created if necessary.
-        average: Name of the handler whose averages are written, such as "ema"; by default those of the only one that there is,
-            or the weights if it has none yet. False for the weights themselves.
+        average: Name of the handler whose averages are written, such as "ema"; by default those of the only such handler, or the
+            weights if it has none yet. False writes the weights themselves.
         files: File-system operations, for tests.
 
     Returns:
