@@ -157,7 +157,7 @@ def _things(things: Any) -> str:
 def handlers_page() -> str:
     """A table of all handlers with the first line of each, and the pages as its contents."""
     kinds = handler_classes()
-    text = ["# The handlers", "", "| handler | what it does |", "|---|---|"]
+    text = ["# All handlers", "", "| handler | what it does |", "|---|---|"]
     for kind in kinds:
         first = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split()).replace("|", "\\|")
         text.append(f"| [{kind.__name__}]({kind.__name__}.md) | {first} |")
@@ -227,7 +227,7 @@ def _texts(node: ast.expr, named: dict[str, list[ast.expr]]) -> list[str]:
 def codes_page() -> str:
     """The codes of all findings."""
     text = [
-        "# Findings and their codes",
+        "# Warning codes (W, C, G)",
         "",
         "What looks wrong but may be meant is reported once a run, with a code. Where it is meant,",
         '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it. `{...}` stands for a name or a value.',
@@ -270,7 +270,7 @@ OF_THE_LOOP = {"UpdateState": "restart, reset, abandon, discard, end_run, take_o
 
 def interface_page() -> str:
     """All public names but the handlers."""
-    text = ["# The interface", "", "```{eval-rst}"]
+    text = ["# API reference", "", "```{eval-rst}"]
     for module in (signalfire, signalfire.handlers, exact, testing, tuning, ablation):
         if module not in (signalfire, signalfire.handlers):
             text += [f".. automodule:: {module.__name__}", ""]
@@ -368,7 +368,7 @@ def parts_page() -> str:
 def things_page() -> str:
     """What receivers may declare that they read and write."""
     text = [
-        "# What receivers read and write",
+        "# Names for reads= and writes=",
         "",
         "The names that `reads=` and `writes=` of `on` take, and what each covers.",
         "",
@@ -398,7 +398,7 @@ def errors_in(file: Path) -> list[tuple[str, str]]:
 
 def errors_page() -> str:
     """Every error with its text, by module: what to search for with a part of a message."""
-    text = ["# Errors", "", "What each module raises; `{...}` stands for a value. Each text says what to do.", ""]
+    text = ["# Error messages", "", "What each module raises; `{...}` stands for a value. Each text says what to do.", ""]
     for folder, package in ((Path(signalfire.__file__).parent, "signalfire"), (_HANDLERS, "signalfire.handlers")):
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(folder).with_suffix("").parts
