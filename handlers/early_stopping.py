@@ -216,9 +216,9 @@ class EarlyStopping(Handler):
         if reason is None or reason != self._reason:
             return
         best = "" if self.best is None else f", not those of the best value, {self.best:.4g} (restore_best=True)"
-        weights = "the best value" if self.restore_event is not None else f"the last iteration{best}"
+        weights = "those of the best value" if self.restore_event is not None else f"the last ones{best}"
         engine.processes.print(
-            f"{self.name}: stopped in epoch {engine.state.epoch}: {reason}; the weights are those of {weights}",
+            f"{self.name}: stopped in epoch {engine.state.epoch}: {reason}; the model keeps the weights of {weights}",
             file=sys.stderr,
         )
 

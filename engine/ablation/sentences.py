@@ -254,7 +254,7 @@ class Sentences:
             return "too few seeds for an interval"
         low, high = sorted((sign * conclusion.low, sign * conclusion.high))
         text = f"{100 * self.report.level:g} % interval {self._amount(low)} to {self._amount(high)}"
-        return f"{text}, cut at 0 by a later step of the test" if conclusion.cut else text
+        return f"{text}, bounded at 0 by the correction for several comparisons" if conclusion.cut else text
 
     def _student(self, comparison: Comparison) -> str:
         if math.isnan(comparison.low):

@@ -73,8 +73,8 @@ def check_new(thing: Engine | Handler, what: str) -> None:
 def _check_unused(thing: Any, what: str, named: str) -> None:
     if _used.of(thing) is not None:
         raise SharedError(
-            f"{what} returned {named} for a second run: what a run changes in it would be left to the next; make a new one in "
-            "each call, inside of the function"
+            f"{what} returned {named} for a second run, which would start with what the first changed in it; create "
+            f"a new one in each call, inside the function"
         )
     _used.note(thing, "used")
 

@@ -101,8 +101,8 @@ class Store:
                 self._reported.add(line)
                 warn(
                     StoreWarning(
-                        f"line {number} of the store {str(self.path)!r} is damaged: its checksum does not fit "
-                        f"({_excerpt(line)}); its run is made again, and the line is removed"
+                        f"line {number} of the store {str(self.path)!r} is damaged: its checksum does not match "
+                        f"({_excerpt(line)}); the line is removed, and its run is repeated"
                     )
                 )
         return {key: json.loads(line) for key, line in content.runs.items()}

@@ -79,7 +79,8 @@ def plain_value(where: str, value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain_value(f"{where}[{place}]", one) for place, one in enumerate(value)]
     raise TypeError(
-        f"{where}={value!r}): a {type(value).__name__} is no plain value; give a str, a number, True, False, None, or a list or "
+        f"{where}={value!r}): a {type(value).__name__} is not a plain value; give a str, a number, True, False, "
+        f"None, or a list or "
         "mapping of these"
     )
 

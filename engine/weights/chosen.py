@@ -162,8 +162,8 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
         if handler is None and isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
             engine.findings.report(
                 "W56",
-                f"the checkpoint {str(path)!r} holds averages of the weights, of its handler {name!r}, which is not attached: "
-                "the weights of the last step are measured",
+                f"the checkpoint {str(path)!r} contains weight averages of its handler {name!r}, which is not "
+                f"attached: test() measures the weights of the last step",
                 "attach the handler that keeps the averages before test()",
                 key=name,
             )
