@@ -290,12 +290,12 @@ class _Check:
                 {path: plain[path] for path in without},
                 without,
                 f"{self.name}: it changes training; draw random "
-                f"numbers from self.generator(engine), and change neither batch, gradients nor weights, or set "
-                f"changes_training=True if that is its purpose",
+                "numbers from self.generator(engine), and change neither batch, gradients nor weights, or set "
+                "changes_training=True if that is its purpose",
             )
         assert draws or not self._drawing, (
             f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, which "
-            f"changes the numbers that others draw; draw from self.generator(engine), or set draws=True if you mean it"
+            "changes the numbers that others draw; draw from self.generator(engine), or set draws=True if you mean it"
         )
         return whole
 
@@ -365,8 +365,8 @@ class _Check:
             {key: leaf for key, leaf in kept.items() if key in found},
             {key: leaf for key, leaf in found.items() if key in kept},
             f"{self.name}: attributes are not restored by a resume after iteration {iteration}; return them in "
-            f"state_dict() and restore them in load_state_dict(), or name them in per_run= if they describe a single "
-            f"run",
+            "state_dict() and restore them in load_state_dict(), or name them in per_run= if they describe a single "
+            "run",
             _RESUMED,
         )
 

@@ -39,7 +39,7 @@ class Beginnings:
                 finding(
                     "W82",
                     f"build({seed}) returned other {' and other '.join(different)} than in an earlier run of this "
-                    f"seed: the runs of the study depend on each other",
+                    "seed: the runs of the study depend on each other",
                     "create the handlers, the model and the data inside build, in each call, and change nothing in "
                     "place",
                 )
@@ -58,8 +58,8 @@ class Beginnings:
                 finding(
                     "W04",
                     f"the study compares {metric!r}, which a function writes in each batch: its value is that of the "
-                    f"last batch, not the mean over the evaluation, unless the function computes the mean",
-                    f"let Metrics compute the mean: "
+                    "last batch, not the mean over the evaluation, unless the function computes the mean",
+                    "let Metrics compute the mean: "
                     f"evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
                 )
             )
@@ -87,7 +87,7 @@ def report_equal_runs(results: Iterable[Result]) -> None:
             finding(
                 "W81",
                 f"the {len(baseline)} runs of the baseline are equal in every metric although their seeds differ: "
-                f"they are one run, counted several times",
+                "they are one run, counted several times",
                 "use the seed in build(seed) for the initial weights and the order of the data; remove "
                 "torch.manual_seed from it",
             )

@@ -89,7 +89,7 @@ class KFold:
         if self.folds != _split(splitter, arguments):
             raise ValueError(
                 f"KFold(splitter={splitter!r}) splits differently each time; give it a random_state, such as "
-                f"random_state=0"
+                "random_state=0"
             )
         self.samples = _samples(arguments, self.folds)
         is_stored = store is not None

@@ -74,8 +74,8 @@ class Built:
         if self.difference(found) and (what := found.difference(again())):
             raise RepeatError(
                 f"two calls of build({self._seed}) made different runs: {what}; the results would depend on how "
-                f"often build is called: let build depend only on the seed and its arguments, and change nothing "
-                f"outside it"
+                "often build is called: let build depend only on the seed and its arguments, and change nothing "
+                "outside it"
             )
 
     def _shared_with(self, again: Built) -> Iterator[str]:

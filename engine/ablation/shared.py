@@ -74,7 +74,7 @@ def _check_unused(thing: Any, what: str, named: str) -> None:
     if _used.of(thing) is not None:
         raise SharedError(
             f"{what} returned {named} for a second run, which would start with what the first changed in it; create "
-            f"a new one in each call, inside the function"
+            "a new one in each call, inside the function"
         )
     _used.note(thing, "used")
 

@@ -273,7 +273,7 @@ class Log(Part["Engine"]):
         if not self.engine.running:
             raise RuntimeError(
                 f"{what}({name!r}) was called outside a run, where no logger is active; call it in a function "
-                f"connected to an event, such as Events.COMPLETED"
+                "connected to an event, such as Events.COMPLETED"
             )
 
     @property

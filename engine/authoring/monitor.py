@@ -84,7 +84,7 @@ def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name
         engine.findings.report(
             "W01",
             f"{by}(mode={given!r}) monitors {metric!r}, but by its name, {'smaller' if smaller else 'greater'} "
-            f"values are better",
+            "values are better",
             f"write mode={'min' if smaller else 'max'!r}; if the name is misleading, rename the metric",
             *filter(None, [name]),
             key=(by, metric),

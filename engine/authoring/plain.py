@@ -80,7 +80,7 @@ def plain_value(where: str, value: Any) -> Any:
         return [plain_value(f"{where}[{place}]", one) for place, one in enumerate(value)]
     raise TypeError(
         f"{where}={value!r}): a {type(value).__name__} is not a plain value; give a str, a number, True, False, "
-        f"None, or a list or "
+        "None, or a list or "
         "mapping of these"
     )
 

@@ -38,7 +38,8 @@ def check_initialised(engine: Kernel, where: str) -> None:
     for root, model in engine.modules.items():
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(
-                f"{where}: parameters of {root!r} are not initialised yet: {', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
+                f"{where}: parameters of {root!r} are not initialized yet: "
+                f"{', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
                 "Lazy modules take their shapes from a first batch: call the model with one before the run, under "
                 "torch.no_grad()"
             )
@@ -91,7 +92,7 @@ def check_windows(engine: Kernel) -> None:
                 other = seen.setdefault(parameter, update.name)
                 if other != update.name:
                     raise ValueError(
-                        f"updates {other!r} and {update.name!r} share parameters, so that gradients cannot be "
-                        "accumulated for one of them; give each its own with Update(..., parameters=), or "
+                        f"updates {other!r} and {update.name!r} share parameters, so gradients cannot be accumulated "
+                        "for one of them alone; give each its own with Update(..., parameters=), or "
                         "detach GradientAccumulation"
                     )

@@ -99,8 +99,10 @@ class Feed(PlainFeed):
         same = same_data(earlier, data)
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
-                f"run(): the run before stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} iterations, "
-                f"and this data is another {type(data).__name__}: it is read from its beginning. To continue where that run "
+                f"run(): the previous run stopped inside epoch {self.state.epoch}, after "
+                f"{self.state.epoch_iteration} iterations, "
+                f"but this data is a different {type(data).__name__}: it is read from its beginning. To continue "
+                "where that run "
                 "stopped, pass the same object",
             )
         return bool(same)

@@ -104,8 +104,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that of another "
-                "job; give each job on a machine a MASTER_PORT of its own"
+                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that "
+                "of a different job; give each job on a machine its own MASTER_PORT"
             ) from error
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, which {host} hosts; check that {host} is running"
@@ -276,8 +276,8 @@ class _Membership:
             own = f"pid {self.job['pid']} on {self.job['host']}"
             self.store.set(f"refused/{self.rank}", own)
             raise RuntimeError(
-                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine a "
-                "MASTER_PORT of its own; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
+                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine "
+                "its own MASTER_PORT; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
             )
 
     def members(self, words: list[str | None]) -> list[str | None]:

@@ -71,7 +71,7 @@ def _check_own(engine: Engine, data: Any) -> None:
         engine.findings.report(
             "W70",
             f"with shard_policy='own', all {engine.processes.world_size} ranks start with the same batch, so they "
-            f"seem to train on the same samples",
+            "seem to train on the same samples",
             "give each rank its own part of the data, or leave that to shard_policy='auto'",
         )
 
@@ -119,7 +119,7 @@ def _report_workers(engine: Engine, data: Any) -> None:
         engine.findings.report(
             "W24",
             f"{', '.join(held)}: each worker has a copy of this generator: workers and epochs draw the same numbers, "
-            f"and a resumed run draws different ones",
+            "and a resumed run draws different ones",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
@@ -174,7 +174,7 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
                 engine.findings.report(
                     "W27",
                     f"the batches have one sample, and {name}.{place} ({type(module).__name__}) normalizes over the "
-                    f"batch",
+                    "batch",
                     "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
                 )
                 return

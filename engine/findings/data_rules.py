@@ -231,7 +231,7 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C15",
                 f"the evaluator of {one.handler.name!r} has a different model: it shares no parameters with the one "
-                f"that is trained",
+                "that is trained",
                 "build it on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
                 severity="info" if is_meant(one.evaluator) else None,

@@ -49,7 +49,7 @@ def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int],
         engine.findings.report(
             "W04",
             f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches: its value is that "
-            f"of the last batch, not the mean over the evaluation, unless the function computes the mean",
+            "of the last batch, not the mean over the evaluation, unless the function computes the mean",
             f"let Metrics compute the mean: evaluator.attach(Metrics({name}=Average(function)))",
             key=prefix + name,
             severity="info",
@@ -86,7 +86,7 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
         engine.findings.report(
             "W51",
             f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not "
-            f"change: its metrics are not those of the model being trained",
+            "change: its metrics are not those of the model being trained",
             "build it on the same module: Engine(update.evaluation(), model=trainer.model); or copy the weights at "
             "EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
@@ -146,7 +146,7 @@ def report_training_mode(engine: Engine) -> None:
         engine.findings.report(
             "W57",
             f"the module {first!r}{more} in training mode at the end of an evaluation: your code called train() "
-            f"during it, so "
+            "during it, so "
             f"{' and '.join(sorted({*effects.values()}))}",
             "leave the modes to the engine, which sets and restores them",
         )
@@ -299,7 +299,7 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
             engine.findings.report(
                 "W56",
                 f"the state contains weight averages of its handler {name!r}, but the weights of the last step are "
-                f"loaded",
+                "loaded",
                 "load what trainer.weights() gives; or load the state into a trainer with this handler, and evaluate with "
                 "trainer.evaluate(evaluator, data)",
                 name,

@@ -129,7 +129,7 @@ class FirstEvaluation:
             engine.findings.report(
                 "W57",
                 f"the forward of update {update.name!r} computes dropout in an evaluation: it calls a dropout "
-                f"function without passing the mode",
+                "function without passing the mode",
                 "pass the mode: F.dropout(x, training=self.training); allow W57 if you mean the randomness",
                 key=update.name,
             )
@@ -152,7 +152,7 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
         engine.findings.report(
             "W49",
             f"update {update.name!r}: {owner} receives {' and '.join(events)}, but {by!r} computes the gradients "
-            f"without compute(), which emits these events: it has no effect there",
+            "without compute(), which emits these events: it has no effect there",
             f"detach one of the two, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
@@ -245,7 +245,7 @@ class _Look:
             engine.findings.report(
                 "W80",
                 f"a function changed the loss of update {update.name!r}, but that changes only the reported loss: "
-                f"the backward still starts from the original one",
+                "the backward still starts from the original one",
                 "set engine.state.update.backward_loss as well, or instead",
                 key=update.name,
             )
@@ -281,7 +281,7 @@ class _Look:
             engine.findings.report(
                 "W75",
                 f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients "
-                f"before the first backward of the window, which adds its gradients to them",
+                "before the first backward of the window, which adds its gradients to them",
                 "leave backward() to the engine: do not call it in the forward, the loss or a connected function; "
                 "and clear gradients from before the run",
                 key=update.name,
@@ -312,7 +312,7 @@ class _Look:
             engine.findings.report(
                 "W76",
                 f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
-                f"held with their graphs, so memory grows with each iteration",
+                "held with their graphs, so memory grows with each iteration",
                 "keep loss.item() or output.detach(), also in sums over batches",
                 key=update.name,
             )
@@ -329,8 +329,8 @@ class _Look:
             engine.findings.report(
                 "W78",
                 f"the global generator is in the same state after each of the first {len(streams)} iterations, "
-                f"although the model has dropout: it seems to be seeded in each iteration, so dropout draws the same "
-                f"masks",
+                "although the model has dropout: it seems to be seeded in each iteration, so dropout draws the same "
+                "masks",
                 "seed once, before the run: Engine(seed=), Seeding or seed_everything",
                 key=update.name,
             )

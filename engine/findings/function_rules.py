@@ -182,8 +182,8 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                     yield finding(
                         "W65",
                         f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine "
-                        f"that calls it: an evaluation counts from 1 each time, so its loss differs from that of "
-                        f"training",
+                        "that calls it: an evaluation counts from 1 each time, so its loss differs from that of "
+                        "training",
                         "read the position of the trainer: trainer.state instead of the argument's",
                         [one.handler.name],
                     )

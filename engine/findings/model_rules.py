@@ -110,7 +110,7 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C36",
                 f"{name or 'the model'} ({type(part).__name__}) uses one layer object at {places} places, which "
-                f"share its weights",
+                "share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
         if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):

@@ -83,7 +83,7 @@ def _look(reference: Reference, who: str, calls: _Calls, least: int, module: nn.
         engine.remark(
             "W91",
             f"{who} calls the model without gradients, as an evaluation does, but in training mode, where {found!r} "
-            f"behaves differently",
+            "behaves differently",
             "attach Validation(data), or write `with engine.evaluating():` around the calls",
             key=who,
         )

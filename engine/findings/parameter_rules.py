@@ -165,7 +165,7 @@ def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C22",
                 f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}: "
-                f"windows end with the epoch, so each step uses fewer",
+                "windows end with the epoch, so each step uses fewer",
                 "accumulate at most one epoch of batches, or make epochs longer than the data with run(epoch_length=)",
             )
 

@@ -76,7 +76,7 @@ def report_shared_parameters(engine: Engine) -> None:
                 engine.findings.report(
                     "W71",
                     f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so each loss "
-                    f"changes what the other trains",
+                    "changes what the other trains",
                     "build each optimizer with the parameters of its own module",
                     key=(update.name, other.name),
                 )

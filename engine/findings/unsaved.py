@@ -87,7 +87,7 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
     yield finding(
         "W47",
         f"the forward changes values that no saved state contains: {', and '.join(what)}. A resumed run starts "
-        f"without these changes",
+        "without these changes",
         f"{'; '.join(ways_out)}; allow W47 if the results do not depend on it",
         severity="info" if is_caching else "warning",
     )

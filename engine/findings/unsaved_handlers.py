@@ -73,9 +73,9 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
             yield finding(
                 "W47",
                 f"{name!r} changes {listed(f'self.{key}' for key in own)}, but its state_dict() does not return it: "
-                f"a resumed run starts without these changes, and may differ",
+                "a resumed run starts without these changes, and may differ",
                 f"return it from {kind.__name__}.state_dict(), and restore it in load_state_dict(); allow W47 if the "
-                f"results do not depend on it",
+                "results do not depend on it",
                 [name],
             )
 

@@ -140,7 +140,7 @@ class Past(Part["Engine"]):
                 if self._states
                 else "no states are kept: attach a handler that keeps them, such as SpikeGuard(policy='rewind') or Rewindable()"
             )
-            raise RuntimeError(f"iteration {iteration} cannot be made again: {have}")
+            raise RuntimeError(f"iteration {iteration} cannot be repeated: {have}")
         return max(fitting), self._states[max(fitting)]
 
     # ---- going back -----------------------------------------------------------------------------------------------

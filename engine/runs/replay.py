@@ -141,9 +141,7 @@ class Replay:
         if engine.running:
             raise RuntimeError(f"replay({iteration!r}) was called during a run; call it between runs")
         if engine.processes.distributed:
-            raise RuntimeError(
-                f"replay({iteration!r}): an iteration of several processes is not made again by one of them"
-            )
+            raise RuntimeError(f"replay({iteration!r}): one process cannot replay an iteration of several processes")
         if (
             isinstance(iteration, bool)
             or not isinstance(iteration, int)

@@ -169,7 +169,7 @@ class JointFactory:
             made[name] = factory(parameters[name])
             if not isinstance(made[name], Optimizer):
                 raise TypeError(
-                    f"{self.where}: the factory {name!r} returned {made[name]!r}, which is no torch optimizer"
+                    f"{self.where}: the factory {name!r} returned {made[name]!r}, which is not a torch optimizer"
                 )
         return JointOptimizer(made)
 

@@ -334,5 +334,7 @@ def _check_signature(where: str, function: Callable[..., Any], places: int) -> N
     except ValueError:  # a built-in without a signature
         return
     except TypeError as error:
-        wanted = {1: "(parameters)", 2: "two arguments", 3: "(engine, output, batch)"}[places]
-        raise TypeError(f"{where}={function!r} must accept {wanted}: {error}") from None
+        two = "(output, target)" if where.endswith(" loss") else "(engine, batch)"
+        wanted = {1: "(parameters)", 2: two, 3: "(engine, output, batch)"}[places]
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"{where}={function!r} must accept {wanted}: {error}; write {name}{wanted}") from None

@@ -163,7 +163,7 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
             engine.findings.report(
                 "W56",
                 f"the checkpoint {str(path)!r} contains weight averages of its handler {name!r}, which is not "
-                f"attached: test() measures the weights of the last step",
+                "attached: test() measures the weights of the last step",
                 "attach the handler that keeps the averages before test()",
                 key=name,
             )

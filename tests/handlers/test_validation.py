@@ -532,7 +532,7 @@ def test_the_evaluator_is_built_for_each_engine_that_it_is_attached_to() -> None
 
 
 def test_of_several_updates_one_is_named() -> None:
-    with pytest.raises(ValueError, match=r"several updates \(main, other\); give update=, the one that is validated"):
+    with pytest.raises(ValueError, match=r"several updates \(main, other\); pass update=, the one that is validated"):
         classifying(Validation(labelled(2)), updates=2)
     engine = classifying(Validation(labelled(2), update="other"), updates=2)
     assert engine[Validation].evaluator.updates[0].name == "other"
@@ -657,7 +657,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 
     engine = Engine(Update.from_function(whole, torch.optim.SGD, lr=0.05), model=mlp(5, 8, 3))
     with pytest.raises(
-        ValueError, match=r"'validation': update 'main' is a single function, without an output that accuracy"
+        ValueError, match=r"'validation': update 'main' is a single function without an output, which accuracy"
     ):
         engine.attach(Validation(labelled(2), accuracy=Accuracy()))
     engine.attach(Validation(labelled(2)))

@@ -68,7 +68,7 @@ def a_method_named_after_an_event_as_a_callback(right: bool) -> None:
     one_epoch(build(linear(5, 1), Right() if right else Wrong()))
 
 
-@mistake(AssertionError, "does nothing: none of its methods is declared with `on`")
+@mistake(AssertionError, "has no method decorated with @on")
 def check_handler_on_an_empty_handler(right: bool) -> None:
     class Empty(Handler):
         def count(self, engine: Engine) -> None: ...
@@ -130,7 +130,7 @@ def a_declaration_without_its_event(right: bool) -> None:
         def count(self, engine: Engine) -> None: ...
 
 
-@mistake(TypeError, "Counter.count at .* a receiver is called as receiver")
+@mistake(TypeError, "Counter.count at .* but is called with the engine alone")
 def a_method_that_takes_no_engine(right: bool) -> None:
     class Counter(Handler):
         @on(Events.EPOCH_COMPLETED)
@@ -448,7 +448,7 @@ def model_and_update_in_the_other_order(right: bool) -> None:
     Engine(*pair if right else pair[::-1])
 
 
-@mistake(ValueError, "'W1O' is no code of a finding")
+@mistake(ValueError, "'W1O' is not a finding code")
 def a_misspelt_code(right: bool) -> None:
     Engine(Update.prediction(), linear(5, 1), allow=["W10" if right else "W1O"])
 

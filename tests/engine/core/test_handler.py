@@ -180,7 +180,7 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
         (
             lambda engine: engine.attach(engine.handlers["recorder"]),
             ValueError,
-            "is attached already; to attach it anew: engine.detach.'recorder'",
+            "is attached already; to attach it again, first call engine.detach.'recorder'",
         ),
         (lambda engine: make_engine().attach(engine.handlers["recorder"]), ValueError, "attached to another engine"),
         (lambda engine: engine.attach(Recorder), TypeError, r"give an instance: Recorder\(...\)"),

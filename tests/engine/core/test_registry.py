@@ -453,5 +453,5 @@ def test_a_method_that_takes_no_engine_is_refused_also_where_it_would_join_later
         @on("when")
         def act(self) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* a receiver is called as receiver"):
+    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* is called with the engine alone"):
         make_engine(Wrong())

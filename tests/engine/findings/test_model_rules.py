@@ -79,7 +79,7 @@ def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
     ("optimizer", "words"),
     [
         (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "momentum=1 does not forget"),
-        (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "take 50% off each weight in every step"),
+        (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "take 50% from each weight in every step"),
         (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "take 10% off each weight"),
         (partial(torch.optim.AdamW, lr=1.0), "moves each weight by about 1 in every step"),
         (partial(torch.optim.Adam, lr=0.01, weight_decay=0.5), "where it outweighs them"),
@@ -203,7 +203,7 @@ def test_units_of_which_only_the_biases_differ_are_not_said_to_stay_alike() -> N
     assert "only their biases tell them apart" in sentence
     nn.init.zeros_(model[0].bias)  # type: ignore[arg-type]
     [sentence] = found(model, "C33")
-    assert "they get the same gradients, and stay alike" in sentence
+    assert "they get the same gradients, and stay equal" in sentence
 
 
 class Switched(nn.Module):

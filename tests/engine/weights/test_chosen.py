@@ -224,9 +224,7 @@ def test_averages_whose_handler_is_gone_are_not_left_out_in_silence(tmp_path: Pa
     engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"), EMA(0.5))
     engine.run(labelled(4), max_epochs=2)
     engine.detach("ema")
-    with pytest.warns(
-        FindingWarning, match=r"W56: the checkpoint .* holds averages of the weights, of its handler 'ema'"
-    ):
+    with pytest.warns(FindingWarning, match=r"W56: the checkpoint .* contains weight averages of its handler 'ema'"):
         engine.test(VALIDATION, weights="best")
 
 
