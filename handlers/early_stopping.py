@@ -145,7 +145,7 @@ class EarlyStopping(Handler):
                 "W07",
                 f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, in which "
                 f"{self.monitor.metric!r} has one value per epoch",
-                "give a smaller patience, or more epochs",
+                "use a smaller patience, or more epochs",
                 self.name,
             )
 

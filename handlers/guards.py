@@ -230,8 +230,8 @@ class Guards(Handler):
         if new := unheld_since(engine, self._known, self._foreign):
             self._report(
                 "G05",
-                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was "
-                "made, replaced or unfrozen after the optimizer was built",
+                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a "
+                "layer was created, replaced or unfrozen after the optimizer was built",
                 "create all layers before run() and pass the Update an optimizer factory, such as "
                 "partial(torch.optim.AdamW, lr=1e-3)",
             )
@@ -341,8 +341,8 @@ class Guards(Handler):
         if facts.again("G03", look.unchanged(update) and any(rates) and not converged) >= 2:
             self._report(
                 "G03",
-                f"the step of iteration {engine.state.iteration} leaves the weight with the largest gradient of update "
-                f"{update.name!r} as it was",
+                f"the step of iteration {engine.state.iteration} does not change the weight with the largest "
+                f"gradient of update {update.name!r}",
                 "check that the optimizer's step() writes to its parameters, and that they are precise enough for such a small "
                 "learning rate",
                 key=update.name,
@@ -444,7 +444,7 @@ class Guards(Handler):
                 "G23",
                 f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so its weights "
                 "are divided by a random number",
-                "make one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
+                "run one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
             )
         look.statistics = statistics_of(engine)
         if not has_other_path(engine):

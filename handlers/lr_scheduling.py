@@ -421,7 +421,7 @@ class LRScheduling(Handler):
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
             rest = f"{self.name!r} changes the learning rates of some updates; those of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless this is meant", [self.name])
+            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless you mean this", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:

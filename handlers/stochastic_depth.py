@@ -149,7 +149,7 @@ class StochasticDepth(Handler):
             raise ValueError(
                 f"{self.name!r}: the forward did not call block {path!r}, so it is never dropped; leave it out of "
                 "blocks=, "
-                "or call the block itself in place of its forward()"
+                "or call the block itself instead of its forward()"
             )
 
     @on(Events.ENDED, reads=[], writes=[])

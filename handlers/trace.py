@@ -120,7 +120,7 @@ class Trace(Handler):
         if engine.findings.is_within:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that another engine runs, so its trace restarts with "
+                f"{self.name!r} is attached to an evaluator that a trainer runs, so its trace restarts with "
                 "each evaluation",
                 "attach it to the engine that trains",
                 self.name,

@@ -142,7 +142,7 @@ class TruncatedBPTT(Handler):
             raise ValueError(
                 f"{self.name!r}: steps of update {update.name!r} compute their gradients more than once, because its "
                 f"{type(update.optimizer).__name__} takes a closure or a handler requires it, but the hidden states of "
-                "earlier chunks are no longer available; use another optimizer, or detach one of the two handlers"
+                "earlier chunks are no longer available; use a different optimizer, or detach one of the two handlers"
             )
 
     @on(Events.ITERATION_STARTED, reads=["batch", "plan", "window"], writes=["plan"])

@@ -210,7 +210,7 @@ class Log(Part["Engine"]):
             return
         if histogram.left_out or not histogram.counts:
             what = f"{histogram.left_out} values are not finite" if histogram.left_out else "there are no values"
-            way_out = "look at where they come from, or do not log them"
+            way_out = "find their source, or do not log them"
             self._report("histogram", name, f"{what}, which the histogram leaves out", way_out)
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)

@@ -65,7 +65,7 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
     if given is None or own is None or given == own:
         return given or own
     better = "greater" if own == "max" else "smaller"
-    what = f"{by}(mode={given!r}) monitors {metric!r}, of which {better} is better"
+    what = f"{by}(mode={given!r}) monitors {metric!r}, but {better} values are better"
     way_out = f"omit mode=, or write mode={own!r}"
     engine.findings.report("W01", what, way_out, *filter(None, [name]), key=(by, metric))
     return given

@@ -121,7 +121,7 @@ def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in mapping.items():
         name = plain_value(where, key)
         if not isinstance(name, _ATOMS):
-            raise TypeError(f"{where}={mapping!r}): the key {key!r} is no name")
+            raise TypeError(f"{where}={mapping!r}): the key {key!r} is not a name")
         name = str(name)
         if name in found:
             raise TypeError(f"{where}={mapping!r}): two keys are {name!r} as strings")

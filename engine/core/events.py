@@ -182,7 +182,7 @@ def _no_filters(unnamed: tuple[Any, ...], unknown: dict[str, Any]) -> str:
     """What is wrong with arguments that are no filters."""
     given = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in unknown.items())])
     hint = did_you_mean(next(iter(unknown), "").replace("event_filter", "when"), _FILTERS)
-    return f"{given} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
+    return f"{given} is not a filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +243,6 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
     )
 
 
-def _wanted(receiver: object) -> str:
-    name = getattr(receiver, "__name__", "<lambda>")
-    own = "self, " if inspect.ismethod(receiver) else ""
-    return "lambda engine: ..." if name == "<lambda>" else f"def {name}({own}engine)"
-
-
 def check_receiver(receiver: object, where: str, *, returns: bool = False) -> None:
     """Raise TypeError for what cannot be called as ``receiver(engine)``, or does nothing then, unless it ``returns`` a value."""
     if isinstance(receiver, type) and not returns:
@@ -281,9 +275,10 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
     try:
         signature.bind(None)
     except TypeError as error:
+        name, own = getattr(receiver, "__name__", repr(receiver)), "self, " * inspect.ismethod(receiver)
         raise TypeError(
-            f"{where}: {receiver!r} takes {signature}, but is called with the engine alone: {error}; write "
-            f"{_wanted(receiver)}, and bind other arguments with functools.partial"
+            f"{where}: {name}{signature} is called with the engine alone: {error}; write {name}({own}engine), and bind other "
+            "arguments with functools.partial"
         ) from None
 
 

@@ -129,7 +129,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             return
         self._refuse_name(handler)
         if handler.engine is not None:
-            raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
+            raise ValueError(f"{handler!r} is attached to a different engine; detach it there, or build a second one")
         if handler.trains and not self.engine.training:
             raise ValueError(
                 f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer"
@@ -156,9 +156,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             )
         other = self.get(handler.name)
         if other is handler:
-            raise ValueError(
-                f"{handler!r} is attached already; to attach it again, first call engine.detach({handler.name!r})"
-            )
+            raise ValueError(f"{handler!r} is attached already; to attach it again: engine.detach({handler.name!r})")
         if other is not None:
             raise ValueError(
                 f"{handler!r}: the name is taken by {other!r}; give it another: "

@@ -29,8 +29,8 @@ def length_of(data: Any) -> int | None:
         iter_ = getattr(type(data), "__getitem__", None)
     if iter_ is None:
         raise TypeError(
-            f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or another iterable, "
-            "or None with epoch_length= for a run without data"
+            f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or a similar iterable; for "
+            "a run without data, pass None and epoch_length="
         )
     length = known_length(data)
     if length == 0:

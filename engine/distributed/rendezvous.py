@@ -293,8 +293,8 @@ class _Membership:
             return  # of an earlier start, which is about to be killed, or of a job that is refused
         error = (
             f"join(): two processes of {self.job['host']} have rank {self.rank} of the group at {_address()}: pid "
-            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process a RANK of its own; or, if they belong to two "
-            "jobs, give each job a MASTER_PORT of its own"
+            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process its own RANK; or, if they belong to "
+            "two jobs, give each job its own MASTER_PORT"
         )
         self.store.set("double", json.dumps({"word": found, "error": error}))
         raise RuntimeError(error)

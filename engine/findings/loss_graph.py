@@ -384,7 +384,7 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
         yield (
             "W74",
             f"the loss is divided by {window}, the length of the accumulation window, over which gradients are averaged already",
-            "return the loss as it is: as it stands, the gradients are divided twice",
+            "return the undivided loss: now the gradients are divided twice",
         )
 
 

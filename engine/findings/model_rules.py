@@ -43,20 +43,22 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
     if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
         return (
             "C27",
-            f"computed from a parameter of shape {made_of}, which is no part of the model: it is neither trained, moved nor "
+            f"computed from a parameter of shape {made_of}, which is not part of the model: it is neither trained, "
+            "moved nor "
             "saved, and its graph is freed by the first backward",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):
-        what = "a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved"
+        what = "a tensor that requires a gradient, but is not a parameter: it is neither trained, moved nor saved"
         return "C27", what, "make it a parameter: nn.Parameter(...)"
     if hidden:
         return (
             "C27",
-            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no part of the model: they "
+            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are not part of the "
+            "model: they "
             "are neither trained, moved nor saved",
-            "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
+            "use nn.ModuleList or nn.ModuleDict; or freeze what should not train: requires_grad_(False)",
         )
     return None
 

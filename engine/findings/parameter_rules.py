@@ -124,7 +124,7 @@ def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) ->
     return finding(
         "C21",
         f"the last batch of each epoch has one sample ({extent}), {what}",
-        "use DataLoader(drop_last=True), or another batch size",
+        "use DataLoader(drop_last=True), or a different batch size",
         severity=None if warns else "info",
     )
 

@@ -97,9 +97,9 @@ def say_left_out(engine: Engine) -> None:
         return
     if all(one.requires_grad for one in engine.modules.parameters()):
         engine.findings.say(
-            f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and "
-            "has loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
-            "continues where the state was saved"
+            f"load_weights() received a whole state, of epoch {position['epoch']} and iteration "
+            f"{position['iteration']}, and loaded only its weights: the optimizer is new, and the run starts at "
+            "epoch 1. To continue the saved run, call engine.load_state_dict(state)"
         )
 
 

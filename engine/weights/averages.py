@@ -64,7 +64,8 @@ def find_averaging(engine: Engine, average: str | Literal[False] | None, where: 
         )
     if isinstance(average, str) and average not in found:
         raise ValueError(
-            f"{where}: average={average!r} is no attached handler that averages weights; there are: {names or 'none'}"
+            f"{where}: average={average!r} is not an attached handler that averages weights; there are: "
+            f"{names or 'none'}"
         )
     if average is False or not found:
         return None

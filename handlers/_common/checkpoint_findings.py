@@ -41,7 +41,7 @@ def check_selection(handler: Handler, monitor: str | None, mode: str | None, eve
     if mode is not None:
         check_choice(handler, "mode", mode, ("min", "max"))
         if monitor is None:
-            kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
+            kept = "without monitor= the latest checkpoints are kept; add monitor=, or omit mode="
             raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
 
 
@@ -120,9 +120,9 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
     engine.findings.say(
         f"{str(shown_path(folder))!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
         f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, epoch "
-        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are, and this run begins at epoch "
-        "1 and writes its own beside them. Checkpoint(..., resume=True) continues the earlier run; another folder keeps the runs "
-        "apart"
+        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are: this run starts "
+        "at epoch 1 and writes its own checkpoints beside them. To continue the earlier run, use Checkpoint(..., "
+        "resume=True); to keep the runs apart, use a different folder"
     )
 
 

@@ -214,8 +214,9 @@ class Metrics(Handler):
             other = _in_use.setdefault(id(metric), self)
             if other is not self:
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in another Metrics handler "
-                    "that is running, so that each would reset and count the other's batches; build one for each"
+                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in a second "
+                    "Metrics handler that is running, so each would reset and count the other's batches; build one "
+                    "for each"
                 )
 
     @on(Events.ENDED, reads=[], writes=[])

@@ -84,7 +84,7 @@ class TextLogger(ScalarLogger):
         if engine.findings.is_within:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that another engine runs, so its log restarts with each "
+                f"{self.name!r} is attached to an evaluator that a trainer runs, so its log restarts with each "
                 "evaluation",
                 "attach it to the engine that trains: it also writes what an evaluation measures",
                 self.name,

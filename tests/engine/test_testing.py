@@ -333,7 +333,9 @@ def test_a_resumed_run_is_compared_after_each_iteration_and_lists_by_their_lengt
 
 @pytest.mark.moderate
 def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> None:
-    message = r"forgetful: attributes are not restored by a resume after iteration 4; .*: forgotten \(uninterrupted 6; resumed 2\)$"
+    message = (
+        r"attributes are not restored by a resume after iteration 4; .*: forgotten \(uninterrupted 6; resumed 2\)$"
+    )
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Forgetful, make_data(), max_epochs=2)
     check_handler(build, Forgetful, make_data(), max_epochs=2, per_run=["forgotten"])

@@ -448,7 +448,7 @@ def linear_decay(optimizer: Optimizer, num_warmup_steps: int, num_training_steps
 def test_a_run_that_is_made_longer_names_the_argument_that_the_factory_takes(factory: Any, way_out: str) -> None:
     engine, rates = engine_of(network(), LRScheduling(factory))
     engine.run(batches(), max_epochs=2)
-    with pytest.raises(ValueError, match=rf"extends to 18; .*as in {re.escape(way_out)}, or begin"):
+    with pytest.raises(ValueError, match=rf"extends to 18; .*as in {re.escape(way_out)}, or start"):
         engine.run(batches(), max_epochs=3)
     assert len(rates) == 12
 

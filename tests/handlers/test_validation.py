@@ -561,12 +561,12 @@ def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
     [
         (
             {"evry": "2ep"},
-            r"Validation\(evry='2ep'\): evry= is no argument, and '2ep' is no metric; did you mean 'every'\?",
+            r"Validation\(evry='2ep'\): evry= is not an argument, and '2ep' is not a metric; did you mean 'every'\?",
         ),
-        ({"at": Events.STARTED}, r"at= is no argument, and Events.STARTED is no metric"),
-        ({"evaluate": None}, r"evaluate= is no argument, and None is no metric; did you mean 'evaluator'\?"),
+        ({"at": Events.STARTED}, r"at= is not an argument, and Events.STARTED is not a metric"),
+        ({"evaluate": None}, r"evaluate= is not an argument, and None is not a metric; did you mean 'evaluator'\?"),
         ({"accuracy": Accuracy}, r"accuracy=Accuracy\): expected an instance; write Accuracy\(\)"),
-        ({"accuracy": 3}, r"accuracy= is no argument, and 3 is no metric"),
+        ({"accuracy": 3}, r"accuracy= is not an argument, and 3 is not a metric"),
     ],
 )
 def test_what_is_neither_an_argument_nor_a_metric_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -615,7 +615,7 @@ def test_a_slash_and_an_underscore_spell_one_name() -> None:
     assert history["val/accuracy"] == history["val_accuracy"]
     assert engine.state.metrics["val/loss"] == engine.state.metrics["val_loss"]
     assert engine[EarlyStopping].monitor.metric == "val_accuracy"
-    with pytest.raises(KeyError, match="there is no metric 'val/nothing'"):
+    with pytest.raises(KeyError, match="there is not a metric 'val/nothing'"):
         _ = engine.state.metrics["val/nothing"]
 
 

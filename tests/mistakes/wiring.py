@@ -130,7 +130,7 @@ def a_declaration_without_its_event(right: bool) -> None:
         def count(self, engine: Engine) -> None: ...
 
 
-@mistake(TypeError, "Counter.count at .* but is called with the engine alone")
+@mistake(TypeError, "Counter.count at .* is called with the engine alone")
 def a_method_that_takes_no_engine(right: bool) -> None:
     class Counter(Handler):
         @on(Events.EPOCH_COMPLETED)
@@ -258,7 +258,7 @@ def a_class_as_a_receiver(right: bool) -> None:
     engine.connect(Events.EPOCH_COMPLETED, Log(engine) if right else Log)
 
 
-@mistake(TypeError, "takes self and has no object")
+@mistake(TypeError, "takes self, but is not bound to an object")
 def a_method_of_a_class_without_an_object(right: bool) -> None:
     class Log:
         def write(self) -> None: ...
@@ -312,7 +312,7 @@ def a_misspelt_event(right: bool) -> None:
     getattr(Events, "EPOCH_COMPLETED" if right else "EPOCH_COMPLETE")
 
 
-@mistake(TypeError, "each=2 is no filter; the filters are every=")
+@mistake(TypeError, "each=2 is not a filter; the filters are every=")
 def a_misspelt_filter(right: bool) -> None:
     options: dict[str, Any] = {"every" if right else "each": 2}
     Events.EPOCH_COMPLETED(**options)

@@ -113,7 +113,7 @@ def test_what_is_no_path_is_refused_by_what_was_called(call: Callable[[Any], Any
 @pytest.mark.parametrize("call", [CheckpointFolder, Checkpoint, CSVLogger, lambda path: Export(path / "a.pt2")])
 def test_a_path_below_a_file_is_refused_where_it_is_given(call: Callable[[Any], Any], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match=r"\w\(\w+='.*/file/.*'\): '.*/file' is a file, and not a folder"):
+    with pytest.raises(NotADirectoryError, match=r"\w\(\w+='.*/file/.*'\): '.*/file' is a file, not a folder"):
         call(tmp_path / "file" / "below")
 
 

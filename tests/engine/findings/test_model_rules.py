@@ -42,7 +42,7 @@ FROZEN = linear(5, 1).requires_grad_(False)
         ([nn.Linear(5, 5), nn.Linear(5, 1)], "model.held is a list of layers with 4 trainable parameters"),
         ((nn.Linear(5, 5),), "model.held is a tuple of layers with 2 trainable parameters"),
         ({"one": nn.Linear(5, 5)}, "model.held is a dict of layers with 2 trainable parameters"),
-        (torch.ones(3, requires_grad=True), "model.held is a tensor that requires a gradient, but no parameter"),
+        (torch.ones(3, requires_grad=True), "model.held is a tensor that requires a gradient, but is not a parameter"),
     ],
 )
 def test_what_is_held_where_torch_does_not_find_it_is_reported(held: Any, words: str) -> None:

@@ -642,6 +642,6 @@ def test_no_data_is_named() -> None:
 
 def test_a_loss_that_is_never_finite_is_not_blamed_on_the_rate() -> None:
     with pytest.raises(
-        ValueError, match=r"no loss of the sweep is finite, not even the first, nan, .*: no rate can help"
+        ValueError, match=r"no loss of the sweep is finite, not even the first, nan, .*: no learning rate can help"
     ):
         LearningRateCurve((0.1, 1.0), (math.nan, math.nan), low=0.1, high=1.0).suggestion()

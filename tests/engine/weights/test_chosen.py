@@ -266,9 +266,9 @@ def test_several_data_sets_are_measured_under_their_names(tmp_path: Path) -> Non
     [
         (
             {"prefix": "test_"},
-            r"^test\(prefix='test_'\): prefix= is no argument, and 'test_' is no metric; the arguments are data",
+            r"^test\(prefix='test_'\): prefix= is not an argument, and 'test_' is not a metric; the arguments are data",
         ),
-        ({"weight": "best"}, r"^test\(weight='best'\): weight= is no argument.*did you mean 'weights'\?"),
+        ({"weight": "best"}, r"^test\(weight='best'\): weight= is not an argument.*did you mean 'weights'\?"),
         ({"metrics": [Accuracy()]}, r"^test\(metrics=a list\): expected a mapping from names to metrics"),
         (
             {"weights": {"a": torch.zeros(9)}},
