@@ -135,7 +135,7 @@ class EMA(AveragedWeights):
             engine.findings.report(
                 "W55",
                 f"EMA(decay={self.decay:g}): after the {averages} updates of this run, {share:.1%} of the average "
-                "are still the initial weights",
+                "still comes from the initial weights",
                 "use a smaller decay, or warmup=True, which ramps it up",
                 self.name,
             )

@@ -189,9 +189,9 @@ class Validation(Handler):
             )
         if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
             raise ValueError(
-                f"{self.name!r}: update {spec.name!r} is a single function without an output, which "
-                f"{', '.join(unknown)} could "
-                "measure; build an engine that evaluates, with an update that has one: Validation(evaluator, data)"
+                f"{self.name!r}: update {spec.name!r} is a single function: it has no output for "
+                f"{', '.join(unknown)} to measure; build an engine that evaluates, with an update that has one: "
+                "Validation(evaluator, data)"
             )
         evaluator = Engine(spec.evaluation(), model=next(iter(models.values())) if len(models) == 1 else models or None)
         evaluator.attach(Metrics(measured))

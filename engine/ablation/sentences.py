@@ -58,8 +58,8 @@ class Sentences:
         for n, names in few.items():
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
-                f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so "
+                f"no direction is stated; for {self.report.alpha:g}, {self._needed()}."
             )
         return sentences
 

@@ -141,8 +141,8 @@ class EpochChecks:
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("got a gradient" if before.counts_versions else "changed"),
-                "use engine.model in the forward, not an older model or a copy; use no no_grad(), detach() or item() "
-                "between the parameters and the loss; and leave zero_grad() to the engine",
+                "use engine.model in the forward, not an older model or a copy, without no_grad(), detach() or "
+                "item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
             )
         elif whole and before.counts_versions:

@@ -98,7 +98,7 @@ class Snapshots(Part["Engine"]):
             state = gather(engine, at_once=at_once)
         except Exception as error:
             if lost_another(error):
-                error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
+                error.add_note("state_dict() joins the parts of all ranks: call it on each of them")
             raise
         engine.signals.notify(engine, Lifecycle.STATE_TAKEN, state, at_once)
         return state

@@ -78,9 +78,10 @@ def _none_or_several(names: list[str]) -> str:
     """What is wrong where no validation, or several of these names, could say what is measured."""
     if names:
         shown = ", ".join(map(repr, names))
-        return f"test(): several validations are attached, {shown}; say which one measures: validation={names[0]!r}"
+        return f"test(): several validations are attached, {shown}; choose one: validation={names[0]!r}"
     return (
-        "test(): no Validation is attached, which says what is measured; attach Validation(data, accuracy=Accuracy()), or build "
+        "test(): no Validation is attached to define what to measure; attach Validation(data, accuracy=Accuracy()), "
+        "or build "
         "an evaluator and call engine.evaluate(evaluator, data)"
     )
 

@@ -615,7 +615,7 @@ def test_a_slash_and_an_underscore_spell_one_name() -> None:
     assert history["val/accuracy"] == history["val_accuracy"]
     assert engine.state.metrics["val/loss"] == engine.state.metrics["val_loss"]
     assert engine[EarlyStopping].monitor.metric == "val_accuracy"
-    with pytest.raises(KeyError, match="there is not a metric 'val/nothing'"):
+    with pytest.raises(KeyError, match="there is no metric 'val/nothing'"):
         _ = engine.state.metrics["val/nothing"]
 
 
@@ -657,7 +657,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 
     engine = Engine(Update.from_function(whole, torch.optim.SGD, lr=0.05), model=mlp(5, 8, 3))
     with pytest.raises(
-        ValueError, match=r"'validation': update 'main' is a single function without an output, which accuracy"
+        ValueError, match=r"'validation': update 'main' is a single function: it has no output for accuracy"
     ):
         engine.attach(Validation(labelled(2), accuracy=Accuracy()))
     engine.attach(Validation(labelled(2)))
@@ -667,7 +667,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 @pytest.mark.parametrize("metric", [Accuracy(), Average(lambda output, target: 1.0, higher_is_better=True)])
 def test_the_loss_is_not_replaced_by_a_score(metric: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"loss={type(metric).__name__}\(\).*'loss' is the mean loss of the update.*another name"
+        ValueError, match=rf"loss={type(metric).__name__}\(\).*'loss' is the mean loss of the update.*a different name"
     ):
         Validation(labelled(1), loss=metric)
 

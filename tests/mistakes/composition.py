@@ -581,7 +581,7 @@ def a_generator_for_several_epochs(right: bool) -> Findings:
     return build(net()).check(data, max_epochs=3)
 
 
-@mistake(ValueError, "attached to another engine")
+@mistake(ValueError, "attached to a different engine")
 def a_handler_on_two_engines(right: bool) -> None:
     handler = GradientClipping(max_norm=1.0)
     one = build(net(), handler)

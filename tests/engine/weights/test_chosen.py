@@ -122,7 +122,7 @@ def test_what_is_measured_comes_from_one_validation() -> None:
         ValueError, match=r"test\(validation='none'\): no Validation has this name; there are: 'validation'"
     ):
         engine.test(TEST, validation="none")
-    with pytest.raises(ValueError, match=r"no Validation is attached, which says what is measured"):
+    with pytest.raises(ValueError, match=r"no Validation is attached to define what to measure"):
         Engine(Update.prediction(), model=mlp(5, 8, 3)).test(TEST)
     with pytest.raises(TypeError, match=r"test\(acuracy=3\)"):
         engine.test(TEST, validation="other", acuracy=3)
