@@ -33,8 +33,10 @@ def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: F
 def _check_given(path: object, where: str) -> None:
     """Raise an error for the None that `Checkpoint.best` and `Checkpoint.last` are before the first checkpoint."""
     if path is None:
-        call = f"{where.partition('(')[0]}(None)"
-        raise TypeError(f"{call}: no checkpoint was saved yet: `best` and `last` are None before the first one")
+        call = f"{where.partition('(')[0]}(path=None)"
+        raise TypeError(
+            f"{call}: expected a path; no checkpoint was saved yet if this is the handler's `best` or `last`"
+        )
 
 
 def load_newest(

@@ -187,7 +187,7 @@ def two_handlers_of_one_name(right: bool) -> None:
     build(linear(5, 1), History(), History(name="again") if right else History())
 
 
-@mistake(ValueError, "attached to another engine")
+@mistake(ValueError, "attached to a different engine")
 def one_handler_on_two_engines_at_once(right: bool) -> None:
     history = History()
     first = build(linear(5, 1), history)

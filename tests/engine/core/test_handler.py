@@ -182,7 +182,11 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
             ValueError,
             "is attached already; to attach it again: engine.detach.'recorder'",
         ),
-        (lambda engine: make_engine().attach(engine.handlers["recorder"]), ValueError, "attached to another engine"),
+        (
+            lambda engine: make_engine().attach(engine.handlers["recorder"]),
+            ValueError,
+            "attached to a different engine",
+        ),
         (lambda engine: engine.attach(Recorder), TypeError, r"give an instance: Recorder\(...\)"),
         (lambda engine: engine.attach(print), TypeError, "engine.on"),
         (lambda engine: engine.attach("recorder"), TypeError, "not a Handler"),
