@@ -95,7 +95,8 @@ _TEXTS = {
     "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights of the "
     "loaded state.",
     "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
-    "W37": "A run ended and its `Checkpoint` wrote nothing, because its interval or its metric never came up.",
+    "W37": "A run ended and its `Checkpoint` wrote nothing: its interval never occurred, or its metric never had a "
+    "value.",
     "W38": "The log was replaced or removed while the run writes to it, probably by a second process with the same "
     "path. Its rows are lost.",
     "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format has no "
@@ -127,7 +128,7 @@ _TEXTS = {
     "W55": "After this run, an average of the weights still consists mostly of the initial weights, so the "
     "evaluation is worse than training was.",
     "W56": "An evaluator that runs by itself measures the last weights instead of their averages (EMA, SWA).",
-    "W57": "An evaluation runs with modules in training mode, or computes dropout. Its metrics are random, and batch "
+    "W57": "An evaluation runs with modules in training mode, or computes dropout. Its metrics may be random, and batch "
     "statistics may change.",
     "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",
     "W59": "`drop_last=True` leaves out samples of an evaluation or of the training.",
@@ -201,8 +202,8 @@ _TEXTS = {
     "C04": "Gradients are clipped twice.",
     "C05": "A schedule counts in a different unit than it was written for, such as epochs where it is stepped after "
     "optimizer steps.",
-    "C06": "A schedule is longer or shorter than the run, so it never reaches its end, or the learning rate stays at "
-    "its last value. Omit its length (`T_max`, `total_steps`): `LRScheduling` fills it in.",
+    "C06": "A schedule is longer than the run, so it never reaches its end, or shorter, so the learning rate is wrong "
+    "for the rest. Omit its length (`T_max`, `total_steps`): `LRScheduling` fills it in.",
     "C07": "An optimizer holds parameters that are not the model's, such as those of an older model.",
     "C08": "Trainable parameters are in no optimizer, so they do not train.",
     "C09": "Parameters are frozen (`requires_grad=False`).",
