@@ -354,7 +354,7 @@ class Engine(Kernel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an Engine can be neither copied nor pickled; build another, and give it this one's state_dict()"
+            "an Engine can be neither copied nor pickled; build a second one, and load this one's state_dict() into it"
         )
 
     def __str__(self) -> str:

@@ -192,8 +192,9 @@ class Store:
     def _check_one_name(self, names: int) -> None:
         if names > 1:
             raise StoreError(
-                f"the store {str(self.path)!r} is one file with {names} names (hard links): a study under another name would not "
-                "notice this one, and the names would part when it is rewritten; use a copy, or a symbolic link"
+                f"the store {str(self.path)!r} is one file with {names} names (hard links): a study that uses a "
+                "different name would not see the lock of this one, and rewriting the file would separate the "
+                "names; use a copy, or a symbolic link"
             )
 
     @contextlib.contextmanager

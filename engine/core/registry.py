@@ -151,16 +151,16 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
     def _refuse_name(self, handler: Handler) -> None:
         if (service := self._services.get(handler.name)) is not None:
             raise ValueError(
-                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); give it "
-                f"another: {type(handler).__name__}(..., name='...')"
+                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); "
+                f"rename it: {type(handler).__name__}(..., name='...')"
             )
         other = self.get(handler.name)
         if other is handler:
             raise ValueError(f"{handler!r} is attached already; to attach it again: engine.detach({handler.name!r})")
         if other is not None:
             raise ValueError(
-                f"{handler!r}: the name is taken by {other!r}; give it another: "
-                f"{type(handler).__name__}(..., name='...'), or detach that one first: engine.detach({other.name!r})"
+                f"{handler!r}: the name is taken by {other!r}; rename it: {type(handler).__name__}(..., name='...'), "
+                f"or detach that one first: engine.detach({other.name!r})"
             )
 
     def install(self, *services: Service) -> None:

@@ -265,7 +265,7 @@ class Feed(PlainFeed):
             return False
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
-            f"length is an estimate, give run() epoch_length={taken}, or a number that differs from its length"
+            f"length is an estimate, pass run(epoch_length={taken}), or a number that differs from its length"
             + (
                 f"; with epoch_length={source.length}, each epoch is one pass of that length"
                 if source.given_length

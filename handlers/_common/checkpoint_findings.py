@@ -35,8 +35,8 @@ def check_selection(handler: Handler, monitor: str | None, mode: str | None, eve
     """Raise ValueError for arguments of `Checkpoint` that select both the last and the best versions, or for a wrong mode."""
     if monitor is not None and every is not None:
         raise ValueError(
-            f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
-            "metric; remove every="
+            f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, each new value of the metric is "
+            "compared with the best; remove every="
         )
     if mode is not None:
         check_choice(handler, "mode", mode, ("min", "max"))

@@ -246,7 +246,7 @@ def two_checkpoints_with_one_folder_and_one_name(right: bool, folder: Path) -> N
     engine_of(one, Checkpoint(other, filename="model", name="two", keep=1)).run(batches(4), max_epochs=1)
 
 
-@said("holds 1 checkpoint of an earlier run, the newest 'checkpoint-epoch0001-iter00000004'.*begins at epoch 1")
+@said("holds 1 checkpoint of an earlier run, the newest 'checkpoint-epoch0001-iter00000004'.*starts at epoch 1")
 def a_second_run_in_the_folder_of_the_first(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder / "one")).run(batches(4), max_epochs=1)
     engine_of(Checkpoint(folder / ("two" if right else "one"))).run(batches(4), max_epochs=1)

@@ -182,7 +182,7 @@ def a_class_attached_instead_of_an_instance(right: bool) -> None:
     build(linear(5, 1)).attach(History() if right else History)  # type: ignore[arg-type]
 
 
-@mistake(ValueError, "the name is taken by .*give it another")
+@mistake(ValueError, "the name is taken by .*rename it")
 def two_handlers_of_one_name(right: bool) -> None:
     build(linear(5, 1), History(), History(name="again") if right else History())
 
