@@ -13,27 +13,10 @@ __all__ = ["CODES", "PRINTED", "REPEATS", "Severity"]
 
 Severity = Literal["info", "warning", "error"]
 
-_INFORMATION = frozenset(
-    (
-        "W07",
-        "W09",
-        "W31",
-        "W43",
-        "W52",
-        "W58",
-        "W59",
-        "W63",
-        "C02",
-        "C13",
-        "C19",
-        "C23",
-        "C39",
-        "C40",
-        "C42",
-        "G13",
-        "G24",
-    )
-)
+_INFORMATION = {
+    *("W07", "W09", "W31", "W43", "W52", "W58", "W59", "W63"),
+    *("C02", "C13", "C19", "C23", "C39", "C40", "C42", "G13", "G24"),
+}
 """Codes that need nothing done; all others are warnings."""
 
 _TEXTS = {
