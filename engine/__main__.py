@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser(
         "demo", help="train two small models, and one of them without one of its handlers (the default)"
     )
-    new = commands.add_parser("new", help="write a small project of your own")
+    new = commands.add_parser("new", help="create a starter project")
     new.add_argument("folder", help="its folder, such as my_project")
     study = commands.add_parser(
         "study", help="what does each handler contribute? train without each one, over several seeds"
@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
     traces.add_compare(commands)
     bisection.add_bisect(commands)
-    upgrade = commands.add_parser("upgrade", help="list names of earlier versions in your files, with those of today")
+    upgrade = commands.add_parser("upgrade", help="list outdated names in your files, with their replacements")
     upgrade.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="files, or folders of them")
     given = parser.parse_args(arguments)
     if given.command == "upgrade":

@@ -354,7 +354,7 @@ class Engine(Kernel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an Engine can be neither copied nor pickled; build another, and give it this one's state_dict()"
+            "an Engine can be neither copied nor pickled; build a second one, and load this one's state_dict() into it"
         )
 
     def __str__(self) -> str:
@@ -391,7 +391,7 @@ def _refuse_shared_parameters(specs: Sequence[Update], model: Any) -> None:
     if len(of_all) > 1:
         name = next(iter(model))
         raise ValueError(
-            f"Engine: the updates {', '.join(map(repr, of_all))} each train all of the modules {', '.join(map(repr, model))}, so "
-            f"that each loss changes what the other one trains; give each its own: Update(..., parameters={name!r}), or "
-            "parameters='all' where that is meant"
+            f"Engine: the updates {', '.join(map(repr, of_all))} each train all of the modules "
+            f"{', '.join(map(repr, model))}, so each loss changes what the other trains; give each its own: "
+            f"Update(..., parameters={name!r}), or parameters='all' if you mean that"
         )

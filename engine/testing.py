@@ -285,10 +285,16 @@ class _Check:
         self._attributes = dict(set.intersection(*(set(one.items()) for one in of_both)))
         if not changes_training:
             without = {path: leaf for path, leaf in whole.items() if path in plain and not path.startswith("engine.")}
-            _same({path: plain[path] for path in without}, without, f"{self.name}: it changes training")
+            _same(
+                {path: plain[path] for path in without},
+                without,
+                f"{self.name}: it changes training; draw random "
+                "numbers from self.generator(engine), and change neither batch, gradients nor weights, or set "
+                "changes_training=True if that is its purpose",
+            )
         assert draws or not self._drawing, (
-            f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, so that others "
-            "draw other numbers than without it; draw from self.generator(engine), or say draws=True where it is meant"
+            f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, which "
+            "changes the numbers that others draw; draw from self.generator(engine), or set draws=True if you mean it"
         )
         return whole
 
@@ -357,8 +363,9 @@ class _Check:
         _same(
             {key: leaf for key, leaf in kept.items() if key in found},
             {key: leaf for key, leaf in found.items() if key in kept},
-            f"{self.name}: after a run resumed after iteration {iteration} attributes differ; return them in state_dict() and "
-            "put them back in load_state_dict(), or name them in per_run= if they describe a run alone",
+            f"{self.name}: attributes are not restored by a resume after iteration {iteration}; return them in "
+            "state_dict() and restore them in load_state_dict(), or name them in per_run= if they describe a single "
+            "run",
             _RESUMED,
         )
 
@@ -366,8 +373,8 @@ class _Check:
         """Each receiver was called whose event was emitted in a run; returns which events were not."""
         missing = [name for name in self._subscribed if name in self._expected - self._called - uncalled]
         assert not missing, (
-            f"{self.name}: never called in these runs, though their events were emitted: {self._with_events(missing)}; give "
-            "data and bounds with which they are, or name them in uncalled="
+            f"{self.name}: never called in these runs, although their events were emitted: "
+            f"{self._with_events(missing)}; use data and bounds for which they are called, or name them in uncalled="
         )
         silent = [name for name in self._subscribed if name not in self._expected | self._called]
         return f"; not emitted: {self._with_events(silent)}" if silent else ""

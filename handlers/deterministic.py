@@ -99,7 +99,8 @@ class Deterministic(Handler):
             if self.warn_only:
                 return  # torch warns of each matrix product
             raise RuntimeError(
-                f"{self.name!r}: CUDA was started without {_VARIABLE}, so that matrix products are not deterministic; start the "
+                f"{self.name!r}: CUDA was started without {_VARIABLE}, so matrix products are not deterministic; "
+                "start the "
                 f"script with `export {_VARIABLE}={_WORKSPACES[0]}`, or keep the model on the CPU until the run and attach "
                 "DeviceTransfer()"
             )

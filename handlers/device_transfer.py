@@ -108,7 +108,7 @@ class DeviceTransfer(Handler):
             if any(p.device.type == "meta" for p in module.parameters()):
                 raise ValueError(
                     f"{self.name!r}: the model {name!r} is on the meta device, where parameters have no values; "
-                    "materialise it first with model.to_empty(device=...), then initialise it"
+                    "materialize it first with model.to_empty(device=...), then initialize it"
                 )
             if self._no_float64 is not None:
                 named = (*module.named_parameters(), *module.named_buffers())

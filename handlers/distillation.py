@@ -184,7 +184,8 @@ class Distillation(LossTerm):
             return call_by_keyword(self.teacher, batch, repr(self.name))
         if update.spec.input is None and (not isinstance(batch, tuple | list) or not batch):
             raise TypeError(
-                f"{self.name!r}: the batch is a {type(batch).__name__}, of which the inputs are not known; say where they are: "
+                f"{self.name!r}: the batch is a {type(batch).__name__}, where the inputs are not known; say where "
+                "they are: "
                 "Update(..., input=), or pass forward=lambda teacher, batch: ..."
             )
         inputs = update.input_in(batch)

@@ -142,9 +142,9 @@ class EarlyStopping(Handler):
         if self.patience >= epochs and not is_default(self, "patience"):
             engine.findings.report(
                 "W07",
-                f"EarlyStopping(patience={self.patience}) is not exhausted in a run of {epochs} epochs, in each of which "
-                f"{self.monitor.metric!r} has one value",
-                "give a smaller patience, or more epochs",
+                f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, in which "
+                f"{self.monitor.metric!r} has one value per epoch",
+                "use a smaller patience, or more epochs",
                 self.name,
             )
 
@@ -180,8 +180,8 @@ class EarlyStopping(Handler):
         if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0:
             engine.findings.report(
                 "W08",
-                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run, since no value of {monitor.metric!r} is better by "
-                f"that much; but its values are only as large as {largest:.3g}",
+                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run, because no value of {monitor.metric!r} "
+                f"is better by that much; its values are {largest:.3g} at most",
                 "give min_delta in units of the metric, such as 0.001, or relative=True",
                 self.name,
             )
@@ -214,10 +214,10 @@ class EarlyStopping(Handler):
         reason = engine.state.stop_reason
         if reason is None or reason != self._reason:
             return
-        best = "" if self.best is None else f", not those of the best value, {self.best:.4g} (restore_best=True)"
-        weights = "the best value" if self.restore_event is not None else f"the last iteration{best}"
+        best = "" if self.best is None else f"; restore_best=True would restore the best ({self.best:.4g})"
+        weights = "the weights of the best value" if self.restore_event is not None else f"the last weights{best}"
         engine.processes.print(
-            f"{self.name}: stopped in epoch {engine.state.epoch}: {reason}; the weights are those of {weights}",
+            f"{self.name}: stopped in epoch {engine.state.epoch}: {reason}; the model keeps {weights}",
             file=sys.stderr,
         )
 
@@ -261,8 +261,8 @@ class EarlyStopping(Handler):
         ):
             yield finding(
                 "C19",
-                f"{self.name!r} waits for {self.patience} values without improvement, but at most {int(last / every.value)} come "
-                "in this run: the patience is not exhausted in it",
+                f"{self.name!r} waits for {self.patience} values without improvement, but at most "
+                f"{int(last / every.value)} come in this run, so it cannot stop the run",
                 "reduce the patience, or evaluate more often",
                 [self.name],
             )

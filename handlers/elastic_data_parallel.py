@@ -97,8 +97,8 @@ class ElasticDataParallel(Distribution):
         for function in functions_of_shards(engine) if processes > 1 else ():
             yield finding(
                 "C42",
-                f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so that what it counts "
-                "or keeps depends on the number of processes",
+                f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so what it "
+                "counts or keeps depends on the number of processes",
                 "read what all shards have in common at ITERATION_COMPLETED, such as engine.loss",
                 [self.name],
             )

@@ -167,7 +167,7 @@ class Export(Handler):
         if len(names) != 1:
             raise ValueError(
                 f"{self.name!r}: the metric of the best is not known, since other handlers monitor "
-                f'{" and ".join(map(repr, names)) or "none"}; give it: Export(..., at="best", monitor="accuracy")'
+                f'{" and ".join(map(repr, names)) or "none"}; name it: Export(..., at="best", monitor="accuracy")'
             )
         (other,) = names.values()
         return other

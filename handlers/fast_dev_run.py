@@ -88,7 +88,7 @@ class FastDevRun(Handler):
         engine.findings.report(
             "W58",
             f"FastDevRun({self.batches}) ends this run after one epoch of at most {self.batches} batches, and nothing is written",
-            f"detach {self.name!r}, and call engine.reset(), for the actual training",
+            f"detach {self.name!r}, and call engine.reset(), for the real training",
             self.name,
         )
         what = f"one epoch of at most {self.batches} batch{'es' if self.batches > 1 else ''}; nothing is written"

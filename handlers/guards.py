@@ -190,8 +190,8 @@ class Guards(Handler):
             if spread > 20:
                 self._report(
                     "G13",
-                    f"the inputs are large: {spread:.3g} on average, without the sign",
-                    "normalise them, for images for example to a mean of 0 and a standard deviation of 1",
+                    f"the inputs are large: their absolute values average {spread:.3g}",
+                    "normalize them, for example to a mean of 0 and a standard deviation of 1",
                 )
 
     def _check_repeated(self, engine: Engine, what: Any) -> None:
@@ -200,7 +200,7 @@ class Guards(Handler):
         if len(self._batches) == 3 and all(one == what for _, one in self._batches):
             self._report(
                 "G11",
-                f"the batch of iteration {engine.state.iteration} is the same as at the last two looks in this epoch",
+                f"the batch of iteration {engine.state.iteration} is the same as in the last two checks of this epoch",
                 "check __getitem__ and the sampler of the data; OverfitBatches() repeats batches on purpose",
             )
 
@@ -222,21 +222,23 @@ class Guards(Handler):
         if (part := left_in_eval(engine, self._modes)) is not None:
             self._report(
                 "G06",
-                f"{part} is in eval mode in iteration {engine.state.iteration}, so that dropout and batch statistics are off",
+                f"{part} is in eval mode in iteration {engine.state.iteration}, so dropout and batch statistics are "
+                "off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
         if new := unheld_since(engine, self._known, self._foreign):
             self._report(
                 "G05",
-                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a layer was "
-                "made, replaced or unfrozen after the optimizer was built",
-                "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3)",
+                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a "
+                "layer was created, replaced or unfrozen after the optimizer was built",
+                "create all layers before run() and pass the Update an optimizer factory, such as "
+                "partial(torch.optim.AdamW, lr=1e-3)",
             )
         if (last := frozen_last_layer(engine)) is not None:
             self._report(
                 "G22",
-                f"only normalisation layers are trained, and the last layer {last!r} is frozen",
-                f"unfreeze {last!r}, if it is to learn the labels of this data",
+                f"only normalization layers are trained, and the last layer {last!r} is frozen",
+                f"unfreeze {last!r}, if it should learn the labels of this data",
             )
 
     def _check_left_over(self, engine: Engine) -> None:
@@ -245,9 +247,9 @@ class Guards(Handler):
             if window.filled == 0 and window.held == 0 and (left := total(p.grad for p in update.parameters)) > 0:
                 self._report(
                     "G10",
-                    f"gradients of norm {left:.3g} are there before iteration {engine.state.iteration} begins, and are added to "
-                    f"those of update {update.name!r}",
-                    "clear what another backward() leaves, or call it with inputs=",
+                    f"gradients of norm {left:.3g} exist before iteration {engine.state.iteration} starts, and are "
+                    f"added to those of update {update.name!r}",
+                    "clear what your own backward() leaves, or call it with inputs=",
                     key=update.name,
                 )
 
@@ -262,7 +264,7 @@ class Guards(Handler):
         if (wrong := out_of_range(output, labels, update.raw_loss)) is not None:
             self._report(
                 "G12",
-                f"labels from {wrong[0]} to {wrong[1]} for {wrong[2]} classes, which are 0 to {wrong[2] - 1}",
+                f"labels from {wrong[0]} to {wrong[1]}, but {wrong[2]} classes have the labels 0 to {wrong[2] - 1}",
                 "count the labels from 0, and give the last layer as many outputs as there are classes",
                 key=update.name,
             )
@@ -287,8 +289,8 @@ class Guards(Handler):
                 "G01",
                 f"{len(missing)} of the {len(wanted)} parameters of update {update.name!r} ({shown(missing, names)}) have no "
                 f"gradient in iteration {engine.state.iteration}",
-                "let the forward use engine.model; look for detach(), no_grad(), .item() and unused modules; freeze what is not "
-                "to be trained",
+                "use engine.model in the forward; look for detach(), no_grad(), .item() and unused modules; freeze "
+                "what should not train",
                 key=(update.name, several),
                 severity="warning" if several else "info",
             )
@@ -331,15 +333,15 @@ class Guards(Handler):
             self._report(
                 "G04",
                 f"the learning rate of update {update.name!r} is 0 in iteration {engine.state.iteration}",
-                "check lr= and the schedule: its warm-up, and in what unit its total is given",
+                "check lr= and the schedule: its warm-up, and the unit of its length (steps or epochs)",
                 key=update.name,
             )
         converged = facts.has_converged(look.largest.get(update.name, 0.0))
         if facts.again("G03", look.unchanged(update) and any(rates) and not converged) >= 2:
             self._report(
                 "G03",
-                f"the step of iteration {engine.state.iteration} leaves the weight with the largest gradient of update "
-                f"{update.name!r} as it was",
+                f"the step of iteration {engine.state.iteration} does not change the weight with the largest "
+                f"gradient of update {update.name!r}",
                 "check that the optimizer's step() writes to its parameters, and that they are precise enough for such a small "
                 "learning rate",
                 key=update.name,
@@ -401,7 +403,7 @@ class Guards(Handler):
                 "G20",
                 f"the optimizer of update {update.name!r} was stepped {calls} times in iteration {engine.state.iteration}, more "
                 "often than by the engine",
-                "do not call optimizer.step(): the engine calls it once for each window",
+                "remove your optimizer.step(): the engine calls it once per accumulation window",
                 key=update.name,
             )
         if moving := moving_frozen_norms(engine):  # now, since the forward may have set the modes
@@ -415,7 +417,7 @@ class Guards(Handler):
                 "G10",
                 f"the gradients of {shown(left, names_of(engine))} are added to those of the iteration before, although they "
                 "were used for a step",
-                "call zero_grad() of the optimizer that you step yourself; or give it an Update of its own",
+                "call zero_grad() of the optimizer that you step yourself; or give it its own Update",
                 key="elsewhere",
             )
         self._stepped = look.stepped()
@@ -439,9 +441,9 @@ class Guards(Handler):
         if found := untrained_spectral_norms(engine):
             self._report(
                 "G23",
-                f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so that its weights are "
-                "divided by a random number",
-                "make one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
+                f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so its weights "
+                "are divided by a random number",
+                "run one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
             )
         look.statistics = statistics_of(engine)
         if not has_other_path(engine):

@@ -94,7 +94,8 @@ class Lookahead(Handler):
             if to_come is not None and 0 < update.steps + to_come < self.k:
                 yield finding(
                     "C18",
-                    f"{self.name!r} synchronises every {self.k} optimizer steps, but the run makes {update.steps + to_come}",
+                    f"{self.name!r} synchronizes every {self.k} optimizer steps, but the run makes "
+                    f"{update.steps + to_come}",
                     "use a smaller k, or train longer",
                     [self.name],
                 )

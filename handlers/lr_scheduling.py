@@ -192,7 +192,7 @@ class LRScheduling(Handler):
         scheduler = self.warmup(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                f"{self.name!r}: the warm-up {scheduler!r} is no scheduler that is stepped after optimizer steps"
+                f"{self.name!r}: the warm-up {scheduler!r} is not a scheduler that is stepped after optimizer steps"
             )
         return scheduler
 
@@ -204,8 +204,9 @@ class LRScheduling(Handler):
             raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is not a scheduler")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
-                f"{self.name!r}: the factory schedules another optimizer than the one that it is called with, so that no rate of "
-                "this run would change; build the scheduler for its argument: lambda optimizer: StepLR(optimizer, ...)"
+                f"{self.name!r}: the factory schedules a different optimizer than the one it is called with, so no "
+                "learning rate of this run would change; build the scheduler for its argument: lambda optimizer: "
+                "StepLR(optimizer, ...)"
             )
         check_drivable(self.name, scheduler, self.every, monitored=self.monitor is not None)
         return scheduler
@@ -222,8 +223,8 @@ class LRScheduling(Handler):
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
                 f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the factory its number "
-                f"of steps in the first run already, as in {with_total(self.factory)}, or begin a new run with the weights "
-                "of this one: engine.load_weights(state), or engine.reset() in place"
+                f"of steps in the first run already, as in {with_total(self.factory)}, or start a new run with the "
+                "weights of this one: engine.load_weights(state), or engine.reset() in place"
             )
 
     def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:
@@ -300,7 +301,8 @@ class LRScheduling(Handler):
             "W89",
             f"{self.name!r}: the learning rate was changed from {last:g} to {float(now):g} between two steps of the "
             f"{type(self.scheduler).__name__}, which either replaces it or continues from it",
-            "change rates in the schedule alone: chain schedules with SequentialLR, or give LRScheduling a LambdaLR",
+            "change learning rates only in the schedule: chain schedules with SequentialLR, or give LRScheduling a "
+            "LambdaLR",
             self.name,
         )
 
@@ -418,8 +420,8 @@ class LRScheduling(Handler):
             engine.find_update(one.update).name for one in engine.handlers.values() if isinstance(one, LRScheduling)
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
-            rest = f"{self.name!r} changes the rates of some updates; those of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless this is meant", [self.name])
+            rest = f"{self.name!r} changes the learning rates of some updates; those of {', '.join(left)} stay constant"
+            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless you mean this", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:
@@ -453,7 +455,8 @@ class LRScheduling(Handler):
             self.engine.findings.report(
                 "W32",
                 f"{self.name!r}: {'; '.join(different)}",
-                "build the schedule as it was; to continue with another one, give the handler another name, and write "
+                "use the schedule of that run; to continue with a different one, give the handler a different name, "
+                "and write "
                 f"load_state_dict(state, allow=[{self.name!r}, ...])",
                 self.name,
                 key=self.name,

@@ -105,7 +105,8 @@ class NEFTune(Handler):
         """Raise an error if the first forward has not called the embedding."""
         if self._draws.begun and not self._called and len(engine.updates) == 1:
             raise ValueError(
-                f"{self.name!r}: the forward did not call the embedding, so that there was no noise; name the one that it calls: "
+                f"{self.name!r}: the forward did not call the embedding, so there was no noise; name the one that it "
+                "calls: "
                 "NEFTune(embedding=), and give it token ids, not embeddings"
             )
 

@@ -172,8 +172,8 @@ class NonFiniteGuard(Handler):
         steps = "the first step" if count == 1 else f"{count} steps"
         engine.findings.report(
             "W19",
-            f"{self.name!r} has left out {steps} of update {update.name!r}: {reason}",
-            "if this is not expected, look at the data of this iteration and at the learning rate; action='raise' stops there",
+            f"{self.name!r} has skipped {steps} of update {update.name!r}: {reason}",
+            "if this is unexpected, check the data of this iteration and the learning rate; action='raise' stops there",
             self.name,
             key=(update.name, count),
         )

@@ -75,7 +75,7 @@ class OptunaPruning(MetricReports):
     def raise_pruned(self, engine: Engine) -> None:
         """Raise for Optuna once everything else has ended; also where a pruned run is resumed, which has nothing left to do."""
         if engine.state.stop_reason == self.reason:
-            raise _error(f"pruned at value {self.reported} of {self.monitor.metric}")
+            raise _error(f"pruned after report {self.reported} of {self.monitor.metric!r}")
 
 
 def _error(message: str) -> Exception:

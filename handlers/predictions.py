@@ -103,8 +103,9 @@ class Predictions(Handler):
         if not self._parts and is_shuffled(engine.feed.current.data):
             engine.findings.report(
                 "W54",
-                f"{self.name!r} collects outputs of shuffled data: their order is not that of the data set",
-                "give a DataLoader with shuffle=False; or collect what identifies them, too: Predictions(targets=True)",
+                f"{self.name!r} collects outputs of shuffled data: their order is not that of the dataset",
+                "use a DataLoader with shuffle=False; or collect the targets, too, to identify them: "
+                "Predictions(targets=True)",
                 self.name,
             )
         if self.folder is not None:

@@ -105,7 +105,7 @@ class Preemption(Handler):
         if engine.training and not self._savers(engine):
             yield finding(
                 "C31",
-                f"{self.name!r} stops the run at a signal, but nothing saves it then",
+                f"{self.name!r} stops the run at a signal, but nothing saves the run",
                 "attach a Checkpoint of the whole state, or connect a function to Events.PREEMPTED",
                 [self.name],
             )
@@ -142,7 +142,8 @@ class Preemption(Handler):
                     "W66",
                     f"{self.name!r}: the handler of {one.name} was replaced during the run: unless the new one calls it, this "
                     "signal does not save the run",
-                    "install other handlers before run(), which are called at a second signal; or leave this one out of signals=",
+                    "install your signal handlers before run(): they are called at a second signal; or leave this "
+                    "one out of signals=",
                     self.name,
                     key=one.name,
                 )

@@ -167,7 +167,8 @@ class ProgressiveResizing(Handler):
         sides = list(images.shape[2:])
         if images.dim() not in _LINEAR or 0 in sides:
             raise ValueError(
-                f"{self.name!r}: inputs of shape {tuple(images.shape)} are no images; expected (N, C, H, W), (N, C, L) or "
+                f"{self.name!r}: inputs of shape {tuple(images.shape)} are not images; expected (N, C, H, W), (N, C, "
+                "L) or "
                 "(N, C, D, H, W)"
             )
         self.scale = self._scale(engine, min(sides))

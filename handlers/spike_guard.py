@@ -142,8 +142,8 @@ class SpikeGuard(Handler):
             if to_come is not None and update.steps + to_come <= self.window:
                 yield finding(
                     "C39",
-                    f"{self.name!r} takes nothing for a spike before {self.window} steps (window), and update {update.name!r} "
-                    f"makes {update.steps + to_come}",
+                    f"{self.name!r} detects no spike in the first {self.window} steps (window), but update "
+                    f"{update.name!r} makes only {update.steps + to_come}",
                     "give a smaller window=, of 8 or more",
                     [self.name],
                 )
@@ -264,9 +264,10 @@ class SpikeGuard(Handler):
         if engine.processes.is_rank_zero:
             engine.findings.report(
                 "W19",
-                f"{self.name!r} has left out {_MOST_IN_A_ROW} steps of update {update.name!r} in a row, and from iteration "
-                f"{engine.state.iteration} on takes as usual that {'; '.join(reasons)}",
-                "look at the data and at the learning rate of these iterations",
+                f"{self.name!r} has skipped {_MOST_IN_A_ROW} steps of update {update.name!r} in a row, and from "
+                "iteration "
+                f"{engine.state.iteration} on treats as normal that {'; '.join(reasons)}",
+                "check the data and the learning rate of these iterations",
                 self.name,
                 key=f"level {engine.state.iteration}",
             )
@@ -287,7 +288,7 @@ class SpikeGuard(Handler):
             self._rewind(engine, update, reason)
             return
         self._note(now, reason, engine.past.places_of(iterations))
-        self._report(engine, f"has left out {_step(len(self.actions))} of update {update.name!r}: {reason}")
+        self._report(engine, f"has skipped {_step(len(self.actions))} of update {update.name!r}: {reason}")
         if self.policy == "stop":
             engine.terminate(f"iteration {now}: {reason}", by=self.name)
 
@@ -333,7 +334,7 @@ class SpikeGuard(Handler):
             engine.findings.report(
                 "W19",
                 f"{self.name!r} {what}",
-                "if this is not expected, look at these batches and at the learning rate",
+                "if this is unexpected, check these batches and the learning rate",
                 self.name,
                 key=count,
             )

@@ -148,8 +148,9 @@ class StochasticDepth(Handler):
         if self._uncalled and self._draws.begun and self.update in (None, engine.state.update.name):
             path = next(path for path in self._found if path in self._uncalled)
             raise ValueError(
-                f"{self.name!r}: the forward did not call block {path!r}, so that it is never dropped; leave it out of blocks=, "
-                "or call the block itself in place of its forward()"
+                f"{self.name!r}: the forward did not call block {path!r}, so it is never dropped; leave it out of "
+                "blocks=, "
+                "or call the block itself instead of its forward()"
             )
 
     @on(Events.ENDED, reads=[], writes=[])

@@ -259,7 +259,7 @@ class TensorParallel(Distribution):
             if update.optimizer is not None and needs_closure(update.optimizer):
                 raise ValueError(
                     f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all parameters into "
-                    "one vector, which those of a split model do not fit into; use another optimizer"
+                    "one vector, into which those of a split model do not fit; use a different optimizer"
                 )
         self._names = {
             p: f"{engine.modules.prefix(name)}.{key}".lstrip(".")

@@ -260,7 +260,7 @@ class TensorBoardLogger(ScalarLogger):
         if any(map(is_sharded, model.parameters())):
             problem = "its parameters are sharded over the ranks"
         elif not inputs:
-            problem = "it was not called with tensors, or is compiled, so that no hook sees its inputs"
+            problem = "it was not called with tensors, or is compiled, so no hook sees its inputs"
         else:
             problem = self._trace(engine, model, inputs)
         if problem:

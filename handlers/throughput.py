@@ -183,8 +183,8 @@ class Throughput(Handler):
         }
         if found:
             engine.processes.print(
-                f"{self.name}: torch does not count the operations of {', '.join(sorted(found))}, so that 'flops_per_second' and "
-                "'mfu' are too low; give flops=",
+                f"{self.name}: torch does not count the operations of {', '.join(sorted(found))}, so "
+                "'flops_per_second' and 'mfu' are too low; give flops=",
                 file=sys.stderr,
             )
 

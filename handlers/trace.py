@@ -119,8 +119,8 @@ class Trace(Handler):
         if engine.findings.is_within:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that another engine runs, so that its trace starts again with each "
-                "evaluation",
+                f"{self.name!r} is attached to an evaluator that a trainer runs, so its trace restarts with "
+                "each evaluation",
                 "attach it to the engine that trains",
                 self.name,
             )
@@ -214,7 +214,7 @@ class Trace(Handler):
                 "W34",
                 f"the trace {str(writer.path)!r} of {self.name!r} is not the one that the loaded state continues: what was "
                 "recorded before is in another file, or lost",
-                "put the trace of that run back before resuming",
+                "restore the trace of that run before resuming",
                 self.name,
             )
         self._processes = processes.rank, processes.world_size
@@ -262,8 +262,8 @@ class Trace(Handler):
         if writer is not None and engine is not None and not writer.in_place:
             engine.findings.report(
                 "W38",
-                f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed while this run writes to it, so that "
-                "its records are lost; another process seems to write to the same path",
+                f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed while this run writes to it, "
+                "so its records are lost; a second process seems to write to the same path",
                 "give each run its own folder",
                 self.name,
             )

@@ -143,7 +143,7 @@ class TruncatedBPTT(Handler):
             raise ValueError(
                 f"{self.name!r}: steps of update {update.name!r} compute their gradients more than once, because its "
                 f"{type(update.optimizer).__name__} takes a closure or a handler requires it, but the hidden states of "
-                "earlier chunks are no longer available; use another optimizer, or detach one of the two handlers"
+                "earlier chunks are no longer available; use a different optimizer, or detach one of the two handlers"
             )
 
     @on(Events.ITERATION_STARTED, reads=["batch", "plan", "window"], writes=["plan"])
@@ -240,9 +240,9 @@ class TruncatedBPTT(Handler):
         if update.raw_loss is not None and layers and not _hold_hidden(parts, {layer.hidden_size for layer in layers}):
             engine.findings.report(
                 "W69",
-                f"{self.name!r}: the forward of update {update.name!r} leaves no hidden state, so that the recurrent layers "
-                "begin each chunk anew",
-                "begin with engine.state.update.hidden in the forward, and set it to the new one",
+                f"{self.name!r}: the forward of update {update.name!r} sets no hidden state, so the recurrent layers "
+                "start each chunk from zero",
+                "in the forward, start from engine.state.update.hidden and set it to the new hidden state",
                 self.name,
             )
 

@@ -123,7 +123,8 @@ class UpdateFrequency(Handler):
             if last is not None and due > last:
                 yield finding(
                     "C17",
-                    f"{self.name!r} never makes the update {name!r} in this run: it is first due in iteration {due}, and the run "
+                    f"{self.name!r} never runs the update {name!r} in this run: it is first due in iteration {due}, "
+                    "and the run "
                     f"ends with iteration {last}",
                     "choose a smaller n, or a longer run",
                     [self.name],

@@ -189,8 +189,9 @@ class Validation(Handler):
             )
         if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
             raise ValueError(
-                f"{self.name!r}: update {spec.name!r} is a single function, without an output that {', '.join(unknown)} could "
-                "measure; build an engine that evaluates, with an update that has one: Validation(evaluator, data)"
+                f"{self.name!r}: update {spec.name!r} is a single function: it has no output for "
+                f"{', '.join(unknown)} to measure; build an engine that evaluates, with an update that has one: "
+                "Validation(evaluator, data)"
             )
         evaluator = Engine(spec.evaluation(), model=next(iter(models.values())) if len(models) == 1 else models or None)
         evaluator.attach(Metrics(measured))
@@ -310,7 +311,7 @@ def _refuse_no_metrics(where: str, arguments: Sequence[str], named: Mapping[str,
     for key, value in named.items():
         if isinstance(value, _NO_METRICS) or value is None:
             hint = did_you_mean(key, arguments) or f"; the arguments are {', '.join(arguments)}"
-            raise TypeError(f"{where}({key}={value!r}): {key}= is no argument, and {value!r} is no metric{hint}")
+            raise TypeError(f"{where}({key}={value!r}): {key}= is not an argument, and {value!r} is not a metric{hint}")
 
 
 def _refuse_another_loss(where: str, metrics: Mapping[str, Any]) -> None:
@@ -320,6 +321,7 @@ def _refuse_another_loss(where: str, metrics: Mapping[str, Any]) -> None:
         return
     kind = type(metric).__name__
     raise ValueError(
-        f"{where}(loss={kind}()): 'loss' is the mean loss of the update, which {kind}() would replace; give it another name: "
+        f"{where}(loss={kind}()): 'loss' is the mean loss of the update, which {kind}() would replace; give it a "
+        "different name: "
         f"{kind.lower()}={kind}()"
     )

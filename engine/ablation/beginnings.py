@@ -38,9 +38,10 @@ class Beginnings:
             warn(
                 finding(
                     "W82",
-                    f"build({seed}) began with other {' and other '.join(different)} than for an earlier run of this seed, so "
-                    "that the runs of the study depend on each other",
-                    "let build make new handlers, a new model and new data in each call, and change nothing in place",
+                    f"build({seed}) returned other {' and other '.join(different)} than in an earlier run of this "
+                    "seed: the runs of the study depend on each other",
+                    "create the handlers, the model and the data inside build, in each call, and change nothing in "
+                    "place",
                 )
             )
 
@@ -56,9 +57,10 @@ class Beginnings:
             warn(
                 finding(
                     "W04",
-                    f"the study compares {metric!r}, which a function writes in each batch: its value is that of the last batch, "
-                    "and no mean over the evaluation, unless the function itself takes the mean",
-                    f"let Metrics take the mean: evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
+                    f"the study compares {metric!r}, which a function writes in each batch: its value is that of the "
+                    "last batch, not the mean over the evaluation, unless the function computes the mean",
+                    "let Metrics compute the mean: "
+                    f"evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
                 )
             )
 
@@ -84,8 +86,9 @@ def report_equal_runs(results: Iterable[Result]) -> None:
         warn(
             finding(
                 "W81",
-                f"the {len(baseline)} runs of the baseline are equal in every metric although their seeds differ, so that they "
-                "are one run that is counted several times",
-                "let build(seed) draw the weights and the order of the data from the seed; remove torch.manual_seed from it",
+                f"the {len(baseline)} runs of the baseline are equal in every metric although their seeds differ: "
+                "they are one run, counted several times",
+                "use the seed in build(seed) for the initial weights and the order of the data; remove "
+                "torch.manual_seed from it",
             )
         )

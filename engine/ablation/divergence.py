@@ -192,7 +192,7 @@ def _check_files(files: Any, watch: tuple[str, ...]) -> tuple[Path, Path] | None
         raise TypeError(f"divergence(files={files!r}): expected two folders, one for each run")
     first, second = (Path(one) for one in files)
     if first.resolve() == second.resolve():
-        raise ValueError(f"divergence(files={files!r}): each run needs a folder of its own")
+        raise ValueError(f"divergence(files={files!r}): each run needs its own folder")
     if "files" not in watch:
         raise ValueError(f"divergence(files={files!r}, watch={watch!r}): add 'files' to watch, or leave files out")
     return first, second

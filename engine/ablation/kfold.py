@@ -88,7 +88,8 @@ class KFold:
         self.folds = _split(splitter, arguments)
         if self.folds != _split(splitter, arguments):
             raise ValueError(
-                f"KFold(splitter={splitter!r}) splits otherwise each time; give it a random_state, such as random_state=0"
+                f"KFold(splitter={splitter!r}) splits differently each time; give it a random_state, such as "
+                "random_state=0"
             )
         self.samples = _samples(arguments, self.folds)
         is_stored = store is not None

@@ -99,7 +99,7 @@ def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence
     what = ""
     if line["handlers"] != list(enabled):
         differing = sorted({*line["handlers"]} ^ {*enabled})
-        what = f"was made with other handlers than build attaches now: they differ in {', '.join(differing)}"
+        what = f"ran with other handlers than build attaches now: they differ in {', '.join(differing)}"
     else:
         names = [
             name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
@@ -108,8 +108,8 @@ def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence
             what = f"began with other {' and other '.join(names)} than a run would begin with now"
     if what:
         raise ValueError(
-            f"the stored run of {variant!r} with seed {line['seed']} {what}; set config= to distinguish the two, or use another "
-            "store"
+            f"the stored run of {variant!r} with seed {line['seed']} {what}; set config= to distinguish the two, or "
+            "use a different store"
         )
 
 

@@ -95,12 +95,13 @@ class Plan:
         n, comparisons = len(self.seeds), len(self.variants) - 1
         share = comparisons if self.pruning else 1  # what is pruned may have been the best by chance: see pruning.py
         smallest = min(1.0, smallest_p(n) * share)
-        at_best = f"the smallest p of {n} seed{'s' if n > 1 else ''} is {smallest:.2g}"
+        seeds = f"{n} seed{'s' if n > 1 else ''}"
+        at_best = f"the smallest p of {seeds} is {smallest:.2g}"
         size = detectable(n, 1 if self.pruning else comparisons, alpha=0.05 / share) if comparisons else math.inf
         if self.pruning and smallest > 0.05:
-            return f"{at_best}, among {comparisons} comparisons: no direction can be shown; that takes more seeds"
+            return f"{seeds} cannot show any effect among {comparisons} comparisons (smallest p = {smallest:.2g}); use more"
         if smallest > 0.05:
-            return f"{at_best}: no direction of any difference can be shown; that takes at least 6 seeds"
+            return f"{seeds} cannot show any effect (smallest p = {smallest:.2g}); use 6 or more"
         if math.isinf(size):
             return at_best
         amount = "" if self.spread is None or not self.spread else f" ({size * self.spread:.2g} in {self.metric})"

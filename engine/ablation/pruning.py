@@ -374,7 +374,10 @@ def check_prune(prune: object, looks: object) -> Halving | None:
     if not isinstance(prune, Halving):
         raise TypeError(f"Study(prune={prune!r}): expected a plan, such as Halving([1, 3])")
     if looks is not None:
-        raise ValueError("Study(prune=..., looks=...): the error of planned looks does not cover pruning; give one")
+        raise ValueError(
+            "Study(prune=..., looks=...): the error rate of planned looks does not cover pruning; give "
+            "only one of the two"
+        )
     return prune
 
 

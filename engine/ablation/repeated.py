@@ -73,8 +73,9 @@ class Built:
         """
         if self.difference(found) and (what := found.difference(again())):
             raise RepeatError(
-                f"two calls of build({self._seed}) made different runs: {what}; the runs of the study would depend on how often "
-                "build was called: let it depend on the seed and its arguments only, and change nothing outside of it"
+                f"two calls of build({self._seed}) made different runs: {what}; the results would depend on how "
+                "often build is called: let build depend only on the seed and its arguments, and change nothing "
+                "outside it"
             )
 
     def _shared_with(self, again: Built) -> Iterator[str]:

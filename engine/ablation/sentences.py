@@ -58,8 +58,8 @@ class Sentences:
         for n, names in few.items():
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
-                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so that no "
-                f"direction is stated; for {self.report.alpha:g}, {self._needed()}."
+                f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so "
+                f"no direction is stated; for {self.report.alpha:g}, {self._needed()}."
             )
         return sentences
 
@@ -254,7 +254,7 @@ class Sentences:
             return "too few seeds for an interval"
         low, high = sorted((sign * conclusion.low, sign * conclusion.high))
         text = f"{100 * self.report.level:g} % interval {self._amount(low)} to {self._amount(high)}"
-        return f"{text}, cut at 0 by a later step of the test" if conclusion.cut else text
+        return f"{text}, bounded at 0 by the correction for several comparisons" if conclusion.cut else text
 
     def _student(self, comparison: Comparison) -> str:
         if math.isnan(comparison.low):

@@ -73,8 +73,8 @@ def check_new(thing: Engine | Handler, what: str) -> None:
 def _check_unused(thing: Any, what: str, named: str) -> None:
     if _used.of(thing) is not None:
         raise SharedError(
-            f"{what} returned {named} for a second run: what a run changes in it would be left to the next; make a new one in "
-            "each call, inside of the function"
+            f"{what} returned {named} for a second run, which would start with what the first changed in it; create "
+            "a new one in each call, inside the function"
         )
     _used.note(thing, "used")
 
@@ -104,7 +104,7 @@ def _check_changed_back(thing: Any, digest: str, name: str, what: str) -> None:
     if _left.of(thing) == digest:
         raise SharedError(
             f"{what} returned {name} of an earlier run, as that run has left it: the runs of the study would depend on each "
-            "other; make the model, its optimizer and its data in each call, inside of the function"
+            "other; create the model, its optimizer and its data in each call, inside the function"
         )
 
 
@@ -113,16 +113,16 @@ def _check_held(found: Mapping[str, Content], what: str) -> None:
     for generator in _generators(found):
         if _left.of(generator) == digest_of([generator.get_state()]):
             raise SharedError(
-                f"{what} returned a run over data whose generator an earlier run has left as it is, so that their orders "
-                "depend on each other; make the DataLoader and its generator in each call, inside of the function"
+                f"{what} returned a run over data whose generator an earlier run has advanced, so their orders "
+                "depend on each other; create the DataLoader and its generator in each call, inside the function"
             )
     for name, content in _changeable(found).items():
         for key, left in (_left_values.of(content.thing) or {}).items():
             if content.values.get(key) == left:
                 raise SharedError(
                     f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} an earlier "
-                    "run has changed and left so: the runs of the study would depend on each other; make a new one in each call, "
-                    "inside of the function, or put it back there"
+                    "run has changed and left so: the runs of the study would depend on each other; create a new one "
+                    "in each call, inside the function, or put it back there"
                 )
 
 

@@ -101,8 +101,8 @@ class Store:
                 self._reported.add(line)
                 warn(
                     StoreWarning(
-                        f"line {number} of the store {str(self.path)!r} is damaged: its checksum does not fit "
-                        f"({_excerpt(line)}); its run is made again, and the line is removed"
+                        f"line {number} of the store {str(self.path)!r} is damaged: its checksum does not match "
+                        f"({_excerpt(line)}); the line is removed, and its run is repeated"
                     )
                 )
         return {key: json.loads(line) for key, line in content.runs.items()}
@@ -192,8 +192,9 @@ class Store:
     def _check_one_name(self, names: int) -> None:
         if names > 1:
             raise StoreError(
-                f"the store {str(self.path)!r} is one file with {names} names (hard links): a study under another name would not "
-                "notice this one, and the names would part when it is rewritten; use a copy, or a symbolic link"
+                f"the store {str(self.path)!r} is one file with {names} names (hard links): a study that uses a "
+                "different name would not see the lock of this one, and rewriting the file would separate the "
+                "names; use a copy, or a symbolic link"
             )
 
     @contextlib.contextmanager

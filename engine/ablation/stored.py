@@ -86,8 +86,8 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
             continue
         if any((one.variant, one.seed) == (name, line["seed"]) for one in results):
             raise ValueError(
-                f"the store has two runs of {name!r} with seed {line['seed']} in one study, of which an alternative was changed; "
-                "make the report with study.report(design)"
+                f"the store has two runs of {name!r} with seed {line['seed']} in one study, because an alternative "
+                "was changed between them; make the report with study.report(design)"
             )
         results.append(to_result(name, line, metric))
     if BASELINE not in variants:

@@ -109,7 +109,7 @@ class Study:
         variant              finished  failed  to make  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
-        at best: the smallest p of 3 seeds is 0.25: no direction of any difference can be shown; that takes at least 6 seeds
+        at best: 3 seeds cannot show any effect (smallest p = 0.25); use 6 or more
         2 variants x 3 seeds: 6 of 6 runs to make, estimated time, run sequentially: unknown
     """
 

@@ -107,7 +107,7 @@ def pickled(task: Task) -> bytes:
     """
     way_out = (
         "a worker process must import it: use a module-level function, or functools.partial of one; or "
-        "workers=0, which makes the runs in this process"
+        "workers=0, which runs everything in this process"
     )
     functions: list[tuple[str, object]] = [("build", task.build), ("run", task.run)]
     for what, function in functions + [(f"the alternative to {name!r}", factory) for name, factory in task.swaps]:
@@ -160,7 +160,7 @@ def _processes(workers: int, task: bytes) -> Iterator[ProcessPoolExecutor]:
             raise RuntimeError(
                 "a worker process could not start; its message is printed above. Each worker imports the script of the study, "
                 'which therefore needs the line `if __name__ == "__main__":` before its main code; or use '
-                "workers=0, which makes the runs in this process"
+                "workers=0, which runs everything in this process"
             ) from None
         yield pool
         pool.shutdown()

@@ -172,7 +172,7 @@ def check_parents(owner: object, argument: str, path: Path) -> None:
     there = next((one for one in path.parents if os.path.exists(one)), None)
     if there is not None and not there.is_dir():
         raise NotADirectoryError(
-            f"{_call(owner, argument, str(path))}: {str(there)!r} is a file, and not a folder; give another path"
+            f"{_call(owner, argument, str(path))}: {str(there)!r} is a file, not a folder; choose a different path"
         )
 
 

@@ -157,7 +157,7 @@ HANDLERS = {
     "GradientAccumulationScheduler": "GradientAccumulation",
     "GradientClip": "GradientClipping",
     "LRScheduler": "LRScheduling",
-    "LearningRateMonitor": "a logger such as CSVLogger, which writes the rates",
+    "LearningRateMonitor": "a logger such as CSVLogger, which writes the learning rates",
     "LearningRateScheduler": "LRScheduling",
     "ModelCheckpoint": "Checkpoint",
     "Precision": "MixedPrecision, or TruePrecision",
@@ -187,11 +187,9 @@ def misuse(call: str, unnamed: Sequence[Any], unknown: Iterable[str], own: Itera
         "run() got an unexpected keyword argument 'epochs'; write max_epochs="
     """
     if unnamed and isinstance(unnamed[0], int | float):
-        return f"{call} takes only the data without a name; name the bound, such as max_epochs={unnamed[0]}"
+        return f"{call} takes only the data by position; name the bound, such as max_epochs={unnamed[0]}"
     if unnamed:
-        return (
-            f"{call} takes only the data to train on without a name; to evaluate on other data, attach Validation(data)"
-        )
+        return f"{call} takes only the training data by position; to evaluate on other data, attach Validation(data)"
     name = next(iter(unknown))
     table = CONSTRUCTOR if call == "Engine()" else RUN
     hint = f"; {table[name]}" if name in table else did_you_mean(name, own)

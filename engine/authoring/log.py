@@ -210,7 +210,7 @@ class Log(Part["Engine"]):
             return
         if histogram.left_out or not histogram.counts:
             what = f"{histogram.left_out} values are not finite" if histogram.left_out else "there are no values"
-            way_out = "look at where they come from, or do not log them"
+            way_out = "find their source, or do not log them"
             self._report("histogram", name, f"{what}, which the histogram leaves out", way_out)
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)
@@ -249,8 +249,9 @@ class Log(Part["Engine"]):
         if not engine.signal(event).receivers and engine.processes.is_rank_zero:
             engine.findings.report(
                 "W39",
-                f"log.{kind}({name!r}) was called, but nothing that is attached receives {event}, so that it is lost",
-                "attach a logger that writes it, such as TensorBoardLogger, or receive the event and read engine.log.entry",
+                f"log.{kind}({name!r}) was called, but no attached handler receives {event}, so the value is lost",
+                "attach a logger that writes it, such as TensorBoardLogger, or connect a function to the event and "
+                "read engine.log.entry",
                 key=kind,
             )
         return bool(engine.signal(event).receivers)
@@ -271,8 +272,8 @@ class Log(Part["Engine"]):
             raise TypeError(f"{what}({name!r}): expected a name, such as {what}('kl', ...)")
         if not self.engine.running:
             raise RuntimeError(
-                f"{what}({name!r}) was called outside a run, when no logger is at work; call it from a receiver, such as "
-                "one of Events.COMPLETED"
+                f"{what}({name!r}) was called outside a run, where no logger is active; call it in a function "
+                "connected to an event, such as Events.COMPLETED"
             )
 
     @property

@@ -39,7 +39,7 @@ def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
         raise KeyError(f"{by} asks for {metric!r}, which is ambiguous: write {validated!r} or {trained!r}")
     engine.findings.report(
         "C40",
-        f"{by} takes {validated!r}, which {metrics.owners[validated]!r} measures, for {metric!r}",
+        f"{by} reads {metric!r} as {validated!r}, which {metrics.owners[validated]!r} measures",
         f"write {validated!r}",
         *([name] if name else []),
         key=(by, metric),
@@ -65,7 +65,7 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
     if given is None or own is None or given == own:
         return given or own
     better = "greater" if own == "max" else "smaller"
-    what = f"{by}(mode={given!r}) monitors {metric!r}, of which {better} is better"
+    what = f"{by}(mode={given!r}) monitors {metric!r}, but {better} values are better"
     way_out = f"omit mode=, or write mode={own!r}"
     engine.findings.report("W01", what, way_out, *filter(None, [name]), key=(by, metric))
     return given
@@ -83,8 +83,9 @@ def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name
     if words and (smaller if given == "max" else greater):
         engine.findings.report(
             "W01",
-            f"{by}(mode={given!r}) monitors {metric!r}, of which {'smaller' if smaller else 'greater'} is better by its name",
-            f"write mode={'min' if smaller else 'max'!r}; if the name misleads, give the metric another one",
+            f"{by}(mode={given!r}) monitors {metric!r}, but by its name, {'smaller' if smaller else 'greater'} "
+            "values are better",
+            f"write mode={'min' if smaller else 'max'!r}; if the name is misleading, rename the metric",
             *filter(None, [name]),
             key=(by, metric),
         )
@@ -288,8 +289,8 @@ class Monitor:
         if written < now:
             engine.findings.report(
                 "W41",
-                f"{self.metric!r} is written after {self.handler} has looked for it: the value that it reads in iteration {now} "
-                f"was written in iteration {written}, and the weights have changed since",
+                f"{self.metric!r} is written after {self.handler} reads it: in iteration {now} it read the value of "
+                f"iteration {written}, and the weights have changed since",
                 "write it in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)",
                 key=self.metric,
             )
@@ -300,7 +301,7 @@ class Monitor:
             engine.findings.report(
                 "W02",
                 f"{self.handler}: the monitored metric {self.metric!r} is NaN, {effect}",
-                "find where it comes from: NonFiniteGuard skips steps whose loss or gradients are not finite, and "
+                "find its source: NonFiniteGuard skips steps whose loss or gradients are not finite, and "
                 "EarlyStopping stops at the first such value",
                 name,
             )

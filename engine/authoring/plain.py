@@ -79,7 +79,8 @@ def plain_value(where: str, value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain_value(f"{where}[{place}]", one) for place, one in enumerate(value)]
     raise TypeError(
-        f"{where}={value!r}): a {type(value).__name__} is no plain value; give a str, a number, True, False, None, or a list or "
+        f"{where}={value!r}): a {type(value).__name__} is not a plain value; give a str, a number, True, False, "
+        "None, or a list or "
         "mapping of these"
     )
 
@@ -120,7 +121,7 @@ def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in mapping.items():
         name = plain_value(where, key)
         if not isinstance(name, _ATOMS):
-            raise TypeError(f"{where}={mapping!r}): the key {key!r} is no name")
+            raise TypeError(f"{where}={mapping!r}): the key {key!r} is not a name")
         name = str(name)
         if name in found:
             raise TypeError(f"{where}={mapping!r}): two keys are {name!r} as strings")

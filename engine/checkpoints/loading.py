@@ -25,8 +25,18 @@ def load(path: str | os.PathLike[str], *, name: str | None, where: str, files: F
         where: Caller, for messages.
         files: File-system operations.
     """
+    _check_given(path, where)
     path = check_local(where.partition("(")[0], "path", path)
     return _with_origin(*open_version(path, name=name, where=where, files=files))
+
+
+def _check_given(path: object, where: str) -> None:
+    """Raise an error for the None that `Checkpoint.best` and `Checkpoint.last` are before the first checkpoint."""
+    if path is None:
+        call = f"{where.partition('(')[0]}(path=None)"
+        raise TypeError(
+            f"{call}: expected a path; no checkpoint was saved yet if this is the handler's `best` or `last`"
+        )
 
 
 def load_newest(

@@ -119,7 +119,8 @@ class Write:
         """Warn about superseded versions that could not be removed."""
         for problem in self.problems:
             warn(
-                f"{self.about['handler']!r}: a version that {self.name!r} supersedes could not be removed: {problem}",
+                f"{self.about['handler']!r}: an older checkpoint, which {self.name!r} replaces, could not be "
+                f"removed: {problem}",
                 RuntimeWarning,
             )
 

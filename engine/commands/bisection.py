@@ -18,7 +18,7 @@ __all__ = ["add_bisect", "bisect"]
 
 def add_bisect(commands: Any) -> None:
     """Add the command to the parser's commands."""
-    parser = commands.add_parser("bisect", help="what made two runs differ? make them again, and look closely")
+    parser = commands.add_parser("bisect", help="find what made two runs differ: repeat and compare them")
     parser.add_argument(
         "traces", nargs="*", type=Path, help="the two traces; without, the runs are compared from the start"
     )

@@ -34,10 +34,11 @@ def new_project(folder: str) -> list[Path]:
         )
     if name.lower() in _taken():
         raise ValueError(
-            f"new {folder!r}: {name!r} is the name of a package or module that the project needs; choose another one"
+            f"new {folder!r}: {name!r} is the name of a package or module that the project needs; choose a different "
+            "one"
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"new {folder!r}: it is there already; choose another name, or an empty folder")
+        raise FileExistsError(f"new {folder!r}: it exists already; choose a different name, or an empty folder")
     path.mkdir(parents=True, exist_ok=True)
     written = []
     for source in sorted(TEMPLATE.iterdir()):

@@ -41,10 +41,10 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--store", default="runs/study.jsonl", help="file of the finished runs (default: runs/study.jsonl)"
     )
-    parser.add_argument("--plan", action="store_true", help="print the runs to be made, and make none")
+    parser.add_argument("--plan", action="store_true", help="print the planned runs without running them")
     parser.add_argument("--retry-failed", action="store_true", help="make failed runs again")
     parser.add_argument(
-        "--verify", type=int, metavar="K", help="make K stored runs again and compare them, and no others"
+        "--verify", type=int, metavar="K", help="repeat K stored runs and compare them; run nothing else"
     )
     parser.add_argument("--plot", metavar="FILE", help="write the picture of the report to a file, such as study.png")
 
@@ -79,7 +79,7 @@ def _study(given: argparse.Namespace) -> int:
     design = LeaveOneOut(given.handlers)
     if given.verify is not None:
         done = made.verify(given.verify, design, workers=given.workers)
-        print(f"{len(done)} runs made again: all of them as in the store, bit for bit")
+        print(f"{len(done)} runs repeated: all match the store, bit for bit")
         return 0
     print(made.plan(design, retry_failed=given.retry_failed), flush=True)
     if given.plan:

@@ -137,7 +137,9 @@ def _cells(path: Path) -> Iterator[tuple[int, ast.Module]]:
         cells = json.loads(path.read_bytes())["cells"]
         code = [(k, "".join(cell["source"])) for k, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
     except (LookupError, TypeError, ValueError):
-        raise ValueError("it is no notebook of nbformat 4; convert it with jupyter nbconvert --to notebook") from None
+        raise ValueError(
+            "it is not a notebook of nbformat 4; convert it with jupyter nbconvert --to notebook"
+        ) from None
     for number, source in code:
         try:
             yield number, _parsed(source)

@@ -66,7 +66,7 @@ class Bus(blinker.Namespace):
     def fire(self, engine: Kernel, event: EventEnum) -> None:
         """Emit an event of a user's own catalogue."""
         if type(event) is Events:
-            raise ValueError(f"fire({event}): only the engine emits Events; subclass EventEnum for events of your own")
+            raise ValueError(f"fire({event}): only the engine emits Events; subclass EventEnum for your own events")
         self.emit(engine, event)
 
     def emit(self, engine: Kernel, event: EventEnum) -> None:
@@ -217,7 +217,7 @@ class Decorator:
     def __del__(self) -> None:
         if not self._used and (engine := self._engine()) is not None:
             call = f"engine.on({self._arguments[0]})"
-            problem = f"{call} was called and decorates no function, so that nothing is connected"
+            problem = f"{call} was called without a function to decorate, so nothing is connected"
             way_out = f"write @{call} directly above a function, or call engine.connect(event, function)"
             engine.remark("W48", problem, way_out, key=str(self._arguments[0]))
 

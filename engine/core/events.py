@@ -182,7 +182,7 @@ def _no_filters(unnamed: tuple[Any, ...], unknown: dict[str, Any]) -> str:
     """What is wrong with arguments that are no filters."""
     given = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in unknown.items())])
     hint = did_you_mean(next(iter(unknown), "").replace("event_filter", "when"), _FILTERS)
-    return f"{given} is no filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
+    return f"{given} is not a filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event, None)]
     if inspect.isroutine(event):
         raise TypeError(
-            f"{event!r} is a function, not an event: name one in parentheses, such as @engine.on(Events.EPOCH_STARTED)"
+            f"{event!r} is a function, not an event: pass an event in parentheses, such as @engine.on(Events.EPOCH_STARTED)"
         )
     raise TypeError(
         f"{event!r} is not an event: give a member of Events, or of your own EventEnum, such as Events.ITERATION_COMPLETED"
@@ -249,7 +249,7 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
         raise TypeError(f"{where}: {receiver!r} is a class; give a function, or a method of an instance")
     if not callable(receiver):
         attach = "; attach a handler with engine.attach(handler)" if hasattr(receiver, "subscriptions") else ""
-        raise TypeError(f"{where}: {receiver!r} is not callable; a receiver is called as receiver(engine){attach}")
+        raise TypeError(f"{where}: {receiver!r} is not callable; pass a function that takes the engine{attach}")
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
@@ -269,15 +269,16 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
         return  # a built-in without a signature
     if inspect.isfunction(receiver) and next(iter(signature.parameters), "") == "self":
         raise TypeError(
-            f"{where}: {receiver!r} takes self and has no object, so that the engine would be passed as self; connect the "
-            "method of an instance, or declare it with `on` in a Handler"
+            f"{where}: {receiver!r} takes self, but is not bound to an object, so the engine would be passed as self; connect "
+            "the method of an instance, or decorate it with @on(...) in a Handler"
         )
     try:
         signature.bind(None)
     except TypeError as error:
+        name, own = getattr(receiver, "__name__", repr(receiver)), "self, " * inspect.ismethod(receiver)
         raise TypeError(
-            f"{where}: {receiver!r} takes {signature}, but a receiver is called as receiver(engine): "
-            f"{error}; bind other arguments with functools.partial"
+            f"{where}: {name}{signature} is called with the engine alone: {error}; write {name}({own}engine), and bind other "
+            "arguments with functools.partial"
         ) from None
 
 

@@ -228,8 +228,8 @@ class Handler:
     @engine.setter
     def engine(self, engine: object) -> None:
         raise AttributeError(
-            f"{type(self).__name__}.engine cannot be set: it is the engine that the handler is attached to; choose another name "
-            "for your attribute"
+            f"{type(self).__name__}.engine cannot be set: it is the engine that the handler is attached to; rename your "
+            "attribute"
         )
 
     def attached(self, engine: Any) -> None:

@@ -129,7 +129,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             return
         self._refuse_name(handler)
         if handler.engine is not None:
-            raise ValueError(f"{handler!r} is attached to another engine; detach it there, or build a second one")
+            raise ValueError(f"{handler!r} is attached to a different engine; detach it there, or build a second one")
         if handler.trains and not self.engine.training:
             raise ValueError(
                 f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer"
@@ -151,16 +151,16 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
     def _refuse_name(self, handler: Handler) -> None:
         if (service := self._services.get(handler.name)) is not None:
             raise ValueError(
-                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); give it "
-                f"another: {type(handler).__name__}(..., name='...')"
+                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); "
+                f"rename it: {type(handler).__name__}(..., name='...')"
             )
         other = self.get(handler.name)
         if other is handler:
-            raise ValueError(f"{handler!r} is attached already; to attach it anew: engine.detach({handler.name!r})")
+            raise ValueError(f"{handler!r} is attached already; to attach it again: engine.detach({handler.name!r})")
         if other is not None:
             raise ValueError(
-                f"{handler!r}: the name is taken by {other!r}; give it another: "
-                f"{type(handler).__name__}(..., name='...'), or detach that one first: engine.detach({other.name!r})"
+                f"{handler!r}: the name is taken by {other!r}; rename it: {type(handler).__name__}(..., name='...'), "
+                f"or detach that one first: engine.detach({other.name!r})"
             )
 
     def install(self, *services: Service) -> None:
@@ -268,8 +268,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
                 event in _SETUP for event, _ in resolve(subscription.event)
             ):
                 raise RuntimeError(
-                    f"{handler!r} sets up the model or the optimizers before a run, and cannot join or leave one that is "
-                    "running; attach, detach or toggle it between two runs"
+                    f"{handler!r} sets up the model or the optimizers before a run, so it cannot join or leave a run "
+                    "that has started; attach, detach or toggle it between two runs"
                 )
 
     # ---- joining and leaving --------------------------------------------------------------------------------------
@@ -354,8 +354,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             if isinstance(event, str):
                 if not hasattr(handler, event):
                     raise AttributeError(
-                        f"{kind}.{subscription.method} is declared with @on({event!r}), but the handler has no such attribute; "
-                        "it holds an event or an interval, or None"
+                        f"{kind}.{subscription.method} is declared with @on({event!r}), but the handler has no "
+                        "attribute of this name; set it in __init__ to an event, an interval or None"
                     )
                 if (every := getattr(handler, event)) is None:
                     continue
@@ -470,7 +470,7 @@ class _Without:
     def __del__(self) -> None:
         if not self._entered and (engine := self._engine()) is not None:
             names = ", ".join(map(repr, self._names))
-            problem = f"without({names}) was called and not entered, so that nothing was disabled"
+            problem = f"without({names}) was called without `with`, so it disabled nothing"
             engine.remark("W45", problem, f"write `with engine.without({names}):` around the run", *self._names)
 
 

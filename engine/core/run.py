@@ -106,7 +106,7 @@ class Run:
         if engine.boundary.limit_reached() and not self.completes and not engine.feed.only_its_end_is_missing():
             warn(
                 f"run(): nothing to do: {engine.boundary.why_ended()} at epoch {state.epoch}, iteration {state.iteration}. "
-                "Give larger bounds to continue, or call engine.reset() to begin anew",
+                "Give larger bounds to continue, or call engine.reset() to start a new run",
             )
         engine.signals.notify(engine, Lifecycle.READY)
         ended = engine.boundary.stops and engine.feed.only_its_end_is_missing()

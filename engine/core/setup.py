@@ -38,7 +38,7 @@ def check_initialised(engine: Kernel, where: str) -> None:
     for root, model in engine.modules.items():
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(
-                f"{where}: parameters of {root!r} are not initialised yet: {', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
+                f"{where}: parameters of {root!r} are not initialized yet: {', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
                 "Lazy modules take their shapes from a first batch: call the model with one before the run, under "
                 "torch.no_grad()"
             )
@@ -61,7 +61,7 @@ def build_optimizers(engine: Kernel) -> None:
         if own and set(own).isdisjoint(update.parameters):
             raise ValueError(
                 f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters; it was built "
-                "for another model, or before the model's parameters were replaced: pass a factory instead, "
+                "for a different model, or before the model's parameters were replaced: pass a factory instead, "
                 f"such as partial(torch.optim.{type(update.optimizer).__name__}, lr=...)"
             )
 
@@ -91,7 +91,7 @@ def check_windows(engine: Kernel) -> None:
                 other = seen.setdefault(parameter, update.name)
                 if other != update.name:
                     raise ValueError(
-                        f"updates {other!r} and {update.name!r} share parameters, so that gradients cannot be "
-                        "accumulated for one of them; give each its own with Update(..., parameters=), or "
+                        f"updates {other!r} and {update.name!r} share parameters, so gradients cannot be accumulated "
+                        "for one of them alone; give each its own with Update(..., parameters=), or "
                         "detach GradientAccumulation"
                     )

@@ -341,8 +341,8 @@ class State:
         else:
             return
         raise ValueError(
-            f"{changed}: the engine alone counts; end a run or an epoch with engine.terminate() or terminate_epoch(), and "
-            "return to an earlier state with engine.snapshots.restore(state)"
+            f"{changed}: only the engine counts; to end a run or an epoch, call engine.terminate() or "
+            "terminate_epoch(); to return to an earlier state, call engine.snapshots.restore(state)"
         )
 
     def __repr__(self) -> str:

@@ -148,7 +148,7 @@ class UpdateState:
         """
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(
-                f"update {self.name!r}: the optimizer factory returned {optimizer!r}, which is no torch optimizer"
+                f"update {self.name!r}: the optimizer factory returned {optimizer!r}, which is not a torch optimizer"
             )
         self.optimizer = optimizer
         self.options = _options(optimizer)

@@ -99,8 +99,10 @@ class Feed(PlainFeed):
         same = same_data(earlier, data)
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
-                f"run(): the run before stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} iterations, "
-                f"and this data is another {type(data).__name__}: it is read from its beginning. To continue where that run "
+                f"run(): the previous run stopped inside epoch {self.state.epoch}, after "
+                f"{self.state.epoch_iteration} iterations, "
+                f"but this data is a different {type(data).__name__}: it is read from its beginning. To continue "
+                "where that run "
                 "stopped, pass the same object",
             )
         return bool(same)
@@ -263,7 +265,7 @@ class Feed(PlainFeed):
             return False
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
-            f"length is an estimate, give run() epoch_length={taken}, or another number than its length"
+            f"length is an estimate, pass run(epoch_length={taken}), or a number that differs from its length"
             + (
                 f"; with epoch_length={source.length}, each epoch is one pass of that length"
                 if source.given_length

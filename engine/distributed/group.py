@@ -156,9 +156,9 @@ class Group(SingleProcess):
         except Exception as error:
             if lost_another(error):
                 error.add_note(
-                    "the ranks could not begin a run together: run() and evaluate() have to be called on all ranks, or on none; "
-                    "if they were, one rank has ended, or an error of the run before has cut the connections: start the script "
-                    "again"
+                    "the ranks could not start a run together: call run() and evaluate() on all ranks, or on none; "
+                    "if you did, one rank has ended, or an error in the previous run closed the connections: restart "
+                    "the script"
                 )
                 for rank in self.processes.ended():
                     error.add_note(f"{rank} has ended")

@@ -104,8 +104,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that of another "
-                "job; give each job on a machine a MASTER_PORT of its own"
+                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that "
+                "of a different job; give each job on a machine its own MASTER_PORT"
             ) from error
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, which {host} hosts; check that {host} is running"
@@ -276,8 +276,8 @@ class _Membership:
             own = f"pid {self.job['pid']} on {self.job['host']}"
             self.store.set(f"refused/{self.rank}", own)
             raise RuntimeError(
-                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine a "
-                "MASTER_PORT of its own; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
+                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine "
+                "its own MASTER_PORT; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
             )
 
     def members(self, words: list[str | None]) -> list[str | None]:
@@ -293,8 +293,8 @@ class _Membership:
             return  # of an earlier start, which is about to be killed, or of a job that is refused
         error = (
             f"join(): two processes of {self.job['host']} have rank {self.rank} of the group at {_address()}: pid "
-            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process a RANK of its own; or, if they belong to two "
-            "jobs, give each job a MASTER_PORT of its own"
+            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process its own RANK; or, if they belong to "
+            "two jobs, give each job its own MASTER_PORT"
         )
         self.store.set("double", json.dumps({"word": found, "error": error}))
         raise RuntimeError(error)

@@ -119,7 +119,7 @@ class ResumableData:
             ValueError: for what is no such state, and for data with another length or batch size.
         """
         if not isinstance(state, Mapping) or state.keys() != {"epoch", "batch", "total", "seed", "data"}:
-            raise ValueError("ResumableData.load_state_dict(): this is no state of a ResumableData")
+            raise ValueError("ResumableData.load_state_dict(): this is not a state of ResumableData")
         if state["batch"]:
             place = f"epoch {state['epoch'] + 1}, batch {state['batch']}"
             self._source.check_extent(state["data"], place)

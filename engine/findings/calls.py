@@ -167,8 +167,8 @@ class FirstCalls(EagerMode):
                 "W97",
                 f"the first cross entropy is {value:.3g}, but {guessing:.3g} by guessing among {classes} classes: the first "
                 "outputs are far too large",
-                "normalise the inputs, and leave the initial weights to PyTorch, or make them smaller; for weights that were "
-                "trained for other classes, allow W97",
+                "normalize the inputs, and use the default initialization of PyTorch, or smaller weights; for "
+                "weights pretrained on other classes, allow W97",
             )
 
     def _targets_given(self, target: Tensor) -> Iterator[Problem]:
@@ -180,8 +180,8 @@ class FirstCalls(EagerMode):
             yield (
                 "W98",
                 "the targets are equal to an input of the same batch: a model that copies it has no loss",
-                "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]; for a model that is to "
-                "give its inputs back, allow W98",
+                "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]; for a model "
+                "that should reconstruct its inputs, allow W98",
             )
 
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
@@ -236,7 +236,7 @@ class FirstCalls(EagerMode):
         ):
             yield (
                 "W93",
-                f"a softmax is over dimension 0 of shape {shape}, so that the samples of a batch compete with each other",
+                f"a softmax is over dimension 0 of shape {shape}, so the samples of a batch compete with each other",
                 "apply it to the classes, or to the positions of each sample: dim=-1",
             )
 
@@ -248,8 +248,8 @@ class FirstCalls(EagerMode):
         if moved and sorted(before) == sorted(after):
             yield (
                 "W93",
-                f"a tensor of shape {before} is reshaped to {after}, which keeps the order of its values: they belong to other "
-                "places then",
+                f"a tensor of shape {before} is reshaped to {after}, which keeps the order of the values and so "
+                "mixes the dimensions",
                 "swap dimensions with transpose or permute",
             )
 
@@ -281,7 +281,7 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 def _term_without_gradient(value: float) -> Problem:
     return (
         "W99",
-        f"a term of the loss ({value:.3g}) has no gradient, so that it changes nothing in training",
+        f"a term of the loss ({value:.3g}) has no gradient, so it changes nothing in training",
         "compute it from the parameters without .data, .detach(), .item() and no_grad(); gradients of gradients need "
         "create_graph=True",
     )
@@ -367,8 +367,9 @@ class MetricCalls(EagerMode):
         what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
         return (
             "W04",
-            f"its values are averaged over batches, but {what} of all samples is no mean of its values in batches",
-            "use a metric of torchmetrics, which is updated with each batch and computed at the end",
+            f"its values are averaged over batches, but {what} over all samples is not the mean of its batch values",
+            "use a torchmetrics metric, which accumulates over batches; or average the inner value and apply exp or "
+            "sqrt afterwards, as Perplexity() does",
         )
 
 

@@ -1,6 +1,6 @@
 """The codes of findings: what each one means, and how serious it is.
 
-A code's letter says where it comes from: C from `Engine.check`, which reads a composition before it runs; G from
+A code's letter says where it comes from: C from `Engine.check`, which checks a setup before it runs; G from
 `handlers.Guards`, which watches a run; W from the engine and its handlers as they run. Codes are never used twice: one that is
 dropped stays unused.
 """
@@ -13,221 +13,258 @@ __all__ = ["CODES", "PRINTED", "REPEATS", "Severity"]
 
 Severity = Literal["info", "warning", "error"]
 
-CODES: dict[str, tuple[Severity, str]] = {
-    # W0x: metrics and what monitors them
-    "W01": ("warning", "a metric is monitored against its own direction"),
-    "W02": ("warning", "a monitored metric is NaN, which is never an improvement"),
-    "W03": ("warning", "a batch of an unknown class is counted as one sample"),
-    "W04": ("warning", "the values of a metric are, or perhaps are, no means of batches"),
-    "W05": ("warning", "Accuracy has a threshold for probabilities, but the scores are none"),
-    "W06": ("warning", "a metric of the training is monitored although a validation measures some"),
-    "W07": ("info", "the patience is longer than the run"),
-    "W08": ("warning", "an improvement has to be larger than the metric itself"),
-    "W09": ("info", "a look for mistakes has raised an error; it is skipped, and the run continues"),
-    # W1x: steps and optimizers
-    "W10": ("warning", "nothing is trained: no update has an optimizer, but the bounds are those of a training run"),
-    "W11": (
-        "warning",
-        "parameters of the model are in no optimizer: a layer was made, replaced or unfrozen after it was built",
-    ),
-    "W12": ("warning", "steps were made, but no parameter got a gradient"),
-    "W13": (
-        "warning",
-        "parameters in the optimizer got no gradient in an epoch; information if they are the smaller part",
-    ),
-    "W14": ("warning", "modules were put into eval mode during training and left in it"),
-    "W15": ("warning", "weights are NaN, or the loss is"),
-    "W16": ("warning", "gradients were cleared inside an accumulation window"),
-    "W17": ("warning", "something else than the engine calls optimizer.step()"),
-    "W18": ("warning", "the learning rate is 0 for an epoch, or negative"),
-    "W19": ("warning", "steps are left out, because their gradients or losses are not finite, or far above the usual"),
-    # W2x: data
-    "W20": ("warning", "the samples of an evaluation are drawn with replacement, so that some are missing"),
-    "W21": ("warning", "the data gives more batches than its length, or an evaluation's gives fewer"),
-    "W22": ("warning", "a batch holds an object whose tensors are not moved to the device"),
-    "W23": ("warning", "the data gives samples, or whole arrays, in place of batches"),
-    "W24": ("warning", "workers draw from generators that a resumed run does not continue"),
-    "W25": ("warning", "ranks that share data have other data each, of which a part is never used"),
-    "W26": ("warning", "each worker reads all of the data set, so that samples come several times"),
-    "W27": ("warning", "normalisation over batches of one sample"),
-    "W28": ("warning", "the batches of the data were changed in place"),
-    "W29": ("warning", "no step is made, since nothing returns a loss"),
-    # W3x: checkpoints and resuming
-    "W30": ("warning", "a checkpoint of what is trained leaves out nothing"),
-    "W31": ("info", "a run resumes from a saved state"),
-    "W32": ("warning", "a run resumes with other options, handlers or data than the run that saved the state"),
-    "W33": ("warning", "entries of the checkpoint folder cannot be read"),
-    "W34": ("warning", "a log is not the one that the loaded state continues, so that rows may be missing"),
-    "W35": ("warning", "weights that were changed between load_state_dict and run are replaced by those of the state"),
-    "W36": ("warning", "a run begins anew although the folder holds the state in which it was preempted"),
-    "W37": ("warning", "a run ended, and a checkpoint that should save it wrote nothing"),
-    "W38": ("warning", "another process writes to the same log, or has removed it"),
-    "W39": (
-        "warning",
-        "what should be written is lost: a handler was never attached, nobody receives what is logged, or a file has no place "
-        "for it",
-    ),
-    # W4x: how things are attached and connected
-    "W40": ("warning", "what is logged cannot be written as it is, such as an image with values out of its range"),
-    "W41": (
-        "warning",
-        "a receiver is never called, or not where it should be: a method lacks its `on`, or a score is written after those who "
-        "monitor it have looked",
-    ),
-    "W42": ("warning", "a loss has parameters that no optimizer holds, and that are not trained"),
-    "W43": ("info", "the parameters of a loss are trained, moved and saved with the model's"),
-    "W44": ("warning", "one function is called twice at an event: it was connected, or defined and connected, twice"),
-    "W45": ("warning", "`Engine.without` was called without `with`, so that nothing was disabled"),
-    "W46": ("warning", "the user's own DistributedDataParallel runs over processes of which the engine knows nothing"),
-    "W47": (
-        "warning",
-        "a state is saved that cannot be loaded, since a handler lacks the method, or torch refuses an object in it; or one that "
-        "lacks what the forward or a handler changes",
-    ),
-    "W48": ("warning", "`Engine.on` was called and decorates no function"),
-    "W49": ("warning", "a function or handler is connected to events that this engine never emits"),
-    # W5x: evaluation
-    "W50": ("warning", "the samples of an evaluation depend on random numbers, as if they were augmented"),
-    "W51": ("warning", "an evaluator measures other weights than those that are trained"),
-    "W52": ("info", "parts of the model are in eval mode as a training run begins"),
-    "W53": ("warning", "an evaluator measures nothing"),
-    "W54": ("warning", "predictions are collected in another order than that of the data"),
-    "W55": ("warning", "an average of the weights consists mostly of those that the run began with"),
-    "W56": ("warning", "an evaluator that is run by itself measures the weights in place of their averages"),
-    "W57": ("warning", "modules are in training mode in an evaluation, or dropout is computed"),
-    "W58": ("info", "a handler limits the data of this run"),
-    "W59": ("info", "an evaluation, or the training, leaves out the last samples of its data"),
-    "W60": ("warning", "the inputs of an evaluation are on another scale than those of the training"),
-    # W6x: logs and progress, and more about runs
-    "W61": ("warning", "a metric that should be shown is produced by nobody"),
-    "W62": ("warning", "a logger on an evaluator starts its log again with each evaluation"),
-    "W63": ("info", "the interval of a logger is longer than the run"),
-    "W64": ("warning", "an accuracy has never exceeded that of always answering the most frequent class"),
-    "W65": (
-        "warning",
-        "a loss depends on the position of the engine that computes it, and an evaluator computes it, too",
-    ),
-    "W66": ("warning", "a signal handler was replaced, so that a preemption is not noticed"),
-    "W67": ("warning", "weights are loaded that are the model's own, and were not copied"),
-    "W68": ("warning", "a function changes the weights as a run continues"),
-    "W69": ("warning", "the hidden state is never carried over between chunks of time"),
-    "W70": ("warning", "ranks that bring their own data have the same"),
-    # W7x: what training changes: gradients, rates, averages
-    "W71": ("warning", "two updates train the same parameters"),
-    "W72": (
-        "warning",
-        "a loss gets something else than the logits, or the logarithms of probabilities, that it expects",
-    ),
-    "W73": ("warning", "an output and its targets are broadcast against each other in the loss"),
-    "W74": ("warning", "the loss is divided by the length of the accumulation window, which is averaged over already"),
-    "W75": ("warning", "parameters have gradients before the backward of a window's first batch"),
-    "W76": ("warning", "losses or outputs are held with their graphs, so that memory grows"),
-    "W77": ("warning", "targets lie where the loss expects none, or where the output of the last activation never is"),
-    "W78": ("warning", "the global generator is seeded in each iteration"),
-    "W79": ("warning", "the loss is over a single class, and always the same"),
-    # W8x: receivers, studies, and further losses
-    "W80": ("warning", "a receiver changes the loss that is reported, and not the one that is trained with"),
-    "W81": ("warning", "the runs of a study are equal although their seeds differ"),
-    "W82": (
-        "warning",
-        "the runs of a study begin with other handlers, weights or data than earlier runs of the same seed",
-    ),
-    "W83": ("warning", "a loss is a sum over the batch, where the batches of a window are averaged"),
-    "W84": ("warning", "steps were made, but no weight changed"),
-    "W85": ("warning", "a function returns a batch or a loss, which nobody uses"),
-    "W86": ("warning", "a scheduler was built for an optimizer, and nobody steps it"),
-    "W87": ("warning", "a scheduler is stepped by a function, and checkpoints lack its position"),
-    "W88": ("warning", "a layer takes the samples of a batch as steps of time"),
-    "W89": ("warning", "something else than its schedule changes a learning rate"),
-    "W90": ("warning", "a loss is the negative of a distance, so that training makes it larger"),
-    "W91": ("warning", "a function evaluates the model in training mode"),
-    "W92": ("warning", "the loss depends on trainable tensors that no optimizer holds"),
-    "W93": (
-        "warning",
-        "values of other samples or places are mixed: a reshape in place of a transpose, a softmax over the samples",
-    ),
-    "W94": ("warning", "a step of a recurrent layer is used that has seen one step only, or padding"),
-    "W95": ("warning", "the loss is computed over padding"),
-    "W96": ("warning", "batches with different numbers of targets count alike in a mean over targets"),
-    "W97": ("warning", "the first loss is far above that of guessing"),
-    "W98": ("warning", "the targets are among the inputs"),
-    "W99": ("warning", "a term of the loss has no gradient"),
-    # C: what `Engine.check` finds before a run
-    "C01": ("warning", "a metric is monitored that nobody produces"),
-    "C02": ("info", "metrics are produced that nobody reads"),
-    "C03": (
-        "warning",
-        "two handlers use one thing at one event, phase and rank, so that their order of attaching matters",
-    ),
-    "C04": ("warning", "gradients are clipped twice"),
-    "C05": ("warning", "a schedule counts in another unit than it was written for"),
-    "C06": ("warning", "a schedule is longer or shorter than the run"),
-    "C07": ("warning", "an optimizer holds parameters that the model does not have"),
-    "C08": ("warning", "trainable parameters are held by no optimizer"),
-    "C09": ("warning", "parameters are frozen"),
-    "C10": ("warning", "two handlers write one file"),
-    "C11": ("warning", "a checkpoint is called the best, but is not selected by a metric"),
-    "C12": ("warning", "batches are on another device than the model, and nothing moves them"),
-    "C13": ("info", "training data is not shuffled"),
-    "C14": ("warning", "the validation data is the training data"),
-    "C15": ("warning", "an evaluator shares no parameters with the model that is trained"),
-    "C16": ("warning", "random augmentation comes from generators that a resumed run does not restore"),
-    "C17": ("warning", "an interval does not come up in this run"),
-    "C18": ("warning", "weights are averaged, but not within this run"),
-    "C19": ("info", "patience is longer than the run"),
-    "C20": ("warning", "an evaluation measures nothing"),
-    "C21": ("warning", "the last batch has one sample, of which BatchNorm has no variance"),
-    "C22": ("warning", "an accumulation window is longer than an epoch"),
-    "C23": ("info", "a schedule changes the rates of some optimizers only"),
-    "C24": ("warning", "data that can be read only once is used for several epochs"),
-    "C25": ("warning", "a function clips gradients that are still scaled for float16"),
-    "C26": ("warning", "a function clips gradients where there are none, or parts of a window"),
-    "C27": ("warning", "a model holds trainable tensors or layers where PyTorch does not find them"),
-    "C28": ("warning", "an optimizer has an option with which no training converges"),
-    "C29": ("warning", "labels are smoothed twice"),
-    "C30": ("warning", "the process was launched as one of several, and nothing connects them"),
-    "C31": ("warning", "a preemption would stop the run without saving it"),
-    "C32": ("warning", "weights are trained in float16"),
-    "C33": ("warning", "a layer lets nothing through, or begins with units that stay alike"),
-    "C34": ("warning", "a normalisation layer keeps the statistics of almost no batch, or of the last one only"),
-    "C35": ("warning", "an attribute was set on a module that PyTorch does not read there"),
-    "C36": ("warning", "one layer stands at several places, which share its weights"),
-    "C37": ("warning", "linear layers follow each other without an activation between them"),
-    "C38": ("warning", "a handler for several processes is attached in a notebook, which is one process"),
-    "C39": ("info", "a guard learns for longer than the run lasts what is usual"),
-    "C40": ("info", "a name is taken for that of the validation's metric"),
-    "C41": ("warning", "there are more processes than compute shards"),
-    "C42": ("info", "a function is called for the shards of its own process only"),
-    # G: what `handlers.Guards` finds in a run
-    "G01": ("warning", "parameters in the optimizer have no gradient; information if they are the smaller part"),
-    "G02": ("warning", "all gradients are zero"),
-    "G03": ("warning", "a step does not change the weights"),
-    "G04": ("warning", "the learning rate is 0"),
-    "G05": (
-        "warning",
-        "parameters of the model are in no optimizer: a layer was made, replaced or unfrozen after it was built",
-    ),
-    "G06": ("warning", "modules are in eval mode in training"),
-    "G07": ("warning", "dropout is active in an evaluation"),
-    "G08": ("warning", "the statistics of normalisation layers move in an evaluation"),
-    "G09": ("warning", "the weights differ between ranks"),
-    "G10": ("warning", "gradients are left from an iteration before: they were not cleared"),
-    "G11": ("warning", "the same batch comes again and again"),
-    "G12": ("warning", "labels are outside of the range of the classes"),
-    "G13": ("info", "the inputs are not normalised"),
-    "G14": ("warning", "inputs or the loss are NaN or infinite"),
-    "G15": ("warning", "each batch has labels of one class; information if it is always the same"),
-    "G16": ("warning", "all samples have the same output"),
-    "G17": ("warning", "the loss is exactly the same for different batches"),
-    "G18": ("warning", "the learning rate has fallen to almost nothing before the middle of the run"),
-    "G19": ("warning", "the gradients have grown a million times"),
-    "G20": ("warning", "something else than the engine calls optimizer.step()"),
-    "G21": ("warning", "the statistics of frozen normalisation layers move"),
-    "G22": ("warning", "only normalisation layers are trained, and the last layer is frozen"),
-    "G23": ("warning", "a spectral norm is evaluated before its power iteration has run"),
-    "G24": ("info", "the loss of an epoch is that of guessing"),
+_INFORMATION = {
+    *("W07", "W09", "W31", "W43", "W52", "W58", "W59", "W63"),
+    *("C02", "C13", "C19", "C23", "C39", "C40", "C42", "G13", "G24"),
 }
-"""For each code its default severity and what it means, in words that fit every case of it."""
+"""Codes that need nothing done; all others are warnings."""
+
+_TEXTS = {
+    # W0x: metrics and the handlers that monitor them
+    "W01": 'A handler monitors a metric in the wrong direction, such as `mode="max"` for a loss, so it would keep '
+    "the worst value.",
+    "W02": "A monitored metric is NaN. NaN never counts as an improvement, so patience runs out and no best "
+    "checkpoint is written.",
+    "W03": "The batch is of a class without a length, so it counts as one sample. Averages then weight a short last "
+    "batch like a full one.",
+    "W04": "A metric is not the mean over the samples, or may not be: it is the value of the last batch, or a mean "
+    "of values that cannot be averaged.",
+    "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores are outside 0 to 1, as "
+    "logits are.",
+    "W06": "A handler monitors a metric of the training data although a validation measures metrics, too. "
+    "Overfitting goes undetected.",
+    "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop it.",
+    "W08": "`min_delta` is larger than the metric itself, so no value can count as an improvement, and the run stops "
+    "early.",
+    "W09": "A check raised an error and was skipped. The run continues and does not depend on it.",
+    # W1x: steps and optimizers
+    "W10": "Nothing is trained: no `Update` has an optimizer, but `run` was called with the bounds of a training run.",
+    "W11": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
+    "optimizer was built. They do not train.",
+    "W12": "Optimizer steps ran, but no parameter received a gradient, so the model does not learn. Usually the "
+    "graph is cut between the parameters and the loss.",
+    "W13": "Some parameters in the optimizer received no gradient in an epoch, so they do not train. It is "
+    "information if they are the smaller part.",
+    "W14": "Modules were set to eval mode during training and stayed there, so dropout is off and batch statistics "
+    "are frozen.",
+    "W15": "Weights or the loss are NaN. Training cannot recover from NaN weights.",
+    "W16": "Gradients were cleared inside an accumulation window, so the step uses only the batches after that.",
+    "W17": "Your code calls `optimizer.step()`. The engine also calls it, so there are steps that it does not count.",
+    "W18": "The learning rate is 0 for a whole epoch, so nothing is learned, or negative, so steps increase the loss.",
+    "W19": "A guard skipped steps, because their gradients or losses are not finite or far above the usual.",
+    # W2x: data
+    "W20": "An evaluation draws its samples with replacement: some count several times, others not at all.",
+    "W21": "The data yields more batches than its length says, or the data of an evaluation yields fewer. Schedules "
+    "and progress rely on the length.",
+    "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so its tensors stay on their "
+    "device.",
+    "W23": "The data yields single samples or whole arrays, and each is treated as a batch.",
+    "W24": "Workers of the `DataLoader` draw from generators that a resumed run does not restore, so the resume is "
+    "not exact.",
+    "W25": "Ranks that should share the same data have different data. With splitting by rank, a part of it is never "
+    "used.",
+    "W26": "Every worker reads the whole iterable dataset, so each sample appears once per worker in an epoch.",
+    "W27": "BatchNorm normalizes over the batch, but each batch has one sample, so its statistics are those of that "
+    "sample.",
+    "W28": "Your code changed the batches of the data in place, so the next epoch trains on the changed ones.",
+    "W29": "No optimizer step ran, because no function returned a loss. A missing `return` is the usual cause.",
+    # W3x: checkpoints and resuming
+    "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
+    "W31": "The run resumes from a saved state. It continues at the saved epoch and iteration.",
+    "W32": "The run resumes with other options, handlers or data than the run that saved the state, so it does not "
+    "continue that run exactly.",
+    "W33": "Entries of the checkpoint folder cannot be read and are skipped.",
+    "W34": "A log on disk is not the one that the loaded state continues, so rows may be missing.",
+    "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights of the "
+    "loaded state.",
+    "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
+    "W37": "A run ended and its `Checkpoint` wrote nothing: its interval never occurred, or its metric never had a "
+    "value.",
+    "W38": "The log was replaced or removed while the run writes to it, probably by a second process with the same "
+    "path. Its rows are lost.",
+    "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format has no "
+    "place for it.",
+    # W4x: how functions and handlers are attached and connected
+    "W40": "A logged value cannot be written as it is, such as an image with values out of range.",
+    "W41": "A function is never called, or called too late: a method lacks `@on(...)`, or a metric is written after "
+    "the handler that monitors it has read it.",
+    "W42": "A loss module has trainable parameters that no optimizer holds, so they do not train.",
+    "W43": "The parameters of a loss module are trained, moved and saved with those of the model.",
+    "W44": "One function is connected twice, so it is called twice at each event. Running a notebook cell again is "
+    "the usual cause.",
+    "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
+    "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
+    "process: every rank writes the same files.",
+    "W47": "A saved state cannot be resumed from, or not exactly: a handler has no `load_state_dict`, `torch.load` "
+    "rejects an object, or what the forward or a handler changes is not saved.",
+    "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
+    "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
+    # W5x: evaluation
+    "W50": "The samples of an evaluation change from one read to the next, as if random augmentation applied to "
+    "them. The metrics are noisy.",
+    "W51": "An evaluator measures a model that is not the one being trained, so its metrics never change with the "
+    "training.",
+    "W52": "Parts of the model are in eval mode when a training run begins, so their dropout is off and their batch "
+    "statistics do not update.",
+    "W53": "An evaluator measures nothing: no metrics are attached to it.",
+    "W54": "Predictions are collected from shuffled data, so their order is not that of the dataset.",
+    "W55": "After this run, an average of the weights still consists mostly of the initial weights, so the "
+    "evaluation is worse than training was.",
+    "W56": "An evaluator that runs by itself measures the last weights instead of their averages (EMA, SWA).",
+    "W57": "An evaluation runs with modules in training mode, or computes dropout. Its metrics may be random, and batch "
+    "statistics may change.",
+    "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",
+    "W59": "`drop_last=True` leaves out samples of an evaluation or of the training.",
+    "W60": "The inputs of an evaluation are on a different scale than the training inputs: the normalization differs.",
+    # W6x: logs and progress, and more about runs
+    "W61": "The progress bar should show a metric that nothing measures.",
+    "W62": "A logger is attached to an evaluator, so its log starts again with each evaluation.",
+    "W63": "The interval of a logger is longer than the run, so it wrote nothing at that interval.",
+    "W64": "The accuracy never exceeded that of always predicting the most frequent class: the model seems to learn "
+    "nothing about the labels.",
+    "W65": "A loss depends on the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, "
+    "so it computes a different loss.",
+    "W66": "Other code replaced the signal handler of `Preemption`, so a preemption signal does not save the run.",
+    "W67": "`load_state_dict` received the model's own tensors: `state_dict()` returns references, and they changed "
+    "with the training.",
+    "W68": "A function changes the trained weights when a run continues, because it initializes them at `STARTED`, "
+    "which every `run()` emits.",
+    "W69": "With `TruncatedBPTT`, the forward never carries the hidden state over, so each chunk starts from zero.",
+    "W70": "Ranks that should each have their own data have the same data, so all train on the same samples.",
+    # W7x: losses and gradients
+    "W71": "Two updates train the same parameters, so each loss changes what the other one trains.",
+    "W72": "The loss receives the wrong kind of output, such as probabilities where it expects logits. It trains "
+    "slowly, or not at all.",
+    "W73": "Output and targets have different shapes and broadcast in the loss, so every output is compared with "
+    "every target.",
+    "W74": "The loss is divided by the length of the accumulation window, but the engine averages over the window "
+    "already: gradients are too small.",
+    "W75": "Parameters have gradients before the first backward of a window, for example from your own `backward()`. "
+    "The step adds them.",
+    "W76": "Your code keeps losses or outputs with their graphs, so memory grows with each iteration.",
+    "W77": "Targets are outside the range that the loss accepts, or that the last activation can reach.",
+    "W78": "The global generator is seeded in each iteration, so dropout draws the same mask every time.",
+    "W79": "The loss is over a single class, so it is constant and its gradients are zero.",
+    # W8x: functions and handlers, studies, and more about losses
+    "W80": "A function changes the loss that is reported. Gradients come from `backward_loss`, which it leaves as it "
+    "was.",
+    "W81": "The runs of a study are identical although their seeds differ, so they are one result counted several "
+    "times.",
+    "W82": "The runs of a study start with other handlers, weights or data than earlier runs of the same seed, so "
+    "the runs depend on each other.",
+    "W83": "The loss is a sum over the batch, but the engine averages the batches of a window: a short batch has "
+    "less weight than its samples.",
+    "W84": "Optimizer steps ran, but no weight changed: gradients are zero, or steps are below the precision of the "
+    "weights.",
+    "W85": "A function returns a batch or a loss, but return values of connected functions are ignored.",
+    "W86": "A learning-rate scheduler was built for an optimizer, but nothing calls its `step()`: the learning rate "
+    "stays at its initial value.",
+    "W87": "A function steps the scheduler, so checkpoints do not contain its position, and a resumed run restarts "
+    "the schedule.",
+    "W88": "A recurrent or attention layer treats the samples of a batch as time steps: it expects the time "
+    "dimension first.",
+    "W89": "Something other than the schedule changes the learning rate.",
+    "W90": "The loss is a negated distance, so minimizing it increases the distance.",
+    "W91": "A function evaluates the model in training mode, where dropout and batch normalization behave differently.",
+    "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
+    "W93": "Values of different samples or positions are mixed, by a reshape instead of a transpose, or a softmax "
+    "over the batch.",
+    "W94": "The forward uses a time step of a recurrent layer that is padding, or that has seen only one step of the "
+    "sequence.",
+    "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
+    "W96": "The loss is a mean over targets, but the batches of a window have different numbers of them and count "
+    "equally.",
+    "W97": "The first loss is far above the loss of guessing: the inputs or the initial weights are too large.",
+    "W98": "The inputs contain the targets, so the model can copy them and the loss says nothing.",
+    "W99": "A term of the loss has no gradient, so it changes the reported loss but trains nothing.",
+    # C: what `Engine.check` finds before a run
+    "C01": "A handler monitors a metric that nothing measures.",
+    "C02": "Metrics are measured, but no handler logs, shows or monitors them.",
+    "C03": "Two handlers use the same thing at the same event, phase and rank, so the order in which you attach them "
+    "matters.",
+    "C04": "Gradients are clipped twice.",
+    "C05": "A schedule counts in a different unit than it was written for, such as epochs where it is stepped after "
+    "optimizer steps.",
+    "C06": "A schedule is longer than the run, so it never reaches its end, or shorter, so the learning rate is wrong "
+    "for the rest. Omit its length (`T_max`, `total_steps`): `LRScheduling` fills it in.",
+    "C07": "An optimizer holds parameters that are not the model's, such as those of an older model.",
+    "C08": "Trainable parameters are in no optimizer, so they do not train.",
+    "C09": "Parameters are frozen (`requires_grad=False`).",
+    "C10": "Two handlers write to the same file.",
+    "C11": 'A checkpoint is named "best", but keeps the latest states, because it monitors no metric.',
+    "C12": "Batches and model are on different devices, and nothing moves the batches.",
+    "C13": "The training data is not shuffled.",
+    "C14": "The validation data contains training samples, so it cannot show overfitting.",
+    "C15": "An evaluator has a different model: it shares no parameters with the one being trained.",
+    "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
+    "C17": "An interval is longer than this run, so what it triggers never happens.",
+    "C18": "Weights are averaged only after the end of this run, so the averages are never used.",
+    "C19": "The patience is longer than the run, so it cannot stop it.",
+    "C20": "An evaluation measures nothing: no metrics are attached to the evaluator.",
+    "C21": "The last batch has one sample, over which BatchNorm has no variance. PyTorch may raise an error for it.",
+    "C22": "An accumulation window is longer than an epoch. Windows end with the epoch, so steps use fewer batches.",
+    "C23": "A schedule changes the learning rates of some optimizers only.",
+    "C24": "Data that can be iterated only once, such as a generator, is used for several epochs.",
+    "C25": "A function clips gradients that are still scaled for float16, so the bound is far too small.",
+    "C26": "A function clips gradients where there are none, or before the accumulation window is complete.",
+    "C27": "The model keeps trainable tensors or layers in a plain list or attribute, where PyTorch does not find "
+    "them: they are neither trained, moved nor saved.",
+    "C28": "An optimizer has an option with which no training converges. Use values such as `lr=1e-3, "
+    "weight_decay=1e-2` with AdamW.",
+    "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
+    "C30": "The process was launched as one of several, such as by `torchrun`, but no handler connects them: each "
+    "trains alone.",
+    "C31": "`Preemption` would stop the run, but nothing would save it.",
+    "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
+    "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "
+    "stay equal.",
+    "C34": "A BatchNorm layer keeps the statistics of almost no batch, or of the last one only: its `momentum` is "
+    "reversed.",
+    "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
+    "C36": "The same layer object appears at several places in the model, so they share its weights. `[layer] * n` "
+    "does this.",
+    "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
+    "C38": "A handler for several processes is attached in a notebook, which is a single process.",
+    "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
+    "C40": "A metric name without prefix was taken for the validation metric.",
+    "C41": "There are more processes than compute shards, so some are idle.",
+    "C42": "A function is called only for the shards of its own process, so its result depends on the number of "
+    "processes.",
+    # G: what `handlers.Guards` finds in a run
+    "G01": "Parameters in the optimizer have no gradient, so they do not train. It is information if they are the "
+    "smaller part.",
+    "G02": "All gradients are zero, so the step changes nothing.",
+    "G03": "An optimizer step does not change the weights.",
+    "G04": "The learning rate is 0.",
+    "G05": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
+    "optimizer was built.",
+    "G06": "Modules are in eval mode during training, so dropout is off and batch statistics are frozen.",
+    "G07": "Dropout is active in an evaluation, so its metrics are random.",
+    "G08": "The running statistics of normalization layers change in an evaluation, so evaluating changes the model.",
+    "G09": "The weights differ between ranks, so the ranks train different models.",
+    "G10": "Gradients remain from an earlier iteration because nothing cleared them. The step adds them.",
+    "G11": "The data yields the same batch again and again.",
+    "G12": "Labels are outside the range of the classes, from 0 to one less than their number.",
+    "G13": "The inputs are not normalized: their values are large.",
+    "G14": "The inputs or the loss are NaN or infinite.",
+    "G15": "Each batch has labels of a single class. It is information if it is always the same class.",
+    "G16": "The model gives the same output for all samples of a batch.",
+    "G17": "The loss is exactly the same for different batches, so it does not depend on the data.",
+    "G18": "The learning rate is almost 0 before the middle of the run: the schedule counts in the wrong unit.",
+    "G19": "The gradient norm has grown a million times: training diverges.",
+    "G20": "Your code calls `optimizer.step()` in addition to the engine.",
+    "G21": "Frozen normalization layers still update their running statistics.",
+    "G22": "Only normalization layers are trained, and the last layer is frozen, so the model cannot learn new "
+    "classes.",
+    "G23": "A spectral norm is evaluated before its first power iteration, so the weights are divided by a random "
+    "number.",
+    "G24": "The mean loss of an epoch is that of guessing.",
+}
+
+CODES: dict[str, tuple[Severity, str]] = {
+    code: ("info" if code in _INFORMATION else "warning", text) for code, text in _TEXTS.items()
+}
+"""For each code its default severity, and what it means and why it matters in any case of it."""
 
 PRINTED = frozenset(
     ("W04", "W06", "W13", "W47", "W58", "W59", "C06", "C13", "C17", "C19", "C40", "G01", "G13", "G15", "G24")

@@ -25,7 +25,7 @@ def report_handler(engine: Engine, handler: Handler) -> None:
     if kind.state_dict is not Handler.state_dict and kind.load_state_dict is Handler.load_state_dict:
         engine.remark(
             "W47",
-            f"{kind.__name__} overrides state_dict, but not load_state_dict: a run that resumes would refuse its state",
+            f"{kind.__name__} overrides state_dict, but not load_state_dict: a resumed run could not load its state",
             "override load_state_dict as well",
             handler.name,
         )
@@ -52,15 +52,14 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
             and not _is_named(kind, name)
         ):
             return (
-                f"{kind.__name__}.{name} is never called: it has the name of an event, but is not declared with `on`",
-                f"put @on(Events.{label.upper()}) above it, or give it another name",
+                f"{kind.__name__}.{name} is never called: it is named after an event, but not decorated with @on(...)",
+                f"put @on(Events.{label.upper()}) above it, or rename it",
             )
     if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
         return None
     return (
-        f"{kind.__name__} does nothing: none of its methods is declared with `on`, and it overrides none of "
-        f"{', '.join(_OPTIONAL)}",
-        "put @on(Events.EPOCH_COMPLETED), or another event, above the methods that are to be called",
+        f"{kind.__name__} has no method decorated with @on(...), so it is never called",
+        "put @on(Events.EPOCH_COMPLETED), or a different event, above the methods to call",
     )
 
 
@@ -76,16 +75,16 @@ def report_double(engine: Engine, event: object, added: Connection, others: Iter
         if other.filter is not None and added.filter is not None:
             continue  # "every 100, and at the first": meant
         if added.of(other.receiver):
-            what = f"{added!r} is connected to {event} twice, and called twice"
+            what = f"{added!r} is connected to {event} twice, so it is called twice"
         elif _replaces(added.receiver, other.receiver):
-            what = f"a second {added!r} is connected to {event}, though the first one still is: both are called"
+            what = f"a second {added!r} is connected to {event} while the first still is: both are called"
         else:
             continue
         engine.remark(
             "W44",
             what,
             f"detach the earlier one first, with engine.detach({added!r}) or the handle of connect(); in a notebook, build the "
-            "engine in the cell that connects; in a loop, bind what differs with functools.partial",
+            "engine in the same cell; in a loop, bind what differs with functools.partial",
             key=(event, repr(added)),
         )
         return

@@ -55,8 +55,8 @@ def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> Non
     if any(one != contents[0] for one in contents):
         engine.findings.report(
             "W25",
-            f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but they have "
-            "different data" + ("" if same else ", of which a part is never used"),
+            f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but they "
+            f"have different data" + ("" if same else ", and a part of it is never used"),
             "give all ranks the same data"
             if same
             else "give all ranks the same data, or let each keep its own with shard_policy='own'",
@@ -70,8 +70,8 @@ def _check_own(engine: Engine, data: Any) -> None:
     if content and all(one == others[0] for one in others):
         engine.findings.report(
             "W70",
-            f"with shard_policy='own', each of {engine.processes.world_size} ranks begins with the same batch: all seem to train "
-            "on the same samples",
+            f"with shard_policy='own', all {engine.processes.world_size} ranks start with the same batch, so they "
+            "seem to train on the same samples",
             "give each rank its own part of the data, or leave that to shard_policy='auto'",
         )
 
@@ -91,8 +91,8 @@ def _report_samples(engine: Engine, data: Any) -> None:
         what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
         engine.findings.report(
             "W23",
-            f"the data is a {type(data).__name__}, of which each {what} is taken for a batch",
-            "give a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
+            f"the data is a {type(data).__name__}: each {what} is treated as a batch",
+            "pass a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
         )
 
 
@@ -111,15 +111,15 @@ def _report_workers(engine: Engine, data: Any) -> None:
     if isinstance(dataset, IterableDataset) and data.num_workers > 1 and _reads_all_in_each_worker(data):
         engine.findings.report(
             "W26",
-            f"each of {data.num_workers} workers reads all of the data set ({type(dataset).__name__}), so that each sample comes "
-            f"{data.num_workers} times in an epoch",
-            "let __iter__ yield the part of its worker, which torch.utils.data.get_worker_info() names",
+            f"each of {data.num_workers} workers reads the whole dataset ({type(dataset).__name__}), so each sample "
+            f"appears {data.num_workers} times in an epoch",
+            "in __iter__, yield only the samples of the worker that torch.utils.data.get_worker_info() returns",
         )
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(
             "W24",
-            f"{', '.join(held)}: each worker has a copy of this generator, so that workers and epochs draw the same numbers, and "
-            "a resumed run draws others",
+            f"{', '.join(held)}: each worker has a copy of this generator: workers and epochs draw the same numbers, "
+            "and a resumed run draws different ones",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
@@ -173,8 +173,9 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
             if norm and any(parameter.requires_grad for parameter in module.parameters()):
                 engine.findings.report(
                     "W27",
-                    f"the batches have one sample, and {name}.{place} ({type(module).__name__}) normalises over the batch",
-                    "give the DataLoader batch_size=, or replace the layer, for example by GroupNorm",
+                    f"the batches have one sample, and {name}.{place} ({type(module).__name__}) normalizes over the "
+                    "batch",
+                    "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
                 )
                 return
 
@@ -221,7 +222,7 @@ def _check_versions(engine: Engine) -> None:
         if any(now.get(one, version) != version for one, version in feed.versions.items()):
             engine.findings.report(
                 "W28",
-                "the batches of the data were changed in place, so that the next epoch begins with the changed ones",
+                "the batches of the data were changed in place, so the next epoch reads the changed ones",
                 "copy a batch before you change it: inputs = inputs.clone()",
             )
         feed.versions = None
@@ -235,7 +236,7 @@ def report_length(engine: Engine, more: bool) -> None:
         engine.findings.report(
             "W21",
             f"the data ({type(data).__name__}) has length {length}, but {what}",
-            "correct its __len__, or give run() epoch_length=",
+            "correct its __len__, or pass run(epoch_length=)",
         )
 
 
@@ -274,8 +275,8 @@ def _report_no_loss(engine: Engine, began: int) -> None:
         who, way_out = f"the loss {_name(update.loss_function)}", "let it return the loss"
     engine.findings.report(
         "W29",
-        f"update {update.name!r} made no step in {state.completed - began} iterations, since no batch gave a loss: None, "
-        f"which skips a batch, was returned by {who}",
+        f"update {update.name!r} made no step in {state.completed - began} iterations, because no batch gave a loss: "
+        f"None, which skips a batch, was returned by {who}",
         way_out,
     )
 

@@ -27,7 +27,7 @@ def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
         if all(function is None or is_ours(function) for function in own):  # others may store what they compute
             yield finding(
                 "C20",
-                f"{one.handler.name!r} runs an evaluator to which nothing is attached: it measures nothing",
+                f"{one.handler.name!r} runs an evaluator without handlers, so it measures nothing",
                 "attach Metrics to the evaluator: evaluator.attach(Metrics(loss=Average()))",
                 [one.handler.name],
             )
@@ -46,8 +46,8 @@ def data_read_once(it: Composition) -> Iterator[Finding]:
     if isinstance(it.data, Iterator) and state.epoch_length is None and (state.max_epochs or 1) > 1:
         yield finding(
             "C24",
-            f"the data is a {type(it.data).__name__}, which ends with the first of {state.max_epochs} epochs",
-            "give data that can be iterated again, such as a list or a DataLoader, or epoch_length= to run()",
+            f"the data is a {type(it.data).__name__}, which is used up after the first of {state.max_epochs} epochs",
+            "pass data that can be iterated again, such as a list or a DataLoader, or run(epoch_length=)",
         )
 
 
@@ -195,8 +195,8 @@ def _places(data: Any) -> set[int] | None:
 def _training_data(name: str, what: str) -> Finding:
     return finding(
         "C14",
-        f"the data that {name!r} evaluates {what}: overfitting does not show in it",
-        "evaluate data that is not trained on; if this is meant, name it: Validation(..., prefix='train_')",
+        f"the data of {name!r} {what}, so it cannot show overfitting",
+        "evaluate data that you do not train on; if you mean this, name it: Validation(..., prefix='train_')",
         [name],
     )
 
@@ -230,8 +230,9 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
         if it.parameters and other and other.isdisjoint(it.parameters):
             yield finding(
                 "C15",
-                f"the evaluator of {one.handler.name!r} has another model: it shares no parameter with the one that is trained",
-                "build it with the same module: Engine(update.evaluation(), model=model)",
+                f"the evaluator of {one.handler.name!r} has a different model: it shares no parameters with the one "
+                "that is trained",
+                "build it on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
                 severity="info" if is_meant(one.evaluator) else None,
             )
@@ -264,8 +265,8 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
     for path, generator in held.items():
         yield finding(
             "C16",
-            f"{path} is a random generator of the data's own ({type(generator).__name__}), of which each worker has a copy: "
-            f"where samples draw from it, a run that resumes from {saves[0].name!r} continues with other numbers",
+            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has a copy of "
+            f"it: where samples draw from it, a run that resumes from {saves[0].name!r} draws different numbers",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

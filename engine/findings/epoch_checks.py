@@ -104,7 +104,7 @@ class EpochChecks:
         if made > 1 and update.omitted_in == made and update.steps == 0 and update.raw_loss is None and not limited:
             engine.findings.report(
                 "C17",
-                f"update {update.name!r} was made in none of the {made} iterations of this run: it was left out of each plan",
+                f"update {update.name!r} ran in none of the {made} iterations of this run: every plan left it out",
                 "choose a smaller n for UpdateFrequency, or a longer run",
                 key=update.name,
             )
@@ -141,8 +141,8 @@ class EpochChecks:
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("got a gradient" if before.counts_versions else "changed"),
-                "let the forward use engine.model (not an older model, or a copy), without no_grad(), detach() and item() "
-                "between the parameters and the loss; and leave zero_grad() to the engine",
+                "use engine.model in the forward, not an older model or a copy, without no_grad(), detach() or "
+                "item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
             )
         elif whole and before.counts_versions:
@@ -150,7 +150,7 @@ class EpochChecks:
             engine.remark(
                 "W13",
                 f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) got no gradient",
-                "if they are to be trained, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
+                "if they should train, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
                 "them (requires_grad_(False), Freezing) or leave them out of the optimizer",
                 key=(update.name, 2 * missing >= total),
                 severity="warning" if 2 * missing >= total else "info",
@@ -164,8 +164,8 @@ class EpochChecks:
             engine.remark(
                 "W84",
                 f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight has changed: "
-                f"the gradients are zero, or the steps smaller than what {types} resolves",
-                "use a larger learning rate, look at the bound of the clipping and at the loss, or keep the weights in float32",
+                f"the gradients are zero, or the steps are below the precision of {types}",
+                "use a larger learning rate, check the clipping bound and the loss, or keep the weights in float32",
                 key=update.name,
             )
 
@@ -186,7 +186,8 @@ class EpochChecks:
                     if set(new) <= {*self._known} - known
                     else "a layer was made or replaced after the optimizer was built"
                 ),
-                "make all layers before run() and give the Update a factory, such as partial(torch.optim.AdamW, lr=1e-3); or "
+                "create all layers before run() and pass the Update an optimizer factory, such as "
+                "partial(torch.optim.AdamW, lr=1e-3); or "
                 "call optimizer.add_param_group() for new ones",
             )
 
@@ -199,7 +200,7 @@ class EpochChecks:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
                 "W14",
-                f"{what} was put into eval mode during training and left in it (seen at the end of epoch "
+                f"{what} was set to eval mode during training and stayed in it (seen at the end of epoch "
                 f"{engine.state.epoch}): dropout and batch statistics are off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
@@ -249,8 +250,8 @@ class EpochChecks:
             engine.remark(
                 "W17",
                 f"the optimizer of update {update.name!r} made {counted_now - before.counted} steps in epoch "
-                f"{engine.state.epoch}, of which the engine made {steps}",
-                "do not call optimizer.step(): the engine calls it once for each window",
+                f"{engine.state.epoch}, but the engine made only {steps} of them",
+                "remove your optimizer.step(): the engine calls it once per accumulation window",
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
@@ -258,14 +259,14 @@ class EpochChecks:
             engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
-                "check lr= and the schedule: its warm-up, and in what unit its total is given",
+                "check lr= and the schedule: its warm-up, and the unit of its length (steps or epochs)",
                 key=update.name,
             )
         if any(rate < 0 for rate in rates):
             engine.remark(
                 "W18",
-                f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: {min(rates):.3g}, so "
-                "that steps increase the loss",
+                f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: "
+                f"{min(rates):.3g}, so steps increase the loss",
                 "check the schedule: its factor falls below zero",
                 key=update.name,
             )

@@ -48,9 +48,9 @@ def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int],
         engine.state.metrics.last_values.add(prefix + name)
         engine.findings.report(
             "W04",
-            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches: its value is that of the last "
-            "batch, and no mean over the evaluation, unless the function itself takes the mean",
-            f"let Metrics take the mean: evaluator.attach(Metrics({name}=Average(function)))",
+            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches: its value is that "
+            "of the last batch, not the mean over the evaluation, unless the function computes the mean",
+            f"let Metrics compute the mean: evaluator.attach(Metrics({name}=Average(function)))",
             key=prefix + name,
             severity="info",
         )
@@ -85,9 +85,9 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
     if not engine.running if before is None else before.sums == now.sums and before.iteration < now.iteration:
         engine.findings.report(
             "W51",
-            f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not change: its "
-            "metrics are not those of the model that is trained",
-            "build it over the same module: Engine(update.evaluation(), model=trainer.model); or copy the weights at "
+            f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not "
+            "change: its metrics are not those of the model being trained",
+            "build it on the same module: Engine(update.evaluation(), model=trainer.model); or copy the weights at "
             "EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
             severity="info" if is_meant(evaluator) else None,
@@ -124,7 +124,7 @@ def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[st
     if not any(signal.connections for signal in evaluator.signals.all()):
         engine.findings.report(
             "W53",
-            f"the evaluator {evaluator!r} measures nothing: it has neither handlers nor receivers",
+            f"the evaluator {evaluator!r} measures nothing: no handler is attached and no function is connected",
             "attach Metrics to the evaluator, such as Metrics(loss=Average()); on the trainer, they measure the training",
             key=id(evaluator),
         )
@@ -145,7 +145,8 @@ def report_training_mode(engine: Engine) -> None:
         more = f" and {len(others)} more were" if others else " was"
         engine.findings.report(
             "W57",
-            f"the module {first!r}{more} in training mode at the end of an evaluation: something called train() in it, so that "
+            f"the module {first!r}{more} in training mode at the end of an evaluation: your code called train() "
+            "during it, so "
             f"{' and '.join(sorted({*effects.values()}))}",
             "leave the modes to the engine, which sets and restores them",
         )
@@ -251,7 +252,7 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
             "W60",
             f"the first inputs of an evaluation have a mean of {found.mean:.3g} and a standard deviation of {found.spread:.3g}, "
             f"those of the training {trained.mean:.3g} and {trained.spread:.3g}",
-            "prepare them alike, with the mean and the standard deviation of the training's inputs",
+            "normalize both with the mean and the standard deviation of the training inputs",
         )
 
 
@@ -278,7 +279,7 @@ def report_random_samples(engine: Engine) -> None:
         engine.findings.report(
             "W50",
             f"the samples of an evaluation ({type(data.dataset).__name__}) depend on random numbers, as if they were augmented",
-            "give the data of evaluations no random transform: two splits of one data set share theirs",
+            "use no random transform for evaluation data; two splits of one dataset share its transform",
             key=id(data),
         )
 
@@ -297,7 +298,8 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
         if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
             engine.findings.report(
                 "W56",
-                f"the state holds averages of the weights, of its handler {name!r}, but its weights of the last step are loaded",
+                f"the state contains weight averages of its handler {name!r}, but the weights of the last step are "
+                "loaded",
                 "load what trainer.weights() gives; or load the state into a trainer with this handler, and evaluate with "
                 "trainer.evaluate(evaluator, data)",
                 name,

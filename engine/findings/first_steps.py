@@ -128,9 +128,9 @@ class FirstEvaluation:
         if dropout.seen and not any(part.training for _, part in engine.modules.parts()):  # else the end reports it
             engine.findings.report(
                 "W57",
-                f"the forward of update {update.name!r} computes dropout in an evaluation: a function is called that does not "
-                "know of the mode",
-                "give it the mode: F.dropout(x, training=self.training); allow W57 where the randomness is meant",
+                f"the forward of update {update.name!r} computes dropout in an evaluation: it calls a dropout "
+                "function without passing the mode",
+                "pass the mode: F.dropout(x, training=self.training); allow W57 if you mean the randomness",
                 key=update.name,
             )
 
@@ -151,8 +151,8 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
     for owner, events in unheard.items():
         engine.findings.report(
             "W49",
-            f"update {update.name!r}: {owner} receives {' and '.join(events)}, but {by!r} computes the gradients without "
-            "compute(), which emits them: it has no effect there",
+            f"update {update.name!r}: {owner} receives {' and '.join(events)}, but {by!r} computes the gradients "
+            "without compute(), which emits these events: it has no effect there",
             f"detach one of the two, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
@@ -244,8 +244,8 @@ class _Look:
         if update.raw_loss is not None and update.raw_loss.requires_grad:
             engine.findings.report(
                 "W80",
-                f"a receiver has set the loss of update {update.name!r}, which is only what is reported: the backward starts "
-                "from the loss as it was",
+                f"a function changed the loss of update {update.name!r}, but that changes only the reported loss: "
+                "the backward still starts from the original one",
                 "set engine.state.update.backward_loss as well, or instead",
                 key=update.name,
             )
@@ -266,8 +266,9 @@ class _Look:
                 "W92",
                 f"the loss of update {update.name!r} depends on {counted(len(lasting), 'trainable tensor')} of shape {shapes}, "
                 f"which {'is' if len(lasting) == 1 else 'are'} in no optimizer and in no model of the engine",
-                "if they are those of an older model, let the forward use engine.model; to train them, make them parameters of "
-                "the model, or of a module given to the Engine: model={'model': ..., 'loss': ...}; or freeze them",
+                "if they belong to an older model, use engine.model in the forward; to train them, make them "
+                "parameters of the model, or of a module passed to the Engine: model={'model': ..., 'loss': ...}; or "
+                "freeze them",
                 key=update.name,
             )
 
@@ -279,10 +280,10 @@ class _Look:
         if any(grad.is_sparse or bool(grad.any()) for grad in several):
             engine.findings.report(
                 "W75",
-                f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients before the "
-                "backward of the window's first batch, to which its gradients are added",
-                "leave backward() to the engine: call it neither in the forward, in the loss nor in a receiver; and clear "
-                "gradients that were there before the run",
+                f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients "
+                "before the first backward of the window, which adds its gradients to them",
+                "leave backward() to the engine: do not call it in the forward, the loss or a connected function; "
+                "and clear gradients from before the run",
                 key=update.name,
             )
 
@@ -310,9 +311,9 @@ class _Look:
         if sum(one() is not None for one in nodes) == _ITERATIONS - 1:
             engine.findings.report(
                 "W76",
-                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still held with "
-                "their graphs, so that memory grows with each iteration",
-                "keep what has no graph: loss.item(), or output.detach(); also in sums over batches",
+                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
+                "held with their graphs, so memory grows with each iteration",
+                "keep loss.item() or output.detach(), also in sums over batches",
                 key=update.name,
             )
         nodes.append(weakref.ref(node))
@@ -327,8 +328,9 @@ class _Look:
         if drew and len(streams) == _ITERATIONS - 1 and all(torch.equal(one, streams[0]) for one in streams):
             engine.findings.report(
                 "W78",
-                f"after each of the first {len(streams)} iterations, the global generator is where it was, though the model has "
-                "dropout: it seems to be seeded in each iteration, so that each one draws the same masks",
+                f"the global generator is in the same state after each of the first {len(streams)} iterations, "
+                "although the model has dropout: it seems to be seeded in each iteration, so dropout draws the same "
+                "masks",
                 "seed once, before the run: Engine(seed=), Seeding or seed_everything",
                 key=update.name,
             )

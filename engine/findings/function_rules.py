@@ -81,16 +81,18 @@ _WITH_GRADIENTS = {Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPT
 
 def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     lengths = [1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates]
-    way_out = "clip at GRADIENTS_READY, where those of a whole window are averaged, or attach GradientClipping"
+    way_out = "clip at GRADIENTS_READY, where the gradients of a whole window are averaged, or attach GradientClipping"
     for signal in it.engine.signals.all():
         for one in signal.connections:
             if not is_users(one) or not _clips(one.receiver):
                 continue
             if signal.event not in _WITH_GRADIENTS:
-                yield finding("C26", f"the function {one!r} clips gradients where there are none, or not all", way_out)
+                yield finding(
+                    "C26", f"the function {one!r} clips gradients at an event where there are none, or not all", way_out
+                )
             elif signal.event is Events.BACKWARD_COMPLETED and max(lengths) > 1:
                 what = f"the function {one!r} clips the gradients of each part of a window of {max(lengths)} batches"
-                yield finding("C26", f"{what}, and not those of the step", way_out)
+                yield finding("C26", f"{what}, not those of the whole step", way_out)
 
 
 def steps_of_their_own(it: Composition) -> Iterator[Finding]:
@@ -99,8 +101,8 @@ def steps_of_their_own(it: Composition) -> Iterator[Finding]:
         if is_users(one) and _steps_an_optimizer(it, one.receiver):
             yield finding(
                 "W17",
-                f"the function {one!r} calls optimizer.step(), so that steps are made which the engine does not count",
-                "leave it out: the engine calls it once for each window, before it clears the gradients",
+                f"the function {one!r} calls optimizer.step(), so there are steps that the engine does not count",
+                "remove the call: the engine calls it once per accumulation window, before it clears the gradients",
             )
 
 
@@ -179,9 +181,10 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                 if (position := _position_read_by(function)) is not None:
                     yield finding(
                         "W65",
-                        f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine that calls "
-                        "it: in an evaluation, which begins at 1 each time, it computes something else than in training",
-                        "read the position of the trainer: trainer.state in place of the argument's",
+                        f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine "
+                        "that calls it: an evaluation counts from 1 each time, so its loss differs from that of "
+                        "training",
+                        "read the position of the trainer: trainer.state instead of the argument's",
                         [one.handler.name],
                     )
 

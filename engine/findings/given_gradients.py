@@ -105,8 +105,8 @@ class GivenGradients:
         update = engine.find_update(self._update)
         engine.findings.report(
             "W16",
-            f"gradients of update {update.name!r} were cleared inside an accumulation window of {update.window.length}: only "
-            "what came after is used",
+            f"gradients of update {update.name!r} were cleared inside an accumulation window of "
+            f"{update.window.length}: the step uses only the batches after that",
             "do not call zero_grad(): the engine clears the gradients after each step",
             key=update.name,
         )

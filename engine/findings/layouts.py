@@ -36,7 +36,7 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
             engine.findings.report(
                 "W88",
                 f"the layer {layers[layer]!r} ({type(layer).__name__}) takes inputs of shape {list(first.shape)} as "
-                f"{samples} steps of time of {first.shape[1]} samples, but the batch has {samples} samples",
+                f"{samples} time steps of {first.shape[1]} samples, but the batch has {samples} samples",
                 "build the layer with batch_first=True, or transpose its inputs",
                 key=layers[layer],
             )

@@ -222,8 +222,8 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
     if _child(node).name() == "ReluBackward0":
         yield (
             "W72",
-            "cross_entropy gets what comes out of relu: logits without their negative half",
-            "remove the relu behind the last layer",
+            "cross_entropy receives the output of relu: logits without their negative half",
+            "remove the relu after the last layer",
         )
     if (result := _saved(node, "result")) is None or not result.dim():
         return
@@ -231,15 +231,15 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
     if result.dim() == 2 and _dimension(node) == 0 and result.shape[1] not in (1, result.shape[0]):
         yield (
             "W72",
-            f"log_softmax is over dimension 0 of shape {list(result.shape)}, so that the samples of a batch compete with each "
-            "other, and not the classes",
+            f"log_softmax is over dimension 0 of shape {list(result.shape)}, so the samples of a batch compete with "
+            "each other, not the classes",
             "apply it to the classes: dim=1",
         )
     if result.shape[_dimension(node)] == 1:
         yield (
             "W79",
-            f"the softmax of the loss is over a single class (its input has shape {list(result.shape)}), so that the loss is "
-            "the same whatever the model does",
+            f"the softmax of the loss is over a single class (its input has shape {list(result.shape)}), so the loss "
+            "is the same whatever the model does",
             "give the model one output per class, or use binary_cross_entropy_with_logits for one output",
         )
 
@@ -258,8 +258,8 @@ def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
         what = "cross_entropy, which begins with log_softmax," if function == "log_softmax" else function
         yield (
             "W72",
-            f"{what} gets what comes out of {found}: probabilities, where it expects logits",
-            f"remove the {found}: the loss applies its own",
+            f"{what} receives the output of {found}: probabilities, where it expects logits",
+            f"remove the {found}: the loss applies it itself",
         )
 
 
@@ -288,8 +288,8 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
     if smallest < least - 1e-3 or largest > most + 1e-3:
         yield (
             "W77",
-            f"the output comes out of {function}, so that it lies between {least:g} and {most:g}, but the targets of the first "
-            f"batch between {smallest:.4g} and {largest:.4g}",
+            f"the last activation is {function}, so the output lies between {least:g} and {most:g}, but the targets "
+            f"of the first batch lie between {smallest:.4g} and {largest:.4g}",
             "remove the last activation, or scale the targets",
         )
 
@@ -345,7 +345,7 @@ def _broadcast(node: Any) -> Iterator[Problem]:
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
     yield (
         "W73",
-        f"in the loss, what comes from the output, of shape {list(before)}, meets a tensor of shape {other}, and both are "
+        f"in the loss, the output, of shape {list(before)}, meets a tensor of shape {other}, and both are "
         f"broadcast to {list(own)}: every sample meets the targets, or weights, of all",
         "give both the same shape, for example with squeeze(-1) or unsqueeze(-1)",
     )
@@ -361,8 +361,8 @@ def _negated(node: Any) -> Iterator[Problem]:
     if negative and kind in _NEVER_NEGATIVE:
         yield (
             "W90",
-            f"the loss is the negative of {kind}, so that training makes {kind} as large as it can",
-            "remove the minus",
+            f"the loss is the negative of {kind}, so training makes {kind} as large as possible",
+            "remove the minus sign",
         )
 
 
@@ -384,7 +384,7 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
         yield (
             "W74",
             f"the loss is divided by {window}, the length of the accumulation window, over which gradients are averaged already",
-            "return the loss as it is: as it stands, the gradients are divided twice",
+            "return the undivided loss: now the gradients are divided twice",
         )
 
 

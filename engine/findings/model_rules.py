@@ -43,20 +43,22 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
     if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
         return (
             "C27",
-            f"computed from a parameter of shape {made_of}, which is no part of the model: it is neither trained, moved nor "
+            f"computed from a parameter of shape {made_of}, which is not part of the model: it is neither trained, "
+            "moved nor "
             "saved, and its graph is freed by the first backward",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):
-        what = "a tensor that requires a gradient, but no parameter: it is neither trained, moved nor saved"
+        what = "a tensor that requires a gradient, but is not a parameter: it is neither trained, moved nor saved"
         return "C27", what, "make it a parameter: nn.Parameter(...)"
     if hidden:
         return (
             "C27",
-            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are no part of the model: they "
+            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are not part of the "
+            "model: they "
             "are neither trained, moved nor saved",
-            "use nn.ModuleList or nn.ModuleDict; or freeze what is not to be trained: requires_grad_(False)",
+            "use nn.ModuleList or nn.ModuleDict; or freeze what should not train: requires_grad_(False)",
         )
     return None
 
@@ -96,7 +98,7 @@ def attributes_without_effect(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C35",
                 f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect: a module has no such attribute",
-                "call requires_grad_(False) of the module, which sets it for all of its parameters; or attach Freezing",
+                "call module.requires_grad_(False), which sets it for all of its parameters; or attach Freezing",
             )
 
 
@@ -109,7 +111,8 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
         if (places := _most_places(layers)) > 1:
             yield finding(
                 "C36",
-                f"{name or 'the model'} ({type(part).__name__}) holds one layer at {places} places, which share its weights",
+                f"{name or 'the model'} ({type(part).__name__}) uses one layer object at {places} places, which "
+                "share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
         if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):
@@ -178,15 +181,15 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
             adds_decay = kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay")
             unusual = (
                 (0 < begins < _LEAST_RATE, f"lr={begins:g} hardly changes any weight",
-                 "use a rate such as 0.1 for SGD or 1e-3 for Adam"),
+                 "use a learning rate such as 0.1 for SGD or 1e-3 for Adam"),
                 (lr >= 1 and kind in _ADAPTIVE, f"lr={lr:g} moves each weight by about {lr:g} in every step",
-                 "use a rate such as 1e-3"),
+                 "use a learning rate such as 1e-3"),
                 (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients, where it outweighs them",
-                 "use AdamW, which takes it off the weights themselves, or 1e-4"),
+                 "use AdamW, which applies it to the weights directly, or use 1e-4"),
                 (momentum >= 1, f"momentum={momentum:g} does not forget: the steps grow without bounds",
                  "use a momentum below 1, such as 0.9"),
                 (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
-                 f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} off each weight in every step",
+                 f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} from each weight in every step",
                  "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW"),
             )  # fmt: skip
             for found, what, way_out in unusual:
@@ -234,10 +237,10 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
         if not 0 < part.momentum < 0.9:
-            keeps = "those that it began with" if part.momentum <= 0 else "almost only those of the last batch"
+            keeps = "its initial ones" if part.momentum <= 0 else "almost only those of the last batch"
             yield finding(
                 "C34",
-                f"the statistics that the layer {name!r} evaluates with are {keeps}: momentum={part.momentum:g}",
+                f"the running statistics of the layer {name!r} are {keeps}: momentum={part.momentum:g}",
                 "in PyTorch, momentum is the share of the new batch: 0.1, or 0.01 where other libraries say 0.99; to keep "
                 "statistics as they are, put the layer in eval mode",
             )
@@ -250,7 +253,7 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C33",
                 f"the layer {name!r} drops {part.p:.0%} of its inputs",
-                "p is the share that is dropped, such as 0.1, and not the one that is kept",
+                "p is the fraction that is dropped, such as 0.1, not the fraction that is kept",
             )
     yield from _units_that_begin_alike(it)
 
@@ -266,9 +269,9 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
     yield finding(
         "C33",
-        f"all units of the layer {found!r} begin with the same weights, and the next layer weights them alike: "
-        + ("only their biases tell them apart" if bias else "they get the same gradients, and stay alike"),
-        "initialise weights at random; constants are for biases",
+        f"all units of the layer {found!r} start with equal weights, and the next layer weights them equally: "
+        + ("only their biases tell them apart" if bias else "they get the same gradients, and stay equal"),
+        "initialize weights at random; constants are for biases",
     )
 
 

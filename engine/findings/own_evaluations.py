@@ -82,9 +82,9 @@ def _look(reference: Reference, who: str, calls: _Calls, least: int, module: nn.
     if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
         engine.remark(
             "W91",
-            f"{who} calls the model without gradients, as an evaluation does, but in training mode, in which {found!r} does "
-            "something else",
-            "attach Validation(data), or write with engine.evaluating(): around the calls",
+            f"{who} calls the model without gradients, as an evaluation does, but in training mode, where {found!r} "
+            "behaves differently",
+            "attach Validation(data), or write `with engine.evaluating():` around the calls",
             key=who,
         )
 

@@ -48,16 +48,14 @@ class OwnSchedulers:
             if not found or update.steps == self._steps[update.name] or not ended:
                 continue
             names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
-            way_out = (
-                "attach LRScheduling with a factory in its place, such as LRScheduling(partial(StepLR, step_size=30))"
-            )
+            way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
             if all(one.last_epoch == before for one, before in found):
-                what = f"{optimizer} was given a scheduler ({names}) before the run, which nobody has stepped"
-                engine.remark("W86", f"{what}: the learning rate is that of its start", way_out, key=update.name)
+                what = f"{optimizer} was given a scheduler ({names}) before the run, but nothing has called its step()"
+                engine.remark("W86", f"{what}: the learning rate stays at its initial value", way_out, key=update.name)
             elif engine.signal(Events.CHECKPOINT_SAVED).fired:
                 what = f"{optimizer} has a scheduler ({names}) that a function steps"
-                effect = "checkpoints lack its position, and a resumed run would begin it again"
+                effect = "checkpoints lack its position, and a resumed run would restart it"
                 engine.remark("W87", f"{what}: {effect}", way_out, key=update.name)
 
 

@@ -41,8 +41,9 @@ def untrained_parameters(it: Composition) -> Iterator[Finding]:
         chosen = any(update.spec.parameters is not None for update in it.engine.updates)
         yield finding(
             "C08",
-            f"{len(left)} trainable parameters are held by no optimizer: {listed(left.values())}",
-            "give them to an optimizer, or freeze them with requires_grad_(False), which also saves their gradients",
+            f"{len(left)} trainable parameters are in no optimizer: {listed(left.values())}",
+            "add them to an optimizer, or freeze them with requires_grad_(False), which also saves the memory of "
+            "their gradients",
             severity="info" if chosen and left.keys() <= {*_first_layers(it), *_targets(it)} else None,
         )
 
@@ -74,7 +75,7 @@ def frozen_parameters(it: Composition) -> Iterator[Finding]:
         "C09",
         f"{len(frozen)} of {len(it.parameters)} parameters are frozen: {listed(frozen)}"
         + (", and nothing after them is trained" if last else ""),
-        "unfreeze what is to be trained with requires_grad_(True); usually the last layers are trained",
+        "unfreeze what should train with requires_grad_(True); usually that includes the last layers",
         severity="warning" if last and not meant else "info",
     )
 
@@ -123,7 +124,7 @@ def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) ->
     return finding(
         "C21",
         f"the last batch of each epoch has one sample ({extent}), {what}",
-        "use DataLoader(drop_last=True), or another batch size",
+        "use DataLoader(drop_last=True), or a different batch size",
         severity=None if warns else "info",
     )
 
@@ -163,9 +164,9 @@ def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
         if length is not None and longest > length and update.one_step_per_batch:  # time chunks count, too
             yield finding(
                 "C22",
-                f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}: windows end with "
-                "the epoch, so that each step uses fewer",
-                "accumulate at most an epoch, or run over the data several times an epoch with run(epoch_length=)",
+                f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}: "
+                "windows end with the epoch, so each step uses fewer",
+                "accumulate at most one epoch of batches, or make epochs longer than the data with run(epoch_length=)",
             )
 
 

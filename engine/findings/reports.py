@@ -72,7 +72,7 @@ def failed_look(name: str, error: Exception) -> Finding:
     text = str(error).partition("\n")[0][:200]
     return finding(
         "W09",
-        f"{name}, which looks for mistakes, raised {type(error).__name__}: {text}; it is skipped",
+        f"the check {name} raised {type(error).__name__}: {text}; it is skipped",
         "nothing in the run depends on it; please report it, with the kind of data and model",
     )
 
@@ -177,7 +177,7 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
     found = frozenset(codes)
     if unknown := sorted(str(code) for code in found if code not in CODES):
         raise ValueError(
-            f"{where}: {unknown[0]!r} is no code of a finding, such as 'W10'; signalfire.findings.codes lists them"
+            f"{where}: {unknown[0]!r} is not a finding code, such as 'W10'; signalfire.findings.codes lists them"
         )
     return found
 

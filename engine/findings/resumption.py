@@ -34,8 +34,8 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     if changed:
         engine.findings.report(
             "W35",
-            "the weights were changed after load_state_dict(), and are replaced by those of the loaded state",
-            "to begin with other weights, do not load the state; to change them in the resumed run, do it at "
+            "the weights were changed after load_state_dict(): those of the loaded state overwrite the changes",
+            "to start with different weights, do not load the state; to change weights in the resumed run, do it at "
             "CHECKPOINT_LOADED",
         )
     position, origin = saved["engine"], saved.get("origin")
@@ -43,7 +43,7 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     engine.findings.report(
         "W31",
         f"the run resumes from {source}: epoch {position['epoch']}, iteration {position['iteration']}",
-        "to begin anew with its weights, give them to load_weights()",
+        "to start a new run with its weights, call engine.load_weights(state)",
     )
     before = saved.get("composition", {})
     differences = [
@@ -60,9 +60,9 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     if differences:
         engine.findings.report(
             "W32",
-            f"the run that saved the state was composed differently: {'; '.join(differences)}",
-            "compose the run as it was; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED, or begin "
-            "anew with the weights: load_weights()",
+            f"the setup differs from that of the run that saved the state: {'; '.join(differences)}",
+            "use the setup of that run; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED; "
+            "or start a new run with its weights: engine.load_weights(state)",
         )
     _report_draws_in_workers(engine, saved)
 
@@ -97,9 +97,9 @@ def say_left_out(engine: Engine) -> None:
         return
     if all(one.requires_grad for one in engine.modules.parameters()):
         engine.findings.say(
-            f"load_weights() was given a whole state, of epoch {position['epoch']} and iteration {position['iteration']}, and "
-            "has loaded its weights alone: the optimizer is new, and the run begins at epoch 1. engine.load_state_dict(state) "
-            "continues where the state was saved"
+            f"load_weights() received a whole state, of epoch {position['epoch']} and iteration "
+            f"{position['iteration']}, and loaded only its weights: the optimizer is new, and the run starts at "
+            "epoch 1. To continue the saved run, call engine.load_state_dict(state)"
         )
 
 
@@ -178,7 +178,7 @@ def report_frozen(engine: Engine, before: list[str]) -> None:
     if different := _different_frozen(engine, before):
         engine.findings.report(
             "W32",
-            f"the run that saved the state was composed differently: {'; '.join(different)}",
+            f"the setup differs from that of the run that saved the state: {'; '.join(different)}",
             "freeze and unfreeze before the run, in Freezing, or at each EPOCH_STARTED, by the number of the epoch",
             key="frozen",
         )

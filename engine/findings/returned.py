@@ -50,7 +50,7 @@ def _report(engine: Engine, signal: Signal, connection: Connection, returned: An
     if meant and tensors and not {id(one) for one in tensors} <= {id(one) for one in tensors_in(own)}:
         engine.remark(
             "W85",
-            f"{connection!r} returns {what} at {signal.event}, which nobody uses",
+            f"{connection!r} returns {what} at {signal.event}, but return values are ignored",
             f"assign it: {'engine.state.batch' if batch else 'engine.state.update.backward_loss'} = ...",
             key=repr(connection),
         )

@@ -46,7 +46,7 @@ def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
         else:
             yield finding(
                 "C01",
-                f"{handler.name!r} monitors {monitor.metric!r}, which nobody produces; there are: {there}",
+                f"{handler.name!r} monitors {monitor.metric!r}, which nothing measures; there are: {there}",
                 "attach Metrics or Validation with this metric, or monitor one of those",
                 [handler.name],
             )
@@ -87,8 +87,8 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                         yield finding(
                             "C03",
                             f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in {one.phase.name} and with "
-                            f"rank {one.rank}; one of them writes it, so that their order of attaching decides",
-                            "give one of the two another phase or rank: @on(..., phase=, rank=)",
+                            f"rank {one.rank}; one of them writes it, so the order in which you attach them matters",
+                            "give one of the two a different phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
                         )
 
@@ -121,7 +121,7 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
             continue  # an evaluation is as long as its data; a default is meant for longer runs
         yield finding(
             "C17",
-            f"{handler.name!r} runs every {every}, which does not come up in this run{_extent(it)}",
+            f"{handler.name!r} runs every {every}, which does not occur in this run{_extent(it)}",
             "choose a shorter interval, or a longer run",
             [handler.name],
             severity,  # type: ignore[arg-type]
@@ -131,9 +131,9 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
             if one.owner is None and _comes_up(it, signal.event, one) is False:
                 yield finding(
                     "C17",
-                    f"the function {one!r} is connected to {signal.event}({one.filter}), which does not come up in this "
-                    f"run{_extent(it)}",
-                    "choose another filter, or a longer run",
+                    f"the function {one!r} is connected to {signal.event}({one.filter}), which does not occur in "
+                    f"this run{_extent(it)}",
+                    "choose a different filter, or a longer run",
                     severity="info",
                 )
 
@@ -173,7 +173,7 @@ def one_file_for_two(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C10",
                 f"{' and '.join(map(repr, names))} write to {place!r}",
-                "give each a file, or a folder, of its own",
+                "give each its own file or folder",
                 names,
             )
 
@@ -196,8 +196,8 @@ def best_of_nothing(it: Composition) -> Iterator[Finding]:
         if named and handler.name not in monitored and not _is_chosen(getattr(handler, "every", None)):
             yield finding(
                 "C11",
-                f"{handler.name!r} is called the best, but keeps the last versions, since it monitors no metric",
-                "give it the metric that decides: Checkpoint(..., monitor='accuracy')",
+                f"{handler.name!r} is named best, but keeps the latest checkpoints, because it monitors no metric",
+                "name the metric that selects the best: Checkpoint(..., monitor='accuracy')",
                 [handler.name],
             )
 
@@ -216,8 +216,9 @@ def hyperparameters_written_by_nobody(it: Composition) -> Iterator[Finding]:
     if given and not it.engine.signal(Events.HYPERPARAMETERS_LOGGED).receivers:
         yield finding(
             "W39",
-            f"log.hyperparameters() was given {listed(given)}, but nothing that is attached writes hyperparameters",
-            "attach a logger that does, such as TensorBoardLogger, or receive Events.HYPERPARAMETERS_LOGGED",
+            f"log.hyperparameters() was given {listed(given)}, but no attached handler writes hyperparameters",
+            "attach a logger that does, such as TensorBoardLogger, or connect a function to "
+            "Events.HYPERPARAMETERS_LOGGED",
         )
 
 

@@ -37,7 +37,7 @@ def report_untrained(engine: Engine) -> None:
     if any(parameter.requires_grad for parameter in engine.modules.parameters()):
         engine.findings.report(
             "W10",
-            f"run(max_epochs={state.max_epochs}): nothing is trained, since no update has an optimizer",
+            f"run(max_epochs={state.max_epochs}): nothing is trained, because no update has an optimizer",
             "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch",
         )
 
@@ -75,8 +75,8 @@ def report_shared_parameters(engine: Engine) -> None:
             if shared := len({*update.parameters} & {*other.parameters}):
                 engine.findings.report(
                     "W71",
-                    f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so that each loss changes what "
-                    "the other one trains",
+                    f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so each loss "
+                    "changes what the other trains",
                     "build each optimizer with the parameters of its own module",
                     key=(update.name, other.name),
                 )
@@ -93,7 +93,7 @@ def report_never_emitted(engine: Engine) -> None:
                 "W49",
                 f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: "
                 f"{never[events[0]]}",
-                "connect it to another event, such as Events.ITERATION_COMPLETED, or to the trainer",
+                "connect it to a different event, such as Events.ITERATION_COMPLETED, or to the trainer",
                 key=repr(connection),
             )
 
@@ -141,7 +141,7 @@ def report_loss_parameters(engine: Engine) -> None:
             engine.findings.report(
                 "W42",
                 f"the loss {kind} has parameters that no optimizer holds and that are not trained: {', '.join(missing)}",
-                "give the optimizer as a factory, or with these parameters as well: [*model.parameters(), "
+                "pass the optimizer as a factory, or include these parameters: [*model.parameters(), "
                 f"*{name}.parameters()]; if they are constant, call requires_grad_(False) on them",
                 key=name,
             )

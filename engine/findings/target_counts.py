@@ -125,7 +125,7 @@ class TargetCounts:
         )
         engine.findings.report(
             "W96",
-            f"update {update.name!r}: the loss is a mean over {over}, of which two {what} have {one.number:.6g} and "
+            f"update {update.name!r}: the loss is a mean over {over}: two {what} have {one.number:.6g} and "
             f"{other.number:.6g}, but {alike}",
             f"weight them by that number: GradientAccumulation({update.window.length}, weight=lambda engine: {number})",
             key=update.name,

@@ -32,7 +32,7 @@ def report() -> None:
         if not one.attached and one.process == os.getpid():
             found = finding(
                 "W39",
-                f"a {one.kind} was made here and never attached to an engine, so that it has written nothing",
+                f"a {one.kind} was created here but never attached to an engine, so it wrote nothing",
                 "engine.attach(handler)",
             )
             warnings.warn_explicit(FindingWarning(found), None, one.file, one.line)

@@ -86,9 +86,9 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         )
     yield finding(
         "W47",
-        f"the forward changes what no saved state holds: {', and '.join(what)}. A run that resumes from the state begins "
+        f"the forward changes values that no saved state contains: {', and '.join(what)}. A resumed run starts "
         "without these changes",
-        f"{'; '.join(ways_out)}; allow W47 where the results do not depend on it",
+        f"{'; '.join(ways_out)}; allow W47 if the results do not depend on it",
         severity="info" if is_caching else "warning",
     )
 

@@ -72,9 +72,9 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
         if own:
             yield finding(
                 "W47",
-                f"{name!r} changes {listed(f'self.{key}' for key in own)}, and its state_dict() does not return it: a run that "
-                "resumes from what is saved begins without these changes, and may differ",
-                f"return it from {kind.__name__}.state_dict(), and take it back in load_state_dict(); allow W47 where the "
+                f"{name!r} changes {listed(f'self.{key}' for key in own)}, but its state_dict() does not return it: "
+                "a resumed run starts without these changes, and may differ",
+                f"return it from {kind.__name__}.state_dict(), and restore it in load_state_dict(); allow W47 if the "
                 "results do not depend on it",
                 [name],
             )

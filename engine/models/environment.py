@@ -58,7 +58,7 @@ def check_modules(engine: Engine) -> None:
         if meta is not None:
             raise ValueError(
                 f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
-                "values; materialise it with model.to_empty(device=...) and initialise it"
+                "values; materialize it with model.to_empty(device=...) and initialize it"
             )
 
 

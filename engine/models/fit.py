@@ -20,7 +20,7 @@ __all__ = ["check_parameters", "parameter_names"]
 _MOST_NAMED = 3
 
 _WAY_OUT = (
-    "build the optimizer as the run that saved the state did, or begin anew with its weights: load_weights(state)"
+    "build the optimizer as the run that saved the state did, or start a new run with its weights: load_weights(state)"
 )
 
 

@@ -60,7 +60,7 @@ class Modules(dict[str, nn.Module]):
             if name in self:
                 raise ValueError(
                     f"Engine: the model {name!r} has the name of the loss {type(loss).__name__} of update {update.name!r}, whose "
-                    "parameters are trained, too: give the model another name, or put the loss into model= as well"
+                    "parameters are trained, too: rename the model, or put the loss into model= as well"
                 )
             self[name] = loss
             self.losses.append(name)

@@ -103,8 +103,9 @@ def given_parameters(
     trained = own_parameters(engine)
     if missing := sorted(values.keys() - trained.keys()):
         warn(
-            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded: no optimizer holds it here. A factory "
-            "builds an optimizer in the run: then load the weights at STARTED, or give a whole state to load_state_dict()"
+            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded, because no optimizer holds "
+            "it yet. If a factory builds the optimizer in the run, load the weights at STARTED, or pass a whole "
+            "state to load_state_dict()"
         )
     for name in values.keys() & trained.keys():
         if values[name].shape != trained[name].shape:

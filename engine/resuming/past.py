@@ -140,7 +140,7 @@ class Past(Part["Engine"]):
                 if self._states
                 else "no states are kept: attach a handler that keeps them, such as SpikeGuard(policy='rewind') or Rewindable()"
             )
-            raise RuntimeError(f"iteration {iteration} cannot be made again: {have}")
+            raise RuntimeError(f"iteration {iteration} cannot be repeated: {have}")
         return max(fitting), self._states[max(fitting)]
 
     # ---- going back -----------------------------------------------------------------------------------------------
@@ -169,8 +169,9 @@ class Past(Part["Engine"]):
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
-                f"rewind(to={to}): without the batches that are left out, iteration {to} is the last of its epoch, and has to be "
-                f"made again as such; but the oldest state that is kept is that of iteration {to}. Keep more states (keep=)"
+                f"rewind(to={to}): without the batches that are left out, iteration {to} is the last of its epoch, "
+                f"and must run again as such; but the oldest state that is kept is that of iteration {to}. Keep more "
+                "states (keep=)"
             )
         _, state = self.before(to if last else to + 1)
         engine.snapshots.restore(self._changed(state, leave_out, changes or {}))
@@ -219,9 +220,9 @@ class Past(Part["Engine"]):
         self._repeated = (count + 1 if way == (now, to) else 1), (now, to)
         if self._repeated[0] > _MOST_REPEATS:
             raise RuntimeError(
-                f"rewind(to={to}): the run goes back from iteration {now} for the {self._repeated[0]}th time, with no batch left "
-                "out, and would do so for ever: what calls this is called again once the run is there; remember that it was "
-                "called, or give leave_out="
+                f"rewind(to={to}): the run goes back from iteration {now} for the {self._repeated[0]}th time, with "
+                "no batch left out, and would do so forever: the function that calls this is called again when the "
+                "run reaches this iteration; let it remember that it was called, or pass leave_out="
             )
 
     def places_of(self, iterations: Iterable[int]) -> list[Place]:

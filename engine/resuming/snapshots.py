@@ -86,7 +86,8 @@ class Snapshots(Part["Engine"]):
         self.check_trained_weights("state_dict()")
         if engine.state.completed != engine.state.iteration:
             raise RuntimeError(
-                "state_dict() was called inside an iteration, where half of it would be saved; call it at ITERATION_COMPLETED or "
+                "state_dict() was called inside an iteration, and would save half of it; call it at "
+                "ITERATION_COMPLETED or "
                 "later"
             )
         if self._loaded is not None:
@@ -97,7 +98,7 @@ class Snapshots(Part["Engine"]):
             state = gather(engine, at_once=at_once)
         except Exception as error:
             if lost_another(error):
-                error.add_note("state_dict() joins the parts of all ranks: it has to be called on each of them")
+                error.add_note("state_dict() joins the parts of all ranks: call it on each of them")
             raise
         engine.signals.notify(engine, Lifecycle.STATE_TAKEN, state, at_once)
         return state
@@ -124,7 +125,8 @@ class Snapshots(Part["Engine"]):
         """Raise RuntimeError while the model has the weights that evaluations see, which may be averages."""
         if self._evaluations:
             raise RuntimeError(
-                f"{call} was called while the model has the weights that evaluations see, averages in place of the trained ones; "
+                f"{call} was called while the model holds the weights of an evaluation, averages instead of the "
+                "trained ones; "
                 "call it after the `with engine.evaluating()` block, or after the evaluation"
             )
 

@@ -35,7 +35,7 @@ def check_complete(saved: Mapping[str, Any], where: str) -> None:
     missing = [part for part in _PARTS if part not in saved]
     for part in _MAPPINGS:
         if not isinstance(saved.get(part, {}), Mapping):
-            raise ValueError(f"{where}: this is no state of an engine: {part!r} is a {type(saved[part]).__name__}")
+            raise ValueError(f"{where}: this is not a state of an engine: {part!r} is a {type(saved[part]).__name__}")
     missing += [f"engine[{key!r}]" for key in _POSITION if key not in saved.get("engine", _POSITION)]
     for name, update in saved.get("updates", {}).items():
         missing += [f"updates[{name!r}][{key!r}]" for key in _UPDATE if key not in update]

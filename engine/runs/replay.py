@@ -141,9 +141,7 @@ class Replay:
         if engine.running:
             raise RuntimeError(f"replay({iteration!r}) was called during a run; call it between runs")
         if engine.processes.distributed:
-            raise RuntimeError(
-                f"replay({iteration!r}): an iteration of several processes is not made again by one of them"
-            )
+            raise RuntimeError(f"replay({iteration!r}): one process cannot replay an iteration of several processes")
         if (
             isinstance(iteration, bool)
             or not isinstance(iteration, int)
@@ -187,8 +185,8 @@ class Replay:
         data = inner(self._data)
         if not skippable(data):
             raise TypeError(
-                f"replay({self.iteration}).samples: the data ({type(data).__name__}) is no DataLoader over a map-style data set, "
-                f"so that its samples have no index; the batch is {self.place}"
+                f"replay({self.iteration}).samples: the data ({type(data).__name__}) is not a DataLoader over a "
+                f"map-style dataset, so its samples have no index; the batch is {self.place}"
             )
         number, index = self._place()
         position = self._position
@@ -240,8 +238,8 @@ class Replay:
         count = self.engine.updates[0].samples_in(batch)
         if not any(count in one.shape for one in tensors_in(batch)):
             raise TypeError(
-                f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor with these along a "
-                "dimension, so that none can be left out"
+                f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor with these "
+                "along a dimension, so none can be left out"
             )
         if count < 2:
             raise ValueError(

@@ -222,7 +222,7 @@ def _made_again(compared: Comparison | None, a: _Side, b: _Side, since: int, las
     failed = [f"run {side.name!r} ended with {one.error}" for side, one in zip((a, b), seen, strict=True) if one.error]
     if not all(any(step.event == "ITERATION_COMPLETED" for step in one.steps) for one in seen):
         why = f": {'; '.join(failed)}" if failed else ""
-        raise ValueError(f"bisect(): a run that was made again ended without an iteration that could be looked at{why}")
+        raise ValueError(f"bisect(): a repeated run ended without an iteration that could be compared{why}")
     found, result = _first(seen[0].steps, seen[1].steps), Bisection(compared, a.begun)
     if found is not None:
         at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)

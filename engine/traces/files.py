@@ -128,7 +128,7 @@ class TraceFile:
             raise ValueError(f"{str(path)!r} is a folder; give the file in it, such as {str(path / 'trace.jsonl')!r}")
         self.environments: list[dict[str, Any]] = []
         if next(self._lines(), None) is None:
-            raise ValueError(f"{str(path)!r} is no trace: it has no complete line")
+            raise ValueError(f"{str(path)!r} is not a trace: it has no complete line")
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class TraceFile:
             values = dict(json.loads(line))
             known = values["digests"] is not None if "event" in values else values["format"] <= FORMAT
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{str(path)!r} is no trace: line {number} is {line[:60]!r}") from None
+            raise ValueError(f"{str(path)!r} is not a trace: line {number} is {line[:60]!r}") from None
         if not known:
             raise ValueError(f"{str(path)!r} was written by a later version of Signalfire")
         if (environment := values.get("environment")) is not None and environment not in self.environments:

@@ -148,8 +148,8 @@ def find_batch_size(
         raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
     if (owner := engine.overrides.owner_of(Override.GRADIENTS)) is not None:
         raise ValueError(
-            f"{_NAME}(): {owner!r} computes the gradients in pieces of its own size, so that the size of a batch decides "
-            f"nothing; detach it, or disable it: with engine.without({owner!r})"
+            f"{_NAME}(): {owner!r} computes the gradients in pieces of its own size, so the size of the batch has no "
+            f"effect; detach it, or disable it: with engine.without({owner!r})"
         )
     limit = _samples_of(loader_of(start))
     why = "" if limit is None else f"the data has {limit} samples"

@@ -129,8 +129,8 @@ def _report(sweep: _Sweep, reason: str | None) -> None:
         warn(f"{_NAME}(): the sweep ended after {made} of {steps} steps, because the run was stopped: {reason}")
     if sweep.passes > 1:
         warn(
-            f"{_NAME}(): the data has fewer batches than the sweep needs, which began {sweep.passes} passes over it: later "
-            "losses are of batches that were seen before; give more data, or fewer steps"
+            f"{_NAME}(): the data has fewer batches than the sweep needs, so it started {sweep.passes} passes over "
+            "the data: later losses are of batches that it saw before; pass more data, or fewer steps"
         )
 
 

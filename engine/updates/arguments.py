@@ -38,7 +38,8 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
         raise TypeError(f"{where}: {given} without an optimizer to give it to{hint}")
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Mapping | Sequence)):
         raise TypeError(
-            f"{where}: {given} beside optimizer={optimizer!r}, which is no optimizer; give its class: torch.optim.AdamW"
+            f"{where}: {given} beside optimizer={optimizer!r}, which is not an optimizer; give its class: "
+            "torch.optim.AdamW"
         )
     _check_options(where, optimizer, options, own)
     if (why := _why_not_a_factory(optimizer)) is not None:
@@ -56,7 +57,7 @@ def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iter
         return
     there = f"its options are {', '.join(names)}" if names else "it takes none; give them where it builds the optimizer"
     hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {there}"
-    raise TypeError(f"{where}: {unknown}= is no option of {_name_of(optimizer)}, and no argument{hint}")
+    raise TypeError(f"{where}: {unknown}= is neither an option of {_name_of(optimizer)} nor an argument{hint}")
 
 
 def _why_not_a_factory(optimizer: Any) -> str | None:

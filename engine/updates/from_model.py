@@ -50,7 +50,7 @@ def _note_arguments(error: TypeError, arguments: Mapping[str, Any]) -> None:
     if "argument" in str(error):
         error.add_note(
             f"the batch is passed to the model by keyword: {', '.join(map(str, arguments.keys()))}; leave out of the batch what "
-            "the model's forward does not take, or give Update a forward of your own"
+            "the model's forward does not take, or pass Update your own forward"
         )
 
 

@@ -41,7 +41,7 @@ class JointOptimizer(Optimizer):
             if needs_closure(optimizer):
                 raise ValueError(
                     f"the optimizer {name!r}, {type(optimizer).__name__}, computes gradients inside its step, and cannot step "
-                    "together with others; give it an Update of its own"
+                    "together with others; give it its own Update"
                 )
             for parameter in _parameters_of(optimizer):
                 if (other := held.setdefault(parameter, name)) != name:
@@ -169,7 +169,7 @@ class JointFactory:
             made[name] = factory(parameters[name])
             if not isinstance(made[name], Optimizer):
                 raise TypeError(
-                    f"{self.where}: the factory {name!r} returned {made[name]!r}, which is no torch optimizer"
+                    f"{self.where}: the factory {name!r} returned {made[name]!r}, which is not a torch optimizer"
                 )
         return JointOptimizer(made)
 

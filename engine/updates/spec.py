@@ -330,9 +330,13 @@ def _check_signature(where: str, function: Callable[..., Any], places: int) -> N
     if inspect.iscoroutinefunction(function):
         raise TypeError(f"{where}={function!r} is a coroutine function; pass a plain function")
     try:
-        inspect.signature(function, follow_wrapped=False).bind(*[None] * places)
+        signature = inspect.signature(function, follow_wrapped=False)
     except ValueError:  # a built-in without a signature
         return
+    try:
+        signature.bind(*[None] * places)
     except TypeError as error:
-        wanted = {1: "(parameters)", 2: "two arguments", 3: "(engine, output, batch)"}[places]
-        raise TypeError(f"{where}={function!r} must accept {wanted}: {error}") from None
+        two = "(output, target)" if where.endswith(" loss") else "(engine, batch)"
+        wanted = {1: "(parameters)", 2: two, 3: "(engine, output, batch)"}[places]
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"{where}={name}{signature} must accept {wanted}: {error}") from None

@@ -59,12 +59,13 @@ def find_averaging(engine: Engine, average: str | Literal[False] | None, where: 
     names = ", ".join(map(repr, found))
     if average is None and len(found) > 1:
         raise ValueError(
-            f"{where}: {names} keep averages of the weights; say which are exported: average={next(iter(found))!r}, or "
+            f"{where}: {names} keep averages of the weights; choose which to export: average={next(iter(found))!r}, or "
             "average=False for the weights themselves"
         )
     if isinstance(average, str) and average not in found:
         raise ValueError(
-            f"{where}: average={average!r} is no attached handler that averages weights; there are: {names or 'none'}"
+            f"{where}: average={average!r} is not an attached handler that averages weights; there are: "
+            f"{names or 'none'}"
         )
     if average is False or not found:
         return None
@@ -102,7 +103,8 @@ def _report_own_parameters(engine: Engine, where: str) -> None:
     if own := own_parameters(engine):
         engine.findings.report(
             "W39",
-            f"{where}: the file holds the models, without what is trained in no module: {', '.join(own)}",
+            f"{where}: the file contains the models, but not these parameters, which are in no module: "
+            f"{', '.join(own)}",
             "make it a parameter of the model to export it; or save it with Checkpoint, or engine.weights()",
             key="own parameters",
         )

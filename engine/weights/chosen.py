@@ -78,9 +78,10 @@ def _none_or_several(names: list[str]) -> str:
     """What is wrong where no validation, or several of these names, could say what is measured."""
     if names:
         shown = ", ".join(map(repr, names))
-        return f"test(): several validations are attached, {shown}; say which one measures: validation={names[0]!r}"
+        return f"test(): several validations are attached, {shown}; choose one: validation={names[0]!r}"
     return (
-        "test(): no Validation is attached, which says what is measured; attach Validation(data, accuracy=Accuracy()), or build "
+        "test(): no Validation is attached to define what to measure; attach Validation(data, accuracy=Accuracy()), "
+        "or build "
         "an evaluator and call engine.evaluate(evaluator, data)"
     )
 
@@ -162,8 +163,8 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
         if handler is None and isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
             engine.findings.report(
                 "W56",
-                f"the checkpoint {str(path)!r} holds averages of the weights, of its handler {name!r}, which is not attached: "
-                "the weights of the last step are measured",
+                f"the checkpoint {str(path)!r} contains weight averages of its handler {name!r}, which is not "
+                "attached: test() measures the weights of the last step",
                 "attach the handler that keeps the averages before test()",
                 key=name,
             )

@@ -235,7 +235,7 @@ class Averages:
         different |= self.values.keys() - parameters.keys() - buffers.keys() - waiting
         if different:
             raise ValueError(
-                f"{owner!r}: the saved averages do not match the modules: they differ in {', '.join(sorted(different))}"
+                f"{owner!r}: the saved averages do not fit the modules: they differ in {', '.join(sorted(different))}"
             )
         for name, tensor in live.items():
             value = self.values[name].to(tensor.device)

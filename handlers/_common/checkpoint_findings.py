@@ -35,13 +35,13 @@ def check_selection(handler: Handler, monitor: str | None, mode: str | None, eve
     """Raise ValueError for arguments of `Checkpoint` that select both the last and the best versions, or for a wrong mode."""
     if monitor is not None and every is not None:
         raise ValueError(
-            f"Checkpoint(monitor={monitor!r}, every={every!r}): the best are selected at each new value of the "
-            "metric; remove every="
+            f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, each new value of the metric is "
+            "compared with the best; remove every="
         )
     if mode is not None:
         check_choice(handler, "mode", mode, ("min", "max"))
         if monitor is None:
-            kept = "without monitor= the last versions are kept; add monitor=, or omit mode="
+            kept = "without monitor= the latest checkpoints are kept; add monitor=, or omit mode="
             raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
 
 
@@ -74,7 +74,7 @@ def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
     if base.count == 0:
         engine.findings.report(
             "W30",
-            f"{name!r}: trained_only=True leaves out nothing, because no parameter is frozen as the run starts",
+            f"{name!r}: trained_only=True leaves out nothing, because no parameter is frozen when the run starts",
             "freeze the base before run(), with requires_grad_(False) or Freezing, or remove trained_only=True",
             name,
         )
@@ -91,7 +91,7 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
     for problem in checkpoints.find_unreadable(folder, files):
         engine.findings.report(
             "W33",
-            f"an entry of the checkpoint folder cannot be read and is passed over: {problem}",
+            f"an entry of the checkpoint folder cannot be read and is skipped: {problem}",
             "remove it if it is a link that leads nowhere, correct its permissions, or give checkpoints their own folder",
             name,
             key=str(problem.filename),
@@ -100,9 +100,9 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
     if begins_anew and (stopped := checkpoints.preempted(folder, name, files)) is not None:
         engine.findings.report(
             "W36",
-            f"{name!r}: the run begins anew, although {stopped!r} holds the state in which an earlier one was preempted",
-            "resume it: Checkpoint(..., resume=True), or load_state_dict(Checkpoint.load(folder)); for another run, give another "
-            "folder",
+            f"{name!r}: the run starts from scratch, although {stopped!r} contains the checkpoint of a preempted run",
+            "resume it: Checkpoint(..., resume=True), or load_state_dict(Checkpoint.load(folder)); for a new run, "
+            "use a different folder",
             name,
         )
     elif begins_anew and not resumes:
@@ -120,9 +120,9 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
     engine.findings.say(
         f"{str(shown_path(folder))!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
         f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, epoch "
-        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are, and this run begins at epoch "
-        "1 and writes its own beside them. Checkpoint(..., resume=True) continues the earlier run; another folder keeps the runs "
-        "apart"
+        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are: this run starts "
+        "at epoch 1 and writes its own checkpoints beside them. To continue the earlier run, use Checkpoint(..., "
+        "resume=True); to keep the runs apart, use a different folder"
     )
 
 
@@ -189,7 +189,7 @@ def report_hyperparameters(engine: Engine, name: str, now: Mapping[str, Any] | N
         texts = ", ".join(f"{key}={now[key]!r} in place of {before[key]!r}" for key in different)
         engine.findings.report(
             "W32",
-            f"the run resumes from {origin['path']!r}, and {name!r} has other hyperparameters: {texts}",
+            f"the run resumes from {origin['path']!r}, and {name!r} has different hyperparameters: {texts}",
             "resume with those of the checkpoint (Checkpoint.hyperparameters(path)), or give this experiment its own folder",
             name,
         )
@@ -201,7 +201,7 @@ def report_nothing_saved(engine: Engine, name: str, every: Interval | AnyEvent |
         "W37",
         f"{name!r} has saved nothing: "
         + (
-            f"its interval, {every}, did not come up before the run ended"
+            f"its interval, {every}, did not occur before the run ended"
             if monitor is None
             else f"{monitor.metric!r} had no value that could be compared"
         ),

@@ -151,8 +151,8 @@ class Distribution(Handler):
         if engine.training and not self.processes.distributed and in_notebook():
             yield finding(
                 "C38",
-                f"{self.name!r} does nothing in a notebook, whose kernel is a single process",
-                "write the training into a script, and launch it: torchrun --nproc-per-node 2 train.py",
+                f"{self.name!r} does nothing in a notebook, where the kernel is a single process",
+                "move the training to a script, and launch it: torchrun --nproc-per-node 2 train.py",
                 [self.name],
             )
 

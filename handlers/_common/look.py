@@ -40,8 +40,8 @@ def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[...
         if errors and engine.findings.has_failed(function):
             engine.findings.report(
                 "W09",
-                f"{function.__qualname__} has raised an error and is skipped, so that error={sorted(errors)} may miss what it "
-                "looks for",
+                f"{function.__qualname__} raised an error and is skipped, so error={sorted(errors)} may miss what it "
+                "checks",
                 "engine.findings has the error; please report it, with the kind of data and model",
                 owner,
                 severity="warning",

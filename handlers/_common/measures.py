@@ -272,7 +272,7 @@ class Average:
             return None
         return (
             "W04",
-            "the function returns whole numbers up to the size of the batch, which are counts rather than means",
+            "the function returns whole numbers up to the size of the batch, so they are counts, not means",
             "return the mean of the batch, such as (predicted == target).float().mean(), or use Accuracy",
         )
 

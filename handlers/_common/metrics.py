@@ -136,8 +136,8 @@ class Metrics(Handler):
             if reduction == "sum":
                 yield finding(
                     "W04",
-                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but it is a sum over the batch "
-                    "(reduction='sum'): the value grows with the size of a batch",
+                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but it is a sum over "
+                    "the batch (reduction='sum'), which grows with the size of the batch",
                     "use reduction='mean'",
                     [self.name],
                 )
@@ -185,7 +185,7 @@ class Metrics(Handler):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
                     f"{engine.group.data.world_size} processes; give it a method merge(states), which loads a list of the "
-                    "state_dict() of every rank, or use a torchmetrics metric, which synchronises itself"
+                    "state_dict() of every rank, or use a torchmetrics metric, which synchronizes itself"
                 )
 
         self._own_shards = None if engine.group.shards is None else engine.group.shards.own
@@ -214,8 +214,9 @@ class Metrics(Handler):
             other = _in_use.setdefault(id(metric), self)
             if other is not self:
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in another Metrics handler "
-                    "that is running, so that each would reset and count the other's batches; build one for each"
+                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in a second "
+                    "Metrics handler that is running, so each would reset and count the other's batches; build one "
+                    "for each"
                 )
 
     @on(Events.ENDED, reads=[], writes=[])
@@ -293,8 +294,8 @@ class Metrics(Handler):
         if spec.samples is None and hides_samples(batch):
             engine.findings.report(
                 "W03",
-                f"a batch of class {type(batch).__name__} is counted as one sample, so that a short last batch weighs as much as "
-                "the others in averages",
+                f"a batch of class {type(batch).__name__} is counted as one sample, so a short last batch weighs as "
+                "much as the others in averages",
                 "give the class a __len__, or pass Update(..., samples=lambda batch: ...)",
                 self.name,
             )
@@ -442,10 +443,10 @@ class Metrics(Handler):
         if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
             engine.findings.report(
                 "W64",
-                f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); always "
-                f"answering the most frequent class reaches {share:.3g}, and chance adds up to {deviation:.2g}",
-                "check that inputs and labels belong together and that both data sets number the classes alike; then the rates "
-                "of learning, weight decay and clipping",
+                f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); "
+                f"always predicting the most frequent class reaches {share:.3g}, and chance adds up to {deviation:.2g}",
+                "check that inputs and labels belong together and that both datasets number the classes in the same "
+                "way; then check the learning rate, weight decay and clipping",
                 self.name,
                 key=key,
                 severity="info" if is_balanced(trainer) else None,

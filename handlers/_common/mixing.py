@@ -87,8 +87,9 @@ class SampleMixing(Handler):
         for update in engine.updates:
             if update.loss_function is loss_in_output:
                 raise ValueError(
-                    f"{self.name!r}: update {update.name!r} takes the loss from the model's output, so that it cannot be "
-                    "computed for the targets that are mixed in; give it: Update.from_model(optimizer, loss=cross_entropy)"
+                    f"{self.name!r}: update {update.name!r} takes the loss from the model's output, so it cannot be "
+                    "computed for the targets that are mixed in; pass a loss: Update.from_model(optimizer, "
+                    "loss=cross_entropy)"
                 )
             if update.loss_function is None:
                 raise ValueError(

@@ -241,8 +241,8 @@ class RemoteLogger(ScalarLogger):
         if sender.problem is not None and not self._reported:
             self._reported = True
             warn(
-                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; training continues, its rows "
-                "are kept, and it is tried again"
+                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; training continues, its "
+                "rows are kept, and sending is tried again"
             )
 
     def _put_entry(self, engine: Engine, kind: Kind, convert: Callable[[Any], Any]) -> None:

@@ -74,7 +74,7 @@ class ScalarLogger(Handler):
             engine.findings.report(
                 "W40",
                 f"{self.name!r} cannot write {entry.name!r}: {type(error).__name__}: {error}",
-                "see that it can be drawn or converted outside of the run",
+                "draw or convert it outside the run to see the error",
                 self.name,
                 key=entry.name,
             )

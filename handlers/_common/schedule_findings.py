@@ -88,8 +88,8 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     return finding(
         "C05",
-        f"{run.handler!r}: {_name(scheduler)} is stepped {run.total} times, after {run.counted}, so that the rate ends at "
-        f"{left:.0e} of its start",
+        f"{run.handler!r}: {_name(scheduler)} is stepped {run.total} times, after {run.counted}, so the learning "
+        f"rate ends at {left:.0e} of its start",
         "step it after epochs with LRScheduling(..., every='1ep'), or give its numbers in optimizer steps"
         if run.unit == "st"
         else "use a larger gamma, or a larger step_size",
@@ -130,11 +130,11 @@ def _exceeds(one: int, other: int) -> bool:
 
 
 _FILLED = "omit it, and LRScheduling fills in the length of the run; or correct it"
-_CORRECTED = "give it the number of its steps in the run"
+_CORRECTED = "give it the number of steps that it has in the run"
 _RESTS = {
-    "T_max": "the rate rises again",
+    "T_max": "the learning rate rises again",
     "total_steps": "PyTorch raises an error at the next step",
-    "total_iters": "the rate is 0 for the rest",
+    "total_iters": "the learning rate is 0 for the rest",
 }
 
 
@@ -158,7 +158,7 @@ def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
 
 
 def _length(run: ScheduledRun, problem: str, way_out: str, severity: Severity | None = None) -> Finding:
-    sentence = f"{run.handler!r}: the run has {run.total} {run.counted} of this schedule, but {problem}"
+    sentence = f"{run.handler!r}: the run has {run.total} {run.counted} for this schedule, but {problem}"
     return finding("C06", sentence, way_out, [run.handler], severity)
 
 

@@ -84,9 +84,9 @@ class TextLogger(ScalarLogger):
         if engine.findings.is_within:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that another engine runs, so that its log starts again with each "
+                f"{self.name!r} is attached to an evaluator that a trainer runs, so its log restarts with each "
                 "evaluation",
-                "attach it to the engine that trains: it writes what an evaluation measures, too",
+                "attach it to the engine that trains: it also writes what an evaluation measures",
                 self.name,
             )
 
@@ -149,7 +149,7 @@ class TextLogger(ScalarLogger):
             engine.findings.report(
                 "W34",
                 f"the log {str(self.path)!r} of {self.name!r} is not the one that the loaded state continues: {what}",
-                "put the log of that run back before resuming, or expect rows to be missing",
+                "restore the log of that run before resuming, or expect rows to be missing",
                 self.name,
             )
 
@@ -165,8 +165,8 @@ class TextLogger(ScalarLogger):
         if self._file is not None and (engine := self.engine) is not None and not self._file.is_at(self.path):
             engine.findings.report(
                 "W38",
-                f"{self.name!r}: the log {str(self.path)!r} was replaced or removed while this run writes to it, so that its "
-                "rows are lost; another process seems to write to the same path",
+                f"{self.name!r}: the log {str(self.path)!r} was replaced or removed while this run writes to it, so "
+                "its rows are lost; a second process seems to write to the same path",
                 "give each run its own folder",
                 self.name,
             )

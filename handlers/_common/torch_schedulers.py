@@ -96,8 +96,9 @@ def check_kind(name: str, then: str | None, here: str | None) -> None:
     """Raise ValueError for the saved state of another schedule. States of 0.2 and before do not say which one it is of."""
     if then is not None and here is not None and then != here:
         raise ValueError(
-            f"the schedule of {name!r} was a {then} and is a {here} here: give it the schedule of the saved run; to go on with "
-            "another one from where that run stood, give the handler another name, as in LRScheduling(..., name='next'), and "
+            f"the schedule of {name!r} was a {then} and is a {here} here: give it the schedule of the saved run; to "
+            "continue with a different one from where that run stopped, give the handler a different name, as in "
+            "LRScheduling(..., name='next'), and "
             f"write load_state_dict(state, allow=[{name!r}, 'next'])"
         )
 

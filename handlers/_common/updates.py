@@ -34,7 +34,7 @@ def only_update(engine: Engine, name: str | None, *, by: Handler, does: str) -> 
     """
     if name is None and len(engine.updates) > 1:
         names = ", ".join(update.name for update in engine.updates)
-        raise ValueError(f"{by.name!r}: the engine has several updates ({names}); give update=, the one that {does}")
+        raise ValueError(f"{by.name!r}: the engine has several updates ({names}); pass update=, the one that {does}")
     return engine.find_update(name)
 
 

@@ -100,8 +100,8 @@ class WeightPlan:
         if self.refused:
             patterns = list(dict.fromkeys(_pattern(name) for name in self.refused))[:_MOST_NAMED]
             raise ValueError(
-                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {self._problems()}. If that is "
-                f"meant: allow={patterns}{hint}"
+                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {self._problems()}. If you "
+                f"mean that: allow={patterns}{hint}"
             )
 
     def _problems(self) -> str:
@@ -140,7 +140,7 @@ class WeightPlan:
             if names:
                 rows.append(f"  {what} ({len(names)}): {_some(names, 20)}")
         if self.refused:
-            rows.append(f"  not allowed, so that nothing is loaded: {_some(self.refused, 20)}")
+            rows.append(f"  not allowed, so nothing is loaded: {_some(self.refused, 20)}")
         return "\n".join(rows)
 
     def _repr_html_(self) -> str:

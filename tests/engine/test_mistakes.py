@@ -79,7 +79,8 @@ def test_an_interval_in_an_attribute_that_is_not_there() -> None:
             pass
 
     with pytest.raises(
-        AttributeError, match=r"Misspelt.act is declared with @on\('evry'\), but the handler has no such"
+        AttributeError,
+        match=r"Misspelt.act is declared with @on\('evry'\), but the handler has no attribute of this name",
     ):
         build().attach(Misspelt())
 

@@ -277,7 +277,7 @@ class Wrong(Forgetful):
 @pytest.mark.moderate
 def test_a_receiver_that_the_runs_do_not_reach_is_named() -> None:
     message = (
-        r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\(every=100\)\); give data and bounds"
+        r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\(every=100\)\); use data and bounds"
     )
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Late, make_data(), max_epochs=2)
@@ -333,7 +333,9 @@ def test_a_resumed_run_is_compared_after_each_iteration_and_lists_by_their_lengt
 
 @pytest.mark.moderate
 def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> None:
-    message = r"forgetful: after a run resumed after iteration 4 attributes differ; .*: forgotten \(uninterrupted 6; resumed 2\)$"
+    message = (
+        r"attributes are not restored by a resume after iteration 4; .*: forgotten \(uninterrupted 6; resumed 2\)$"
+    )
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Forgetful, make_data(), max_epochs=2)
     check_handler(build, Forgetful, make_data(), max_epochs=2, per_run=["forgotten"])
@@ -348,7 +350,7 @@ def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> N
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Mute, "Mute does nothing: none of its methods is declared with `on`"),
+        (Mute, "Mute has no method decorated with @on"),
         (Misdeclared, "Misdeclared.on_epoch_completed is never called.*put @on.Events.EPOCH_COMPLETED. above it"),
         (Hoarding, "hoarding: after a run on another engine it does not begin as new.*modules.model"),
     ],

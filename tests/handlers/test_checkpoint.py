@@ -998,11 +998,11 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="not a folder"):
         Checkpoint(tmp_path / "file")
     with pytest.raises(
-        NotADirectoryError, match=r"Checkpoint\(folder='.*/file/below/it'\): '.*/file' is a file, and not a "
+        NotADirectoryError, match=r"Checkpoint\(folder='.*/file/below/it'\): '.*/file' is a file, not a "
     ):
         Checkpoint(tmp_path / "file" / "below" / "it")
     with pytest.raises(
-        NotADirectoryError, match=r"CSVLogger\(path='.*/file/log.csv'\): '.*/file' is a file, and not a folder"
+        NotADirectoryError, match=r"CSVLogger\(path='.*/file/log.csv'\): '.*/file' is a file, not a folder"
     ):
         CSVLogger(tmp_path / "file" / "log.csv")
 

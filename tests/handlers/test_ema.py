@@ -472,7 +472,7 @@ def test_averages_of_another_model_are_refused_by_name() -> None:
     handler = EMA(0.9)
     engine = trainer_of(network(), handler)
     handler.load_state_dict({"count": 1, "averages": {"model.weight": torch.zeros(3)}})
-    with pytest.raises(ValueError, match=r"'ema': the saved averages do not match.*model\.0\.bias.*model\.weight"):
+    with pytest.raises(ValueError, match=r"'ema': the saved averages do not fit.*model\.0\.bias.*model\.weight"):
         run(engine)
     assert engine.state.iteration == 0
 

@@ -233,7 +233,7 @@ def test_a_code_can_stop_the_run_or_be_silenced() -> None:
         build(mlp(5, 8, 1), Guards(error=["G11"])).run(data, max_epochs=1)
     assert caught.value.finding.severity == "error"
     build(mlp(5, 8, 1), Guards(error=["G11"]), allow=["G11"]).run(data, max_epochs=1)
-    with pytest.raises(ValueError, match="'G99' is no code"):
+    with pytest.raises(ValueError, match="'G99' is not a finding code"):
         Guards(error=["G99"])
     with pytest.raises(TypeError, match="one string"):
         Guards(error="G11")  # a string is a sequence of strings

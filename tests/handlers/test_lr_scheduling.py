@@ -448,7 +448,7 @@ def linear_decay(optimizer: Optimizer, num_warmup_steps: int, num_training_steps
 def test_a_run_that_is_made_longer_names_the_argument_that_the_factory_takes(factory: Any, way_out: str) -> None:
     engine, rates = engine_of(network(), LRScheduling(factory))
     engine.run(batches(), max_epochs=2)
-    with pytest.raises(ValueError, match=rf"extends to 18; .*as in {re.escape(way_out)}, or begin"):
+    with pytest.raises(ValueError, match=rf"extends to 18; .*as in {re.escape(way_out)}, or start"):
         engine.run(batches(), max_epochs=3)
     assert len(rates) == 12
 
@@ -970,7 +970,7 @@ def test_a_warm_up_of_another_schedule_is_refused() -> None:
         LRScheduling(partial(StepLR, step_size=3), warmup=WARMUP)
     engine, _ = warmed_up(LRScheduling(PLATEAU, monitor="score", warmup=PLATEAU))
     engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
-    with pytest.raises(TypeError, match=r"the warm-up .* is no scheduler that is stepped after optimizer steps"):
+    with pytest.raises(TypeError, match=r"the warm-up .* is not a scheduler that is stepped after optimizer steps"):
         engine.run(kit.batches(4), max_epochs=1)
 
 

@@ -111,7 +111,7 @@ def test_it_warns_of_the_first_skipped_step_and_of_the_tenth_but_not_of_each(win
     assert len(said) == len(counts)
     for sentence, count in zip(said, counts, strict=True):
         assert sentence.startswith(
-            f"W19: 'non_finite_guard' has left out {count} of update 'main': the gradients are not finite"
+            f"W19: 'non_finite_guard' has skipped {count} of update 'main': the gradients are not finite"
         )
     assert "0.weight" in said[0]
 

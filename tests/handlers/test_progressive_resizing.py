@@ -207,7 +207,7 @@ def test_arguments_that_contradict_themselves_are_refused(options: Any, message:
 
 def test_inputs_that_are_no_images_are_refused() -> None:
     for inputs, error, message in (
-        (torch.zeros(2, 3), ValueError, r"inputs of shape \(2, 3\) are no images"),
+        (torch.zeros(2, 3), ValueError, r"inputs of shape \(2, 3\) are not images"),
         (torch.zeros(2, 1, 16, 12, dtype=torch.uint8), TypeError, "only floats are resized"),
     ):
         with pytest.raises(error, match=message):

@@ -137,7 +137,7 @@ def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path, fir
         engine.run(DATA, max_epochs=10)
     assert [str(one.message) for one in warned] == [
         f"'service_logger': run '{logger.remote_id}' cannot be sent: ConnectionError: no route; training continues, its rows "
-        "are kept, and it is tried again"
+        "are kept, and sending is tried again"
     ]
     assert run_of(service, logger) == rows_of_csv(tmp_path / "log.csv")
     assert not logger.path.exists()

@@ -164,7 +164,7 @@ def test_a_pruner_that_prunes_at_three_leaves_three_epochs_and_a_checkpoint_that
     again = trainer(
         OptunaPruning(trial, "val_loss"), Checkpoint(tmp_path, resume=True), CSVLogger(tmp_path / "log.csv")
     )
-    with pytest.raises(optuna.TrialPruned, match="pruned at value 3 of val_loss"):  # not a finished trial
+    with pytest.raises(optuna.TrialPruned, match="pruned after report 3 of 'val_loss'"):  # not a finished trial
         again.run(batches(), max_epochs=9)
     assert again.state.metrics["val_loss"] == losses(3)[-1]
     assert_same(again.model, engines[0].model)

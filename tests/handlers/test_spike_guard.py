@@ -105,7 +105,7 @@ def test_a_poisoned_batch_is_left_out_as_in_a_plain_loop_without_it() -> None:
     said = run(engine, data_of(60, poisoned=40))
     assert [action["iteration"] for action in guard.actions] == [40]
     assert guard.actions[0]["batches"] == [[1, 39]]
-    assert any("W19: 'spike_guard' has left out the first step of update 'main': " in one for one in said)
+    assert any("W19: 'spike_guard' has skipped the first step of update 'main': " in one for one in said)
 
     plain = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
     plain.load_state_dict(start)
@@ -805,7 +805,7 @@ def test_a_level_that_stays_is_usual_after_twenty_steps() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.run(data, max_epochs=1)
-    wanted = "has left out 20 steps of update 'main' in a row, and from iteration 81 on takes as usual that"
+    wanted = "has skipped 20 steps of update 'main' in a row, and from iteration 81 on treats as normal that"
     assert sum(wanted in str(one.message) for one in caught) == 1
     assert [action["iteration"] for action in guard.actions] == [*range(61, 81)]
     assert engine.updates[0].steps == 100

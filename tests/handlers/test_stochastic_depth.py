@@ -258,11 +258,11 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="both 'one' and 'two' override which blocks are dropped of update 'main'"):
         build(StochasticDepth("a", name="one"), StochasticDepth("b", name="two"))
     two = [Update.supervised(nn.functional.mse_loss, SGD, name=name) for name in ("a", "b")]
-    with pytest.raises(ValueError, match=r"several updates \(a, b\); give update=, the one that drops blocks"):
+    with pytest.raises(ValueError, match=r"several updates \(a, b\); pass update=, the one that drops blocks"):
         Engine(two, model=Net(), seed=0).attach(StochasticDepth("blocks.*"))
     net = Net()
     net.spare = Block()
-    with pytest.raises(ValueError, match=r"the forward did not call block 'spare', so that it is never dropped"):
+    with pytest.raises(ValueError, match=r"the forward did not call block 'spare', so it is never dropped"):
         build(StochasticDepth(["blocks.*", "spare"], schedule=lambda step: 0), model=net).run(
             batches(1), max_epochs=1, check=False
         )

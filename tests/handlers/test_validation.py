@@ -532,7 +532,7 @@ def test_the_evaluator_is_built_for_each_engine_that_it_is_attached_to() -> None
 
 
 def test_of_several_updates_one_is_named() -> None:
-    with pytest.raises(ValueError, match=r"several updates \(main, other\); give update=, the one that is validated"):
+    with pytest.raises(ValueError, match=r"several updates \(main, other\); pass update=, the one that is validated"):
         classifying(Validation(labelled(2)), updates=2)
     engine = classifying(Validation(labelled(2), update="other"), updates=2)
     assert engine[Validation].evaluator.updates[0].name == "other"
@@ -561,12 +561,12 @@ def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
     [
         (
             {"evry": "2ep"},
-            r"Validation\(evry='2ep'\): evry= is no argument, and '2ep' is no metric; did you mean 'every'\?",
+            r"Validation\(evry='2ep'\): evry= is not an argument, and '2ep' is not a metric; did you mean 'every'\?",
         ),
-        ({"at": Events.STARTED}, r"at= is no argument, and Events.STARTED is no metric"),
-        ({"evaluate": None}, r"evaluate= is no argument, and None is no metric; did you mean 'evaluator'\?"),
+        ({"at": Events.STARTED}, r"at= is not an argument, and Events.STARTED is not a metric"),
+        ({"evaluate": None}, r"evaluate= is not an argument, and None is not a metric; did you mean 'evaluator'\?"),
         ({"accuracy": Accuracy}, r"accuracy=Accuracy\): expected an instance; write Accuracy\(\)"),
-        ({"accuracy": 3}, r"accuracy= is no argument, and 3 is no metric"),
+        ({"accuracy": 3}, r"accuracy= is not an argument, and 3 is not a metric"),
     ],
 )
 def test_what_is_neither_an_argument_nor_a_metric_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -657,7 +657,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 
     engine = Engine(Update.from_function(whole, torch.optim.SGD, lr=0.05), model=mlp(5, 8, 3))
     with pytest.raises(
-        ValueError, match=r"'validation': update 'main' is a single function, without an output that accuracy"
+        ValueError, match=r"'validation': update 'main' is a single function: it has no output for accuracy"
     ):
         engine.attach(Validation(labelled(2), accuracy=Accuracy()))
     engine.attach(Validation(labelled(2)))
@@ -667,7 +667,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 @pytest.mark.parametrize("metric", [Accuracy(), Average(lambda output, target: 1.0, higher_is_better=True)])
 def test_the_loss_is_not_replaced_by_a_score(metric: Any) -> None:
     with pytest.raises(
-        ValueError, match=rf"loss={type(metric).__name__}\(\).*'loss' is the mean loss of the update.*another name"
+        ValueError, match=rf"loss={type(metric).__name__}\(\).*'loss' is the mean loss of the update.*a different name"
     ):
         Validation(labelled(1), loss=metric)
 

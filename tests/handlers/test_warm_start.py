@@ -161,7 +161,7 @@ def test_a_run_begins_with_the_weights_of_a_file_bit_for_bit(kind: str, tmp_path
     [
         (b"", "is empty"),
         (b"not weights at all", "neither safetensors nor a file of torch.save"),
-        (b"\x10\0\0\0\0\0\0\0{broken", "no intact safetensors file"),
+        (b"\x10\0\0\0\0\0\0\0{broken", "not an intact safetensors file"),
         (b"PK\x03\x04 cut off", "cannot be read as plain tensors"),
     ],
 )
@@ -218,7 +218,7 @@ def test_the_numbers_of_the_report_add_up_to_both_sides() -> None:
     text = str(plan)
     assert "5 of 9 tensors loaded" in text
     assert "head.weight ([4, 8] in the file, [1, 8] in the model)" in text
-    assert "not allowed, so that nothing is loaded: backbone.0.bias, extra, head.weight, head.bias" in text
+    assert "not allowed, so nothing is loaded: backbone.0.bias, extra, head.weight, head.bias" in text
 
 
 def wrong(change: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
@@ -390,7 +390,7 @@ def test_a_run_that_resumes_keeps_its_own_weights(
     capsys.readouterr()
     resumed = trained(Network(), 3, *handlers())
     assert_same(resumed.model, whole.model)
-    assert "warm_start: the run resumes from a checkpoint, so that nothing else is loaded" in capsys.readouterr().err
+    assert "warm_start: the run resumes from a checkpoint, so nothing else is loaded" in capsys.readouterr().err
     loaded = build(Network(), WarmStart(tmp_path / "gone"))
     loaded.load_state_dict(state, allow=["checkpoint"])
     loaded.run(batches(4), max_epochs=3)

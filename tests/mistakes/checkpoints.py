@@ -246,7 +246,7 @@ def two_checkpoints_with_one_folder_and_one_name(right: bool, folder: Path) -> N
     engine_of(one, Checkpoint(other, filename="model", name="two", keep=1)).run(batches(4), max_epochs=1)
 
 
-@said("holds 1 checkpoint of an earlier run, the newest 'checkpoint-epoch0001-iter00000004'.*begins at epoch 1")
+@said("holds 1 checkpoint of an earlier run, the newest 'checkpoint-epoch0001-iter00000004'.*starts at epoch 1")
 def a_second_run_in_the_folder_of_the_first(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder / "one")).run(batches(4), max_epochs=1)
     engine_of(Checkpoint(folder / ("two" if right else "one"))).run(batches(4), max_epochs=1)
@@ -266,7 +266,7 @@ def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
         engine_of(Checkpoint(folder, name="last" if right else "newest", resume=True)).run(batches(4), max_epochs=2)
 
 
-@said("was given a whole state, of epoch 1 and iteration 4, and has loaded its weights alone")
+@said("received a whole state, of epoch 1 and iteration 4, and loaded only its weights")
 def the_weights_of_a_state_that_was_to_be_resumed(right: bool) -> None:
     engine, state = engine_of(), saved()
     engine.load_state_dict(state) if right else engine.load_weights(state)

@@ -548,7 +548,7 @@ def a_patience_that_cannot_end_this_run(right: bool) -> None:
     engine.run(batches(), max_epochs=4)
 
 
-@said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not come up in this run of 2 epochs")
+@said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not occur in this run of 2 epochs")
 def a_function_that_is_never_called(right: bool) -> None:
     engine = build(net())
     engine.connect(Events.ITERATION_COMPLETED(every=4 if right else 100), lambda engine: None)
@@ -581,7 +581,7 @@ def a_generator_for_several_epochs(right: bool) -> Findings:
     return build(net()).check(data, max_epochs=3)
 
 
-@mistake(ValueError, "attached to another engine")
+@mistake(ValueError, "attached to a different engine")
 def a_handler_on_two_engines(right: bool) -> None:
     handler = GradientClipping(max_norm=1.0)
     one = build(net(), handler)

@@ -479,7 +479,7 @@ def a_run_in_inference_mode(right: bool) -> None:
         engine.run(batches(8), max_epochs=1)
 
 
-@mistake(ValueError, r"run\(\): parameters of 'model' are not initialised yet: 0.weight, 0.bias. Lazy modules")
+@mistake(ValueError, r"run\(\): parameters of 'model' are not initialized yet: 0.weight, 0.bias. Lazy modules")
 def a_lazy_module_that_no_batch_has_initialised(right: bool) -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 1))
     if right:

@@ -68,7 +68,7 @@ def a_method_named_after_an_event_as_a_callback(right: bool) -> None:
     one_epoch(build(linear(5, 1), Right() if right else Wrong()))
 
 
-@mistake(AssertionError, "does nothing: none of its methods is declared with `on`")
+@mistake(AssertionError, "has no method decorated with @on")
 def check_handler_on_an_empty_handler(right: bool) -> None:
     class Empty(Handler):
         def count(self, engine: Engine) -> None: ...
@@ -130,7 +130,7 @@ def a_declaration_without_its_event(right: bool) -> None:
         def count(self, engine: Engine) -> None: ...
 
 
-@mistake(TypeError, "Counter.count at .* a receiver is called as receiver")
+@mistake(TypeError, "Counter.count at .* is called with the engine alone")
 def a_method_that_takes_no_engine(right: bool) -> None:
     class Counter(Handler):
         @on(Events.EPOCH_COMPLETED)
@@ -182,12 +182,12 @@ def a_class_attached_instead_of_an_instance(right: bool) -> None:
     build(linear(5, 1)).attach(History() if right else History)  # type: ignore[arg-type]
 
 
-@mistake(ValueError, "the name is taken by .*give it another")
+@mistake(ValueError, "the name is taken by .*rename it")
 def two_handlers_of_one_name(right: bool) -> None:
     build(linear(5, 1), History(), History(name="again") if right else History())
 
 
-@mistake(ValueError, "attached to another engine")
+@mistake(ValueError, "attached to a different engine")
 def one_handler_on_two_engines_at_once(right: bool) -> None:
     history = History()
     first = build(linear(5, 1), history)
@@ -258,7 +258,7 @@ def a_class_as_a_receiver(right: bool) -> None:
     engine.connect(Events.EPOCH_COMPLETED, Log(engine) if right else Log)
 
 
-@mistake(TypeError, "takes self and has no object")
+@mistake(TypeError, "takes self, but is not bound to an object")
 def a_method_of_a_class_without_an_object(right: bool) -> None:
     class Log:
         def write(self) -> None: ...
@@ -312,7 +312,7 @@ def a_misspelt_event(right: bool) -> None:
     getattr(Events, "EPOCH_COMPLETED" if right else "EPOCH_COMPLETE")
 
 
-@mistake(TypeError, "each=2 is no filter; the filters are every=")
+@mistake(TypeError, "each=2 is not a filter; the filters are every=")
 def a_misspelt_filter(right: bool) -> None:
     options: dict[str, Any] = {"every" if right else "each": 2}
     Events.EPOCH_COMPLETED(**options)
@@ -448,7 +448,7 @@ def model_and_update_in_the_other_order(right: bool) -> None:
     Engine(*pair if right else pair[::-1])
 
 
-@mistake(ValueError, "'W1O' is no code of a finding")
+@mistake(ValueError, "'W1O' is not a finding code")
 def a_misspelt_code(right: bool) -> None:
     Engine(Update.prediction(), linear(5, 1), allow=["W10" if right else "W1O"])
 

@@ -86,9 +86,7 @@ def test_what_is_no_power_is_refused() -> None:
 def test_a_plan_says_what_its_seeds_can_show() -> None:
     variants = tuple(Variant(name) for name in ("baseline", *"abcde"))
     few, some = Plan(variants, tuple(range(5)), ()), Plan(variants, tuple(range(8)), (), metric="loss", spread=0.1)
-    assert few.prospects == (
-        "the smallest p of 5 seeds is 0.062: no direction of any difference can be shown; that takes at least 6 seeds"
-    )
+    assert few.prospects == ("5 seeds cannot show any effect (smallest p = 0.062); use 6 or more")
     assert some.prospects.startswith("the smallest p of 8 seeds is 0.0078; a difference of 1.")
     assert " standard deviations of the paired differences (0.1" in some.prospects
     assert some.prospects.endswith(" in loss) is found with 80 %, among 5 comparisons")

@@ -494,7 +494,7 @@ def test_files_are_compared_where_each_run_has_its_folder(tmp_path: Path) -> Non
     ("files", "options", "error", "message"),
     [
         ("a", {}, TypeError, r"divergence\(files='a'\): expected two folders"),
-        (("a", "./a"), {}, ValueError, "each run needs a folder of its own"),
+        (("a", "./a"), {}, ValueError, "each run needs its own folder"),
         (("a", "b"), {"watch": "loss"}, ValueError, "add 'files' to watch, or leave files out"),
     ],
 )

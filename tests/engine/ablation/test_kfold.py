@@ -236,7 +236,7 @@ def test_what_is_wrong_is_refused() -> None:
         validation(splitter=5)
     with pytest.raises(TypeError, match=r"KFold\(metric=None\)"):
         validation(metric=None)
-    with pytest.raises(ValueError, match="splits otherwise each time; give it a random_state"):
+    with pytest.raises(ValueError, match="splits differently each time; give it a random_state"):
         validation(splitter=PlainKFold(5, shuffle=True))
     with pytest.raises(ValueError, match=r"run\(folds=\[5\]\): expected numbers from 0 to 4"):
         validation().run(folds=[5])

@@ -43,7 +43,7 @@ def test_a_plan_reads_as_a_table_with_its_cost() -> None:
         "baseline                2       0        0  -",
         "- ema                   0       1        1  ema, swa",
         "mix_up = cutmix         1       0        1  ema, mix_up = cutmix",
-        "at best: the smallest p of 2 seeds is 0.5: no direction of any difference can be shown; that takes at least 6 seeds",
+        "at best: 2 seeds cannot show any effect (smallest p = 0.5); use 6 or more",
         "3 variants x 2 seeds: 2 of 6 runs to make, estimated time, run sequentially: 1 min 20 s",
     ]
 

@@ -171,7 +171,7 @@ def test_the_plan_says_what_will_be_and_what_was_pruned(stored: Path) -> None:
     assert "all 3 variants are trained to the end of epoch 1, the best 2 to the end" in text
     assert 'pruned after epoch 1: "- ' in text
     assert "0 of 24 runs to make" in text
-    assert "the smallest p of 6 seeds is 0.094, among 3 comparisons: no direction can be shown" in text
+    assert "6 seeds cannot show any effect among 3 comparisons (smallest p = 0.094); use more" in text
     new = make_study(seeds=range(8), prune=Halving([1, 2], keep=0.3)).plan(DESIGN)
     words = " ".join(str(new).split())
     assert "epoch 1, the best 1 to that of epoch 2, the best 1 to the end" in words

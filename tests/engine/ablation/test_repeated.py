@@ -194,5 +194,5 @@ def test_a_build_that_changes_its_handlers_later_is_reported() -> None:
         engine.attach(GradientClipping(max_norm=norms.pop() if norms else 5.0))
 
     study = Study(built(clip), metric="val", seeds=range(2))
-    with pytest.warns(FindingWarning, match=r"W82: build\(0\) began with other handlers than for an earlier run"):
+    with pytest.warns(FindingWarning, match=r"W82: build\(0\) returned other handlers than in an earlier run"):
         study.run(LeaveOneOut(["gradient_clipping"]), workers=0)

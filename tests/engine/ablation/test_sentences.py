@@ -79,7 +79,7 @@ def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
     found = report({f"- {name}": WORSE[:5] for name in "abcde"})
     assert found.needed == 6
     assert found.warnings() == [
-        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so that no direction is stated; for 0.05, at least "
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so no direction is stated; for 0.05, at least "
         "6 seeds are needed."
     ]
     for name, sentence in zip("abcde", found.sentences(), strict=True):

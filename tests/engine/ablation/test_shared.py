@@ -85,7 +85,7 @@ SHARED: dict[str, tuple[Callable[[int], Any], str]] = {
         builder("model", "optimizer", again=reset),
         "returned the optimizer of 'main' of an earlier run, as that",
     ),
-    "generator": (builder("generator"), "over data whose generator an earlier run has left as it is"),
+    "generator": (builder("generator"), "over data whose generator an earlier run has advanced"),
 }
 
 
@@ -277,7 +277,7 @@ CHANGED: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "a counter of the data": (parts(data=always(Counting(counts=True))), r"\(Counting\), whose 'read' an earlier run"),
     "noise of the data": (parts(data=always(Drawing())), r"\(Drawing\), whose 'random' an earlier run"),
-    "a loader of a handler": (looking(shuffled()), "whose generator an earlier run has left"),
+    "a loader of a handler": (looking(shuffled()), "whose generator an earlier run has advanced"),
     "an evaluator in a list": (parts(evaluators=held(lambda one: [one])), "the handler 'metrics'"),
     "an evaluator in a mapping": (parts(evaluators=held(lambda one: {"val": [one]})), "the handler 'metrics'"),
 }

@@ -138,7 +138,7 @@ def test_a_damaged_line_is_named_and_its_run_is_made_again(whole: bytes, tmp_pat
     variant = json.loads(whole.splitlines()[1])["variant"]
     study = make_study(store=path)
     with pytest.warns(
-        StoreWarning, match=rf"line 2 of the store .* is damaged: .*\(variant '{variant}', seed 0\); its run"
+        StoreWarning, match=rf"line 2 of the store .* is damaged: .*\(variant '{variant}', seed 0\); the line"
     ):
         plan = study.plan(LeaveOneOut(["ema"]))
     assert [(run.variant.name, run.seed) for run in plan.to_make] == [(variant, 0)]

@@ -136,17 +136,17 @@ def test_an_event_of_a_catalogue_that_ends_its_names_otherwise() -> None:
 
 def test_the_filter_of_another_engine() -> None:
     arguments: dict[str, Any] = {"event_filter": bool}
-    with pytest.raises(TypeError, match=r"event_filter=.* is no filter; .*; did you mean 'when'\?"):
+    with pytest.raises(TypeError, match=r"event_filter=.* is not a filter; .*; did you mean 'when'\?"):
         Events.STARTED(**arguments)
 
 
 def test_what_is_given_to_run_by_position() -> None:
     run: Any = build(linear(5, 1)).run
     with pytest.raises(
-        TypeError, match=r"^run\(\) takes only the data without a name; name the bound, such as max_epochs=2$"
+        TypeError, match=r"^run\(\) takes only the data by position; name the bound, such as max_epochs=2$"
     ):
         run(batches(1), 2)
-    with pytest.raises(TypeError, match=r"^run\(\) takes only the data .* attach Validation\(data\)$"):
+    with pytest.raises(TypeError, match=r"^run\(\) takes only the training data .* attach Validation\(data\)$"):
         run(batches(1), batches(2))
 
 

@@ -53,7 +53,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "file").write_text("mine")
     for name in ("mine", "file"):
         assert main(["new", str(tmp_path / name)]) == 2
-        assert "it is there already" in capsys.readouterr().err
+        assert "it exists already" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["train.py"]
     (tmp_path / "empty").mkdir()
     assert main(["new", str(tmp_path / "empty")]) == 0

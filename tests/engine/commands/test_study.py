@@ -54,7 +54,7 @@ def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
     repeated = again.stdout[again.stdout.index("variant              runs") :]
     assert sorted(reported.stdout.split()) == sorted(table.split()) == sorted(repeated.split())
     verified = run_program(*COMMAND, "train:build", *OPTIONS, "--store", "s.jsonl", "--verify", 3, cwd=folder)
-    assert verified.stdout == "3 runs made again: all of them as in the store, bit for bit\n", verified.stderr
+    assert verified.stdout == "3 runs repeated: all match the store, bit for bit\n", verified.stderr
 
 
 @pytest.mark.slow

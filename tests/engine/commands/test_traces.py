@@ -25,4 +25,4 @@ def test_equal_and_different_traces(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_what_is_no_trace_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a").write_text("no trace\n")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "missing")]) == 2
-    assert "is no trace" in capsys.readouterr().err
+    assert "is not a trace" in capsys.readouterr().err

@@ -141,7 +141,7 @@ def test_a_method_whose_signature_does_not_fit_is_refused_when_attached() -> Non
         def act(self) -> None: ...
 
     engine = make_engine()
-    with pytest.raises(TypeError, match=r"Wrong\.act at Events\.STARTED.*receiver\(engine\)"):
+    with pytest.raises(TypeError, match=r"Wrong\.act at Events\.STARTED.*act\(self, engine\)"):
         engine.attach(Wrong())
     assert engine.handlers == {}
 
@@ -180,9 +180,13 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
         (
             lambda engine: engine.attach(engine.handlers["recorder"]),
             ValueError,
-            "is attached already; to attach it anew: engine.detach.'recorder'",
+            "is attached already; to attach it again: engine.detach.'recorder'",
         ),
-        (lambda engine: make_engine().attach(engine.handlers["recorder"]), ValueError, "attached to another engine"),
+        (
+            lambda engine: make_engine().attach(engine.handlers["recorder"]),
+            ValueError,
+            "attached to a different engine",
+        ),
         (lambda engine: engine.attach(Recorder), TypeError, r"give an instance: Recorder\(...\)"),
         (lambda engine: engine.attach(print), TypeError, "engine.on"),
         (lambda engine: engine.attach("recorder"), TypeError, "not a Handler"),

@@ -335,8 +335,8 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         ({"function": forward, "optimizer": SGD, "parameters": 3}, r"parameters=3; expected the name of a module"),
         ({"forward": forward, "optimizer": SGD}, "an optimizer needs a loss"),
         ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "optimizer= is already built"),
-        ({"forward": lambda batch: None}, r"forward=.* must accept two arguments"),
-        ({"function": lambda: None}, r"function=.* must accept two arguments"),
+        ({"forward": lambda batch: None}, r"forward=.* must accept \(engine, batch\)"),
+        ({"function": lambda: None}, r"function=.* must accept \(engine, batch\)"),
         ({"forward": forward, "loss": lambda output, batch: None}, r"loss=.* must accept \(engine, output, batch\)"),
         ({"function": coroutine}, "function=.* is a coroutine function"),
     ],
@@ -374,7 +374,7 @@ def test_a_class_in_place_of_a_loss_is_refused(loss: Any) -> None:
 
 
 def test_a_supervised_loss_takes_two_arguments() -> None:
-    with pytest.raises(TypeError, match=r"Update 'main': loss=.*must accept two arguments"):
+    with pytest.raises(TypeError, match=r"Update 'main': loss=.*must accept \(output, target\)"):
         Update.supervised(loss_of)  # type: ignore[arg-type]
 
 
@@ -492,5 +492,7 @@ def test_decorated_functions_are_checked_as_they_are_called() -> None:
     def needs_more(output: Any, target: Any, weight: Any) -> Tensor: ...  # type: ignore[empty-body]
 
     refused: Any = needs_more
-    with pytest.raises(TypeError, match=r"loss=.*must accept two arguments: missing a required argument: 'weight'"):
+    with pytest.raises(
+        TypeError, match=r"loss=.*must accept \(output, target\): missing a required argument: 'weight'"
+    ):
         Update.supervised(refused, SGD)

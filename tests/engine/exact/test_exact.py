@@ -230,7 +230,7 @@ def test_mistakes_are_refused(tmp_path: Path) -> None:
         CheckpointFolder(tmp_path, keep=0)
     with pytest.raises(TypeError, match="an iterator has only one pass"):
         ResumableData(iter([1]))
-    with pytest.raises(ValueError, match="no state of a ResumableData"):
+    with pytest.raises(ValueError, match="not a state of ResumableData"):
         ResumableData([1]).load_state_dict({"epoch": 1})
     with pytest.raises(ValueError, match="no state of random_state"):
         restore_random_state({"torch": torch.get_rng_state()})

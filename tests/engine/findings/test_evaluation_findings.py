@@ -212,7 +212,7 @@ def test_layers_that_know_no_mode_may_be_in_either_in_an_evaluation() -> None:
                           (network(nn.Dropout()), "dropout was active"), (Branching(), "what it does in training")):  # fmt: skip
         evaluator = evaluator_of(model)
         evaluator.connect(Events.EPOCH_STARTED, lambda engine: engine.model.train() and None)
-        with nullcontext() if effect is None else pytest.warns(FindingWarning, match=f"so that {effect}"):
+        with nullcontext() if effect is None else pytest.warns(FindingWarning, match=f"so {effect}"):
             evaluator.run(batches(2))
 
 

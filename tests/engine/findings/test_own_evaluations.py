@@ -32,7 +32,7 @@ def test_the_first_call_is_looked_at_and_leaves_no_trace(event: Any) -> None:
     engine = built()
     engine.connect(event, evaluate)
     with pytest.warns(
-        match="W91: evaluate at .* calls the model without gradients, .* '1' does something else"
+        match="W91: evaluate at .* calls the model without gradients, .* '1' behaves differently"
     ) as caught:
         engine.run(batches(5), max_epochs=3)
     assert len(caught) == 1

@@ -23,7 +23,7 @@ def test_of_several_functions_none_is_said_to_be_the_one_that_changes_the_weight
     engine.connect(Events.STARTED, announce)
     engine.connect(Events.STARTED, forget)
     engine.run(batches(2), max_epochs=1)
-    with pytest.warns(FindingWarning, match=r"W68: .*\(announce or forget\) changes the weights"):
+    with pytest.warns(FindingWarning, match=r"W68: .*\(announce or forget\) overwrites the trained weights"):
         engine.run(batches(2), max_epochs=2)
 
 

@@ -58,11 +58,11 @@ def test_a_finding_is_silenced_by_its_code() -> None:
 
 
 def test_a_code_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Engine\(allow=\): 'X1' is no code"):
+    with pytest.raises(ValueError, match=r"Engine\(allow=\): 'X1' is not a finding code"):
         untrained(allow=["X1"])
     with pytest.raises(TypeError, match=r"write \['W10'\]"):
         untrained(allow="W10")
-    with pytest.raises(ValueError, match="allow: 'w10' is no code"), signalfire.allow("w10"):
+    with pytest.raises(ValueError, match="allow: 'w10' is not a finding code"), signalfire.allow("w10"):
         pass
 
 

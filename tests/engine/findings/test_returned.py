@@ -30,7 +30,9 @@ def test_what_nobody_uses_is_reported_once(event: Events, function: Any) -> None
     assert [one.code for one in engine.findings.of_run()] == []
     other = build(mlp(5, 8, 1))
     other.connect(event, function)
-    with pytest.warns(match=rf"W85: {function.__name__} returns a .* which nobody uses; assign it") as caught:
+    with pytest.warns(
+        match=rf"W85: {function.__name__} returns a .* but return values are ignored; assign it"
+    ) as caught:
         other.run(batches(3), max_epochs=2)
     assert len(caught) == 1
 

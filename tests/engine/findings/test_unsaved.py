@@ -146,15 +146,15 @@ def build(kind: type[Model], *handlers: Any, **options: Any) -> Engine:
     ("kind", "message"),
     quick(
         [
-            (Counter, "the attributes model.calls. A run that resumes"),
-            (Hidden, "the attributes model.hidden. A run that resumes"),
-            (Memory, "the attributes model.recent. A run that resumes"),
-            (Draws, "the attributes model.rng. A run that resumes"),
-            (Inside, "the attributes model.inner.calls. A run that resumes"),
-            (Queue, "the attributes model.queue. A run that resumes"),
+            (Counter, "the attributes model.calls. A resumed run starts"),
+            (Hidden, "the attributes model.hidden. A resumed run starts"),
+            (Memory, "the attributes model.recent. A resumed run starts"),
+            (Draws, "the attributes model.rng. A resumed run starts"),
+            (Inside, "the attributes model.inner.calls. A resumed run starts"),
+            (Queue, "the attributes model.queue. A resumed run starts"),
         ],
-        (Counter, "the attributes model.calls. A run that resumes"),
-        (Hidden, "the attributes model.hidden. A run that resumes"),
+        (Counter, "the attributes model.calls. A resumed run starts"),
+        (Hidden, "the attributes model.hidden. A resumed run starts"),
     ),
 )
 def test_attributes_that_the_first_checkpoint_lacks_are_listed_once(kind: Any, message: str, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_attributes_that_the_first_checkpoint_lacks_are_listed_once(kind: Any, m
 
 def test_the_first_checkpoint_that_lacks_a_buffer_warns_of_it_once(tmp_path: Path) -> None:
     engine = build(Buffer, Checkpoint(tmp_path, sync_files=False))
-    with pytest.warns(FindingWarning, match=r"W47: .*the buffers model.scale\. A run that resumes") as reported:
+    with pytest.warns(FindingWarning, match=r"W47: .*the buffers model.scale\. A resumed run starts") as reported:
         engine.run(BATCHES, max_epochs=3)
     assert len(reported) == 1
 
@@ -310,7 +310,7 @@ def saving_each(interval: str, what: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("what", ["count", "window", "best", "rng"])
 def test_what_a_handler_carries_and_does_not_save_is_reported_once(what: str, tmp_path: Path) -> None:
     (found,) = saving_each("1ep", what, tmp_path)
-    assert found.startswith(f"W47: 'carrying' changes self.{what}, and its state_dict() does not return it")
+    assert found.startswith(f"W47: 'carrying' changes self.{what}, but its state_dict() does not return it")
     assert "Carrying.state_dict()" in found
 
 

@@ -260,7 +260,7 @@ def test_tensors_are_put_back_with_their_shapes_identities_and_kinds() -> None:
 def test_a_state_for_a_model_that_no_batch_has_initialised_is_refused_in_the_words_of_a_run() -> None:
     data = batches(4)
     lazy = (
-        "parameters of 'model' are not initialised yet: weight, bias. Lazy modules take their shapes from a first batch"
+        "parameters of 'model' are not initialized yet: weight, bias. Lazy modules take their shapes from a first batch"
     )
     first = trained(nn.LazyLinear(1))
     first.model(data[0][0])

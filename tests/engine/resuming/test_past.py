@@ -286,7 +286,7 @@ def test_mistakes_name_the_way_out() -> None:
     engine = build(Rewindable(every="2it", keep=2))
     engine.connect(Events.ITERATION_COMPLETED(once=7), partial(_rewind, to=1))
     with pytest.raises(
-        RuntimeError, match="iteration 2 cannot be made again: the oldest state that is kept is that of it"
+        RuntimeError, match="iteration 2 cannot be repeated: the oldest state that is kept is that of it"
     ):
         run(engine, kit.batches(8), max_epochs=1)
     with pytest.raises(DataError, match="is an iterator, which cannot go back"):

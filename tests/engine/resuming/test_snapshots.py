@@ -437,7 +437,7 @@ def test_an_evaluator_takes_the_weights_of_a_trainers_state_and_evaluates_all_of
     expected = dict(evaluator_of(engine).run(loader(shuffle=False)).metrics)
     fresh = make_engine()
     evaluator = evaluator_of(fresh)
-    with pytest.warns(FindingWarning, match="W56: the state holds averages"):
+    with pytest.warns(FindingWarning, match="W56: the state contains weight averages"):
         evaluator.load_state_dict(state)
     found = evaluator.run(loader(shuffle=False))
     assert (found.epoch, found.iteration) == (1, BATCHES)

@@ -114,7 +114,7 @@ def test_its_samples_are_those_of_its_batch(generator: torch.Generator | None) -
 def test_of_other_data_the_batch_is_named() -> None:
     engine = build(Rewindable(every="6it"))
     run(engine, list(loader_of(Samples())), max_iters=22)
-    with pytest.raises(TypeError, match=r"the data \(list\) is no DataLoader .* the batch is batch 1 of epoch 2"):
+    with pytest.raises(TypeError, match=r"the data \(list\) is not a DataLoader .* the batch is batch 1 of epoch 2"):
         print(engine.replay(22).samples)
     assert engine.replay(22).rank_samples()[0].sample in range(8)
 

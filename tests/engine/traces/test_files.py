@@ -36,8 +36,8 @@ def test_parts_and_ranks_are_found_by_their_names(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("", "has no complete line"),
-        ("iteration,loss\n1,2\n", "is no trace: line 1"),
-        ("[1]\n", "is no trace: line 1"),
+        ("iteration,loss\n1,2\n", "is not a trace: line 1"),
+        ("[1]\n", "is not a trace: line 1"),
         (f'{{"format": {FORMAT + 1}}}\n', "later version"),
     ],
 )

@@ -424,7 +424,7 @@ def test_two_processes_get_one_curve_and_leave_no_trace(kind: type[Handler]) -> 
 
 
 def test_less_data_than_points_goes_round_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="fewer batches than the sweep needs, which began 3 passes"):
+    with pytest.warns(UserWarning, match="fewer batches than the sweep needs, so it started 3 passes"):
         curve = find_learning_rate(build(), batches(4), steps=10, low=1e-4, high=1e-2)
     assert len(curve) == 10
     assert curve.passes == 3
@@ -493,9 +493,12 @@ def test_findings_about_weights_that_are_put_back_are_not_reported() -> None:
     [
         (
             (math.nan, math.nan, 1.0, 2.0),
-            "2 finite losses of 4, which are too few .*: begin at a lower rate than low=0.1",
+            "2 finite losses of 4, which are too few .*: start at a lower learning rate than low=0.1",
         ),
-        ((1.0, 2.0, 3.0, 4.0), "the loss never falls between the rates 0.1 and 100: raise high=100, lower low=0.1"),
+        (
+            (1.0, 2.0, 3.0, 4.0),
+            "the loss never falls between the learning rates 0.1 and 100: raise high=100, lower low=0.1",
+        ),
     ],
 )
 def test_a_curve_without_an_answer_says_what_to_change(losses: tuple[float, ...], way_out: str) -> None:
@@ -639,6 +642,6 @@ def test_no_data_is_named() -> None:
 
 def test_a_loss_that_is_never_finite_is_not_blamed_on_the_rate() -> None:
     with pytest.raises(
-        ValueError, match=r"no loss of the sweep is finite, not even the first, nan, .*: no rate can help"
+        ValueError, match=r"no loss of the sweep is finite, not even the first, nan, .*: no learning rate can help"
     ):
         LearningRateCurve((0.1, 1.0), (math.nan, math.nan), low=0.1, high=1.0).suggestion()

@@ -41,19 +41,23 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "options", "message"),
     [
-        (SGD, {"paramters": "head"}, "paramters= is no option of SGD, and no argument; did you mean 'parameters'?"),
-        (SGD, {"momentun": 0.9}, "momentun= is no option of SGD, and no argument; did you mean 'momentum'?"),
+        (
+            SGD,
+            {"paramters": "head"},
+            "paramters= is neither an option of SGD nor an argument; did you mean 'parameters'?",
+        ),
+        (SGD, {"momentun": 0.9}, "momentun= is neither an option of SGD nor an argument; did you mean 'momentum'?"),
         (
             SGD,
             {"learning_rate": 0.1},
-            "learning_rate= is no option of SGD, and no argument; its options are lr, momentum",
+            "learning_rate= is neither an option of SGD nor an argument; its options are lr, momentum",
         ),
         (
             lambda p: SGD(p),
             {"lr": 0.1},
-            "lr= is no option of <lambda>, and no argument; it takes none; give them where it builds",
+            "lr= is neither an option of <lambda> nor an argument; it takes none; give them where it builds",
         ),
-        ("adamw", {"lr": 0.1}, "lr=0.1 beside optimizer='adamw', which is no optimizer; give its class"),
+        ("adamw", {"lr": 0.1}, "lr=0.1 beside optimizer='adamw', which is not an optimizer; give its class"),
         (None, {"lr": 0.1}, "lr=0.1 without an optimizer to give it to"),
         (BUILT, {"lr": 0.2}, "lr=0.2 beside an optimizer that is built"),
         (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is given twice"),

@@ -122,7 +122,7 @@ def test_what_is_measured_comes_from_one_validation() -> None:
         ValueError, match=r"test\(validation='none'\): no Validation has this name; there are: 'validation'"
     ):
         engine.test(TEST, validation="none")
-    with pytest.raises(ValueError, match=r"no Validation is attached, which says what is measured"):
+    with pytest.raises(ValueError, match=r"no Validation is attached to define what to measure"):
         Engine(Update.prediction(), model=mlp(5, 8, 3)).test(TEST)
     with pytest.raises(TypeError, match=r"test\(acuracy=3\)"):
         engine.test(TEST, validation="other", acuracy=3)
@@ -224,9 +224,7 @@ def test_averages_whose_handler_is_gone_are_not_left_out_in_silence(tmp_path: Pa
     engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"), EMA(0.5))
     engine.run(labelled(4), max_epochs=2)
     engine.detach("ema")
-    with pytest.warns(
-        FindingWarning, match=r"W56: the checkpoint .* holds averages of the weights, of its handler 'ema'"
-    ):
+    with pytest.warns(FindingWarning, match=r"W56: the checkpoint .* contains weight averages of its handler 'ema'"):
         engine.test(VALIDATION, weights="best")
 
 
@@ -268,9 +266,9 @@ def test_several_data_sets_are_measured_under_their_names(tmp_path: Path) -> Non
     [
         (
             {"prefix": "test_"},
-            r"^test\(prefix='test_'\): prefix= is no argument, and 'test_' is no metric; the arguments are data",
+            r"^test\(prefix='test_'\): prefix= is not an argument, and 'test_' is not a metric; the arguments are data",
         ),
-        ({"weight": "best"}, r"^test\(weight='best'\): weight= is no argument.*did you mean 'weights'\?"),
+        ({"weight": "best"}, r"^test\(weight='best'\): weight= is not an argument.*did you mean 'weights'\?"),
         ({"metrics": [Accuracy()]}, r"^test\(metrics=a list\): expected a mapping from names to metrics"),
         (
             {"weights": {"a": torch.zeros(9)}},

@@ -190,7 +190,7 @@ def test_two_averaging_handlers_have_to_be_told_apart(tmp_path: Path) -> None:
     with engine.without("swa", "slow"):
         assert_same(load_file(export_weights(engine, tmp_path / "y.safetensors")), in_order(engine.weights()["model"]))
     with pytest.raises(
-        ValueError, match=r"average='emma' is no attached handler that averages weights; there are: 'ema'"
+        ValueError, match=r"average='emma' is not an attached handler that averages weights; there are: 'ema'"
     ):
         export_weights(engine, tmp_path / "x.safetensors", average="emma")
 

@@ -37,7 +37,7 @@ def engine_of(*names: str) -> Engine:
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_a_schedule_asks_which_of_several_updates_it_is_for(kind: str) -> None:
     engine = engine_of("a", "b")
-    with pytest.raises(ValueError, match=r"the engine has several updates \(a, b\); give update="):
+    with pytest.raises(ValueError, match=r"the engine has several updates \(a, b\); pass update="):
         engine.attach(SCHEDULES[kind]())
     assert list(engine.handlers) == []
     engine.attach(SCHEDULES[kind](update="b"))
