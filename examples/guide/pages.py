@@ -398,7 +398,12 @@ def errors_in(file: Path) -> list[tuple[str, str]]:
 
 def errors_page() -> str:
     """Every error with its text, by module: what to search for with a part of a message."""
-    text = ["# Error messages", "", "What each module raises; `{...}` stands for a value. Each text says what to do.", ""]
+    text = [
+        "# Error messages",
+        "",
+        "What each module raises; `{...}` stands for a value. Each text says what to do.",
+        "",
+    ]
     for folder, package in ((Path(signalfire.__file__).parent, "signalfire"), (_HANDLERS, "signalfire.handlers")):
         for file in sorted(folder.rglob("*.py")):
             parts = file.relative_to(folder).with_suffix("").parts
