@@ -394,6 +394,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles the metadata of torch.distributed.checkpoint, restricted to the classes that such metadata contains."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 defines its paths
         found = super().find_class(module, name) if module in _HARMLESS_FROM or module == "torch" else None
         is_class = isinstance(found, type) and found.__module__ in _HARMLESS_FROM
         if (module, name) in _HARMLESS or is_class or isinstance(found, torch.dtype):
