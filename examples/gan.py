@@ -6,7 +6,7 @@
 
 The data are 1,797 images of 8x8 pixels from scikit-learn. The generator draws a digit from noise and a class label; the
 discriminator distinguishes drawn digits from real ones of the same class. The discriminator is updated in every iteration, the
-generator in every second one. A classifier trained on real digits measures the fraction of drawn digits that it recognises.
+generator in every second one. A classifier trained on real digits measures the fraction of drawn digits that it recognizes.
 To detect mode collapse, which this fraction does not show, the spread of the drawn digits is compared with that of the real
 ones.
 
@@ -166,13 +166,13 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
         Update(generate, generator_loss, partial(adam, lr=1e-3), name="generator", parameters="generator"),
     ]
 
-    def recognised(drawn: Tensor, numbers: Tensor) -> Tensor:
+    def recognized(drawn: Tensor, numbers: Tensor) -> Tensor:
         right: Tensor = classifier(drawn).argmax(1) == numbers
         return right.float().mean()
 
     modules = {"generator": models["generator"], "classifier": classifier}
     evaluator = Engine(Update.prediction(draw), model=modules, seed=seed)
-    evaluator.attach(Metrics(recognised=recognised, spread=spread), DeviceTransfer())
+    evaluator.attach(Metrics(recognized=recognized, spread=spread), DeviceTransfer())
     labels = torch.arange(DIGITS).repeat(100)
 
     decay = partial(LinearLR, start_factor=1.0, end_factor=0.05)
@@ -187,7 +187,7 @@ def build(*, seed: int, steps: int, folder: Path, classifier: nn.Module) -> Engi
         Validation(evaluator, [(labels, labels)], every=f"{max(1, steps // 20)}it"),
         History(),
         TensorBoardLogger(folder, every="50it"),
-        ProgressBar(["recognised", "spread"]),
+        ProgressBar(["recognized", "spread"]),
     )
     return trainer
 
@@ -220,14 +220,14 @@ def main() -> None:
 
 
 def report(trainer: Engine, test: Digits, accuracy: float, folder: Path, seconds: float) -> None:
-    """Print the fraction of recognised digits and the spread, and save plots."""
+    """Print the fraction of recognized digits and the spread, and save plots."""
     history = trainer[History]
     made = ", ".join(f"{update.steps} steps of the {update.name}" for update in trainer.updates)
     print(f"\n{made} in {seconds:.0f} s")
-    print(f"recognised by a classifier trained on real digits: real {100 * accuracy:.1f} %, "
-          f"drawn {100 * history['recognised'][-1]:.1f} %")  # fmt: skip
+    print(f"recognized by a classifier trained on real digits: real {100 * accuracy:.1f} %, "
+          f"drawn {100 * history['recognized'][-1]:.1f} %")  # fmt: skip
     print(f"spread within a digit: real {spread(*test):.2f}, drawn {history['spread'][-1]:.2f}")
-    history.plot(folder / "recognised.png", "recognised", "spread")
+    history.plot(folder / "recognized.png", "recognized", "spread")
     draw_samples(trainer, test, folder / "samples.png")
     for path in sorted(folder.iterdir()):
         print(f"  {path}")

@@ -31,7 +31,7 @@ from signalfire.handlers import EMA, Accuracy, LRScheduling, ProgressBar, Valida
 
 
 class Network(nn.Module):
-    """Three rounds in which each node adds up its neighbours; then the sum over the nodes of a graph."""
+    """Three rounds in which each node adds up its neighbors; then the sum over the nodes of a graph."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

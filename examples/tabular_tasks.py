@@ -48,7 +48,7 @@ def load(task: str) -> tuple[Tensor, Tensor]:
 
 
 def split(task: str, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """A fifth of the samples for training and the others for the test, standardised by those for training."""
+    """A fifth of the samples for training and the others for the test, standardized by those for training."""
     inputs, targets = load(task)
     train, test = train_test_split(torch.arange(len(targets)), train_size=0.2, random_state=seed, stratify=targets)
     mean, spread = inputs[train].mean(0), inputs[train].std(0)

@@ -82,9 +82,9 @@ class CutMix(SampleMixing):
         share = math.pow((gammas[1] / gammas.sum()).item(), 1 / len(sizes))
         box = []
         for size in sizes:
-            centre = int(torch.randint(size, (), generator=generator))
+            center = int(torch.randint(size, (), generator=generator))
             half = int(size * share) // 2
-            box.append(slice(max(centre - half, 0), min(centre + half, size)))
+            box.append(slice(max(center - half, 0), min(center + half, size)))
         region = (slice(None), slice(None), *box)
         mixed = inputs.clone()
         mixed[region] = inputs[region][partner]

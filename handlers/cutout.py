@@ -96,9 +96,9 @@ class Cutout(Handler):
         generator = self.generator(engine, of_rank=engine.group.data.rank or None)
         covered: Tensor | None = None
         for size, length in zip(sizes, lengths, strict=True):
-            centres = torch.randint(size, (self.holes, len(inputs)), generator=generator)
-            centres = centres.to(inputs.device, non_blocking=True)
-            begin = (centres - length // 2).unsqueeze(-1)
+            centers = torch.randint(size, (self.holes, len(inputs)), generator=generator)
+            centers = centers.to(inputs.device, non_blocking=True)
+            begin = (centers - length // 2).unsqueeze(-1)
             places = torch.arange(size, device=inputs.device)
             side = (places >= begin) & (places < begin + length)  # (holes, N, size)
             if covered is None:

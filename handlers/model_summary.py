@@ -158,10 +158,10 @@ def summary(model: nn.Module | Mapping[str, nn.Module]) -> ModelSummary:
     for name, root in roots.items():
         if not isinstance(root, nn.Module):
             raise TypeError(f"summary(): {name!r} is a {type(root).__name__}; expected a torch.nn.Module")
-    return _summarised(roots, None)
+    return _summarized(roots, None)
 
 
-def _summarised(roots: Mapping[str, nn.Module], watch: _Watch | None) -> ModelSummary:
+def _summarized(roots: Mapping[str, nn.Module], watch: _Watch | None) -> ModelSummary:
     parameters = {id(p): p for root in roots.values() for p in root.parameters()}.values()
     buffers = {id(b): b for root in roots.values() for b in root.buffers()}.values()
     trainable = [p for p in parameters if p.requires_grad]
@@ -264,7 +264,7 @@ class Summary(Handler):
     def _print(self, engine: Engine) -> None:
         watch = self._watch
         self.stop_watching(engine)
-        self.summary = found = _summarised(engine.modules, watch)
+        self.summary = found = _summarized(engine.modules, watch)
         states = [one for update in engine.updates if update.optimizer is not None
                   for state in update.optimizer.state.values() for one in state.values()]  # fmt: skip
         found.optimizer_bytes = sum(_bytes(one) for one in states if isinstance(one, Tensor))

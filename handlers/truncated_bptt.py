@@ -234,7 +234,7 @@ class TruncatedBPTT(Handler):
         state.batch = self._chunks[self._index]
 
     def _report_no_hidden(self, engine: Engine, update: UpdateState) -> None:
-        """Report a recurrent model that begins each chunk anew."""
+        """Report a recurrent model that starts each chunk from zero."""
         parts = [part for root in engine.modules.values() for part in root.modules()]
         layers = [part for part in parts if isinstance(part, nn.RNNBase | nn.RNNCellBase)]
         if update.raw_loss is not None and layers and not _hold_hidden(parts, {layer.hidden_size for layer in layers}):

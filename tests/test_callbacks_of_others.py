@@ -72,7 +72,7 @@ def test_keras_early_stopping_patience(patience: int) -> None:
     assert early_stopping(KERAS_LOSSES, mode="min", patience=patience)[:2] == (patience + 3, True)
 
 
-@pytest.mark.filterwarnings("ignore:W01:signalfire.FindingWarning")  # an error that is maximised
+@pytest.mark.filterwarnings("ignore:W01:signalfire.FindingWarning")  # an error that is maximized
 @pytest.mark.parametrize(
     ("mode", "name", "direction"),
     [("max", "mse", "max"), ("min", "loss", "min"), (None, "loss", "min"), (None, "accuracy", "max")],

@@ -60,9 +60,9 @@ def check_gan(folder: Path) -> None:
     real_spread, spread = (float(number) for number in re.findall(r"(?:real|drawn) (0\.\d+)", output)[-2:])
     assert real > 97
     assert drawn >= 95
-    assert spread >= 0.27 > real_spread / 2, "digits that are all alike would be recognised, too"
+    assert spread >= 0.27 > real_spread / 2, "digits that are all alike would be recognized, too"
     assert is_picture(folder / "runs" / "gan" / "samples.png")
-    assert is_picture(folder / "runs" / "gan" / "recognised.png")
+    assert is_picture(folder / "runs" / "gan" / "recognized.png")
 
 
 def check_character_gru(folder: Path) -> None:

@@ -35,7 +35,7 @@ def state(engine):  # NumPy's random state differs from kernel to kernel
 
 
 FOUND = {
-    "first_model": (r"9\d\.\d% of the held-out digits are recognised", r"epoch \d+: accuracy 9\d\.\d%", r"image/png"),
+    "first_model": (r"9\d\.\d% of the held-out digits are recognized", r"epoch \d+: accuracy 9\d\.\d%", r"image/png"),
     "writing_a_handler": (
         r"\[20, 40, 60, 80, 100, 120\]",
         r"- resumed after iterations 1, 2, .*, 10 the run equals an uninterrupted one",

@@ -34,7 +34,7 @@ BuildFold = Callable[[int, Sequence[int], Sequence[int]], Engine | tuple[Engine,
 
 
 class KFold:
-    """Trains one model per fold, each anew, and reports the metric over the folds.
+    """Trains one model per fold, each from the start, and reports the metric over the folds.
 
     Each finished fold is a line in the store, as with `Study`: an interrupted cross-validation resumes, and may run in worker
     processes or over an executor.

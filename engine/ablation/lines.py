@@ -68,7 +68,7 @@ def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
 
 
 def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
-    """In what a run that was made again differs from its line, bit for bit; empty if it does not."""
+    """In what a run that was repeated differs from its line, bit for bit; empty if it does not."""
     if outcome.error is not None:
         return f"it finished, and now fails with {outcome.error.strip().splitlines()[-1]}"
     stored = {name: float(value) for name, value in line["metrics"].items()}

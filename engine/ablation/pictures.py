@@ -86,8 +86,8 @@ def _draw_means(axes: Axes, results: Sequence[Result], cost: What, level: float)
 def _draw_points(axes: Axes, points: Mapping[str, tuple[float, float]], best: Collection[str]) -> None:
     """Draw the points with their names, or with numbers and a list of names beside the axes."""
     for number, (name, (x, y)) in enumerate(points.items(), 1):
-        colour = GREY if name == BASELINE else ORANGE if name in best else BLUE
-        axes.plot(x, y, "s" if name == BASELINE else "o", color=colour, markersize=6, zorder=3)
+        color = GREY if name == BASELINE else ORANGE if name in best else BLUE
+        axes.plot(x, y, "s" if name == BASELINE else "o", color=color, markersize=6, zorder=3)
         label = plain_text(name) if len(points) <= DIRECT else str(number)
         weight = "bold" if name in best else "normal"
         axes.annotate(label, (x, y), (6, -10), textcoords="offset points", fontsize=8, weight=weight, zorder=4)
@@ -134,9 +134,9 @@ def plot_curves(
     lines = max(len(textwrap.wrap(name, 30)) for name in others)  # of a title: names are long, and differ at their ends
     figure, panels = figure_of_panels(len(others), 0.8, 1.8 + 0.2 * lines)
     for axes, name in zip(panels, others, strict=True):
-        for which, colour in ((baseline, GREY), (name, BLUE)):
+        for which, color in ((baseline, GREY), (name, BLUE)):
             if which in curves:
-                _draw_curve(axes, curves[which], colour)
+                _draw_curve(axes, curves[which], color)
         axes.set_title("\n".join(map(plain_text, textwrap.wrap(name, 30))), fontsize="small", color=BLUE)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
@@ -157,10 +157,10 @@ def _curves(results: Sequence[Result], metric: str, level: float) -> dict[str, l
     return {name: curve for name, curve in curves.items() if curve}
 
 
-def _draw_curve(axes: Axes, curve: Sequence[tuple[float, float, float, float]], colour: str) -> None:
+def _draw_curve(axes: Axes, curve: Sequence[tuple[float, float, float, float]], color: str) -> None:
     epochs, means, lows, highs = zip(*curve, strict=True)
-    axes.plot(epochs, means, color=colour, linewidth=1.4, marker="o" if len(curve) < 2 else "", markersize=3)
-    axes.fill_between(epochs, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    axes.plot(epochs, means, color=color, linewidth=1.4, marker="o" if len(curve) < 2 else "", markersize=3)
+    axes.fill_between(epochs, lows, highs, color=color, alpha=0.2, linewidth=0)
 
 
 def _curve(runs: Sequence[Result], metric: str, level: float) -> list[tuple[float, float, float, float]]:

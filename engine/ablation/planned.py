@@ -35,7 +35,7 @@ def planned_runs(
         lines: The lines of the store, by key.
         metric: Name of the study's metric.
         pruned: Names of the variants that are pruned.
-        retry_failed: Whether failed runs are made again.
+        retry_failed: Whether failed runs are repeated.
     """
     stored = {
         (variant.name, seed): to_result(variant.name, line, metric)

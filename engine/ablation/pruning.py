@@ -2,7 +2,7 @@
 
 After each of some epochs, the runs of all variants that are left are compared, and the best share of the variants continues. A
 variant is pruned with all of its seeds or with none, so that those that are left are paired with the baseline over all
-seeds. The baseline is never pruned. Runs that continue are made again from their beginning: they are, bit for bit, those of
+seeds. The baseline is never pruned. Runs that continue are repeated from their beginning: they are, bit for bit, those of
 a study that prunes nothing, and a decision follows from what is stored alone, wherever and in which order its runs were
 made.
 
@@ -61,7 +61,7 @@ class Halving:
 
     After each of the epochs the best share of the variants continues, and the others are pruned. Choose epochs at whose end
     the metric is measured, and whose order of the variants tells something about that at the end: what averages, anneals or
-    regularises often looks worst early.
+    regularizes often looks worst early.
 
     Args:
         epochs: Epochs after which variants are pruned, increasing.

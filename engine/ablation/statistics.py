@@ -1,6 +1,6 @@
 """Statistics of paired runs: intervals and exact tests of differences, corrections for multiple tests, factorial effects.
 
-Runs of two variants with the same seed share initialisation, data order and dropout, so the difference within each seed is
+Runs of two variants with the same seed share initialization, data order and dropout, so the difference within each seed is
 analysed. Seeds are few, often 5 to 10, which determines the methods:
 
 - *Interval*: Student's t of the paired differences. A percentile bootstrap is not used for them: it has the quantiles of a normal

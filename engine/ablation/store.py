@@ -42,7 +42,7 @@ class StoreError(RuntimeError):
 
 
 class StoreWarning(UserWarning):
-    """The warning about damaged lines of a store, whose runs are made again."""
+    """The warning about damaged lines of a store, whose runs are repeated."""
 
 
 @dataclass
@@ -57,10 +57,10 @@ class _Content:
 class Store:
     """A file with one line of JSON per finished run; each line is on disk before the next is written.
 
-    Each line carries a checksum. A damaged line is reported with a `StoreWarning` and its run is made again; two lines of one run
+    Each line carries a checksum. A damaged line is reported with a `StoreWarning` and its run is repeated; two lines of one run
     with different numbers are an error. Lines of the format of version 0.1 are kept, but their runs are not used.
 
-    The process may be killed at any moment: a truncated last line is ignored and then removed, and its run is made again. When a
+    The process may be killed at any moment: a truncated last line is ignored and then removed, and its run is repeated. When a
     study finishes, its store is rewritten atomically in a fixed order, so its content does not depend on the order in which
     the runs finished.
 
@@ -89,7 +89,7 @@ class Store:
         self._file: int | None = None
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """The runs by key; if a run failed and was made again, its last line.
+        """The runs by key; if a run failed and was repeated, its last line.
 
         Raises:
             StoreError: for a line that is not a run of a study, except a truncated last line; and for two lines of one run with

@@ -65,11 +65,11 @@ def draw_profiles(
     lines = max(one.count("\n") for one in names.values())
     figure, panels = figure_of_panels(len(others), 0.9, 2.0 + 0.16 * lines)
     for axes, name in zip(panels, others, strict=True):
-        for which, colour in ((baseline, GREY), (name, BLUE)):
+        for which, color in ((baseline, GREY), (name, BLUE)):
             if which in profiles:
                 one = profiles[which]
-                axes.step(one.taus, one.shares, where="post", color=colour, linewidth=1.4)
-                axes.fill_between(one.taus, one.low, one.high, step="post", color=colour, alpha=0.2, linewidth=0)
+                axes.step(one.taus, one.shares, where="post", color=color, linewidth=1.4)
+                axes.fill_between(one.taus, one.low, one.high, step="post", color=color, alpha=0.2, linewidth=0)
         axes.set_title(names[name], fontsize="small", color=BLUE if name != baseline else GREY)
         axes.set_ylim(-0.03, 1.03)
         axes.spines[["top", "right"]].set_visible(False)
@@ -110,9 +110,9 @@ def draw_aggregates(
         for place, (name, parts) in enumerate(found.items()):
             if (part := parts[column]) is not None:
                 value, low, high = part
-                colour = GREY if name == baseline else BLUE
-                axes.plot([low, high], [place, place], color=colour, linewidth=5, alpha=0.35, solid_capstyle="butt")
-                axes.plot(value, place, "D", color=colour, markersize=4.5)
+                color = GREY if name == baseline else BLUE
+                axes.plot([low, high], [place, place], color=color, linewidth=5, alpha=0.35, solid_capstyle="butt")
+                axes.plot(value, place, "D", color=color, markersize=4.5)
         if column == 2:
             axes.axvline(0.5, color="0.45", linewidth=1, linestyle="--", zorder=0)
             axes.set_xlim(-0.02, 1.02)

@@ -299,7 +299,7 @@ def _as_number(name: str, value: object) -> float:
 
 
 def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], tuple[str, str] | None]:
-    """An image as uint8, of shape (height, width, 3), and what is wrong about its values, with the way out.
+    """An image as uint8, of shape (height, width, 3), and what is wrong about its values, with the fix.
 
     Several images stand side by side. Values out of their range are clamped, and NaN is 0.
 
@@ -330,7 +330,7 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
 
 
 def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:
-    """What is wrong about the values of an image, and the way out; None if nothing is."""
+    """What is wrong about the values of an image, and the fix; None if nothing is."""
     if pixels.isnan().any():
         return "some of its values are NaN, which are shown as 0", "look at where they come from"
     low, high = (one.item() for one in pixels.aminmax())

@@ -48,7 +48,7 @@ def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
 
 
 def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, name: str = "") -> Direction | None:
-    """Whether a metric is to be minimised ("min") or maximised ("max"); None if nobody knows.
+    """Whether a metric is to be minimized ("min") or maximized ("max"); None if nobody knows.
 
     A mode against the metric's own direction is reported (W01), and used.
 

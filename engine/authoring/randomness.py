@@ -29,7 +29,7 @@ __all__ = [
 
 
 def mixed(key: int, number: int) -> int:
-    """A 63-bit number from two numbers, by the finaliser of SplitMix64: cheap enough for every iteration.
+    """A 63-bit number from two numbers, by the finalizer of SplitMix64: cheap enough for every iteration.
 
     Example:
         >>> mixed(0, 1) != mixed(0, 2) and mixed(0, 1) == mixed(0, 1)

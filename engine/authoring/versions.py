@@ -70,19 +70,19 @@ def check_torch(handler: object) -> None:
 
 # From 2.9 on, a tensor that all ranks have is distributed without sending it from the first.
 NO_SOURCE: Mapping[str, Any] = {"src_data_rank": None} if TORCH >= (2, 9) else {}
-"""What ``distribute_tensor`` is told where all ranks have the whole tensor."""
+"""Arguments of ``distribute_tensor`` where all ranks have the whole tensor."""
 
 # From 2.9 on, shards are loaded without collectives, which are not needed, also where there is a process group.
 LOAD_ALONE: Mapping[str, Any] = {"no_dist": True} if TORCH >= (2, 9) else {}
-"""What ``load`` of ``torch.distributed.checkpoint`` is told where all ranks have the metadata."""
+"""Arguments of ``load`` of ``torch.distributed.checkpoint`` where all ranks have the metadata."""
 
 # From 2.9 on, DDP can leave out the synchronization as it is built, after which the weights are the same here.
 NO_SYNC_AT_FIRST: Mapping[str, Any] = {"init_sync": False} if TORCH >= (2, 9) else {}
-"""What DDP is told where weights and buffers are alike already."""
+"""Arguments of DDP where weights and buffers are alike already."""
 
 # From 2.13 on, DDP has a keyword for the buffers of forwards alone.
 NO_SYNC_OF_BUFFERS: Mapping[str, Any] = {"forward_sync_buffers" if TORCH >= (2, 13) else "broadcast_buffers": False}
-"""What DDP is told where it is to leave buffers as they are in forwards."""
+"""Arguments of DDP that leave buffers as they are in forwards."""
 
 # The name since 2.13.
 all_gather_single = getattr(_dist, "all_gather_single", None) or _dist.all_gather_into_tensor

@@ -36,7 +36,7 @@ def add_bisect(commands: Any) -> None:
 
 
 def bisect(given: argparse.Namespace) -> int:
-    """Print what made two runs differ; returns 1 if something did, 0 if nothing does, and 2 for what cannot be made again."""
+    """Print what made two runs differ; returns 1 if something did, 0 if nothing does, and 2 for what cannot be repeated."""
     from ..traces import bisect as bisect_runs
 
     try:

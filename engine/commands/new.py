@@ -1,4 +1,4 @@
-"""A small project of one's own: a script, a handler with its test, a study."""
+"""A small new project: a script, a handler with its test, a study."""
 
 from __future__ import annotations
 

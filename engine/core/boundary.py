@@ -266,7 +266,7 @@ class Boundary(Part["Kernel"]):
         now = [state.max_epochs, state.max_iters, state.max_steps]
         before = self._stopped_bounds or now
         larger = [old is not None and (new is None or new > old) for new, old in zip(now, before, strict=True)]
-        if any(larger) or before == [None] * 3:  # stopped under a time limit, which every run has anew
+        if any(larger) or before == [None] * 3:  # stopped under a time limit, which every run has again
             state.stop_reason = None
 
     # ---- state ----------------------------------------------------------------------------------------------------

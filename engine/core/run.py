@@ -13,7 +13,7 @@ from .events import Events, Lifecycle
 from .loop import Loop
 from .modes import Modes, set_modes
 from .regions import note_problems
-from .setup import build_optimizers, check_initialised, check_surroundings
+from .setup import build_optimizers, check_initialized, check_surroundings
 from .words import as_int
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Run:
         set_modes(engine)
         engine.signals.rewind(engine)
         engine.signals.emit(engine, Events.MODEL_SETUP)
-        check_initialised(engine, "run()")
+        check_initialized(engine, "run()")
         engine.signals.emit(engine, Events.OPTIMIZER_SETUP)
         build_optimizers(engine)
         engine.signals.notify(engine, Lifecycle.BUILT)

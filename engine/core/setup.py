@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .kernel import Kernel
     from .update import UpdateState
 
-__all__ = ["build_optimizers", "check_initialised", "check_surroundings", "check_windows"]
+__all__ = ["build_optimizers", "check_initialized", "check_surroundings", "check_windows"]
 
 
 def check_surroundings(engine: Kernel) -> None:
@@ -31,8 +31,8 @@ def check_surroundings(engine: Kernel) -> None:
         )
 
 
-def check_initialised(engine: Kernel, where: str) -> None:
-    """Raise ValueError for lazy modules that no forward has initialised: their parameters can be neither copied nor trained."""
+def check_initialized(engine: Kernel, where: str) -> None:
+    """Raise ValueError for lazy modules that no forward has initialized: their parameters can be neither copied nor trained."""
     if not engine.training:
         return
     for root, model in engine.modules.items():

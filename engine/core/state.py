@@ -35,7 +35,7 @@ class MetricStore(dict[str, Any]):
         listeners: Called as ``listener(name, value)`` at each write, for loggers.
         written: Of monitored metrics that no included handler writes, the iteration in which each was last written in this run.
         last_values: Metrics that the last evaluation has written in each batch, so that the value is perhaps of the last one.
-        running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronise.
+        running: Functions that return a metric's value so far in the epoch, for displays; each call may synchronize.
         renamed: What metrics of the loaded state are called now: a validation's "loss" may have become "val_loss".
     """
 
@@ -203,7 +203,7 @@ class MetricStore(dict[str, Any]):
 
 
 def as_number(value: Any) -> float | None:
-    """A metric's value as a float; None if it is not one number. Synchronises for a tensor on an accelerator."""
+    """A metric's value as a float; None if it is not one number. Synchronizes for a tensor on an accelerator."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

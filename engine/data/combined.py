@@ -156,7 +156,7 @@ class ReloadedData:
         return self._loaded[1]
 
     def of_pass(self, epoch: int) -> Any:
-        """As `of_epoch`; an iterator, which ends with its first pass, is loaded anew."""
+        """As `of_epoch`; an iterator, which ends with its first pass, is loaded again."""
         if self._loaded is not None and isinstance(self._loaded[1], Iterator):
             self._loaded = None
         return self.of_epoch(epoch)

@@ -9,7 +9,7 @@ __all__ = ["FirstBatches"]
 
 
 class FirstBatches:
-    """The first batches of data, read anew in each iteration over it; it has a length if the data has one.
+    """The first batches of data, read again in each iteration over it; it has a length if the data has one.
 
     Args:
         data: The data.

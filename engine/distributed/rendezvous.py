@@ -56,7 +56,7 @@ def note_failure() -> None:
 
 
 def join(*, backend: str | None = None, timeout: float) -> Store:
-    """Initialise torch.distributed in a process started by torchrun, and return a store that only this group uses.
+    """Initialize torch.distributed in a process started by torchrun, and return a store that only this group uses.
 
     Workers restarted by torchrun find the keys of dead workers in the store, and plain ``init_process_group`` would connect to
     addresses that no process listens on. They therefore first agree on a fresh prefix for all of their keys.
@@ -66,7 +66,7 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     exception, or ``note_failure``, it neither waits nor destroys the group. If torchrun is killed, its workers receive SIGTERM,
     which they can catch to save their state; on Linux only.
 
-    If torch.distributed is already initialised, its store is returned and nothing is changed, now or at exit.
+    If torch.distributed is already initialized, its store is returned and nothing is changed, now or at exit.
 
     Args:
         backend: As for ``init_process_group``; by default "gloo", and with CUDA "cpu:gloo,cuda:nccl", with the local rank's GPU

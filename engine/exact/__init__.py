@@ -1,4 +1,4 @@
-"""Exactness for loops of one's own: what an engine does for its resume, without the engine.
+"""Exactness for your own loops: what an engine does for its resume, without the engine.
 
 A plain loop that is killed anywhere and started again ends with the weights of one that was never stopped::
 

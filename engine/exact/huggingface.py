@@ -26,7 +26,7 @@ class ExactResume(TrainerCallback, ExportableState):
     covers the rest, and it seals each checkpoint once it is complete.
 
     Trainer saves between optimizer steps only: a run that was killed inside an accumulation window repeats the window. It hides
-    the loss summed up since the last log, an evaluation that follows a checkpoint of the same step, which is not made again, and
+    the loss summed up since the last log, an evaluation that follows a checkpoint of the same step, which is not repeated, and
     generators that the dataset holds. The states of other callbacks need ``restore_callback_states_from_checkpoint=True``.
 
     Raises:

@@ -23,7 +23,7 @@ class ExactResume(Callback):
     checkpoint continues exactly wherever it was saved: inside an epoch, inside an accumulation window, at the end of an epoch.
 
     Lightning hides two states: what a module logs with ``on_epoch=True``, so that the value of a resumed epoch is the mean over
-    the batches after the checkpoint; and a validation that follows a checkpoint of the same batch, which is not made again.
+    the batches after the checkpoint; and a validation that follows a checkpoint of the same batch, which is not repeated.
     Without a validation and with ``max_epochs=-1``, as ``max_steps`` alone gives it, Lightning trains on a batch too many after
     a checkpoint of an epoch's end: give ``max_epochs``.
 

@@ -1,6 +1,6 @@
 """What a composition consists of, for `check`: its handlers, metrics, evaluations, data and parameters, before it runs.
 
-Handlers are recognised by attributes: ``evaluator`` and ``data_sets`` (evaluates), ``path``, or ``folder`` and ``filename``
+Handlers are recognized by attributes: ``evaluator`` and ``data_sets`` (evaluates), ``path``, or ``folder`` and ``filename``
 (writes files), ``retention`` (saves states), ``every`` and ``interval_matters`` (does nothing if the interval never comes up),
 ``clips_gradients``, ``freezes``, and each attribute that is a `Monitor`.
 """

@@ -39,7 +39,7 @@ _LABELS = frozenset(event.label for event in Events)
 
 
 def never_called(handler: Handler) -> tuple[str, str] | None:
-    """What of a handler is never called though it seems to be meant to, and the way out; None if there is nothing."""
+    """What of a handler is never called though it seems to be meant to, and the fix; None if there is nothing."""
     kind = type(handler)
     subscribed = {subscription.method for subscription in handler.subscriptions}
     for name in dir(kind):

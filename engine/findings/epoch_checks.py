@@ -206,7 +206,7 @@ class EpochChecks:
             )
 
     def _put_in_eval_mode(self) -> list[str]:
-        """The parts that are in eval mode and were not; frozen ones and normalisation layers are often meant to be."""
+        """The parts that are in eval mode and were not; frozen ones and normalization layers are often meant to be."""
         names = {part: path for root in self.engine.modules.values() for path, part in root.named_modules()}
         changed = [part for part, was in zip(self._parts, self._modes, strict=True) if was and not part.training]
         frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}

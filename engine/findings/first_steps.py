@@ -319,7 +319,7 @@ class _Look:
         nodes.append(weakref.ref(node))
 
     def _look_for_seeds(self, engine: Engine, update: UpdateState) -> None:
-        """Dropout moves the global generator, unless it is seeded anew each time."""
+        """Dropout moves the global generator, unless it is seeded again each time."""
         parts = [part for _, part in engine.modules.parts() if isinstance(part, _DropoutNd) and part.training]
         if not any(0 < part.p < 1 for part in parts) or engine.streams != "shared" or engine.device.type != "cpu":
             return

@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 Problem = tuple[str, str, str]
-"""The code of a finding, its sentence, and the way out."""
+"""The code of a finding, its sentence, and the fix."""
 
 _MOST_NODES = 64  # from the loss backwards; what a loss function adds is among the first
 _SAMPLES = 64  # of a batch whose values are looked at

@@ -39,7 +39,7 @@ def unregistered_parts(it: Composition) -> Iterator[Finding]:
 
 
 def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str] | None:
-    """The code, what an attribute is that should be registered, and the way out; None for others."""
+    """The code, what an attribute is that should be registered, and the fix; None for others."""
     if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
         return (
             "C27",
@@ -232,7 +232,7 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
 
 
 def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
-    """Normalisation layers whose momentum is that of the other convention, the share of the old statistics."""
+    """Normalization layers whose momentum is that of the other convention, the share of the old statistics."""
     for part, name in it.modules.items():
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue

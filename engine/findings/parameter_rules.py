@@ -130,7 +130,7 @@ def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) ->
 
 
 def _is_over_places(norm: nn.Module, it: Composition) -> bool:
-    """Whether a normalisation layer gets several places of each sample, as behind a convolution."""
+    """Whether a normalization layer gets several places of each sample, as behind a convolution."""
     if isinstance(norm, nn.BatchNorm2d | nn.BatchNorm3d):
         return True
     before = [*itertools.takewhile(lambda one: one is not norm, it.modules)]

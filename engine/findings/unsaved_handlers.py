@@ -1,7 +1,7 @@
 """What handlers of the user carry from one event to the next, such as a counter, and no saved state holds.
 
 An attribute counts if a method reads it and stores it, as in ``self.count += 1``. What is only stored, such as the last loss, is
-made again by the resumed run; what another method sets back, such as a sum over an epoch, is missing inside an epoch only. What
+repeated by the resumed run; what another method sets back, such as a sum over an epoch, is missing inside an epoch only. What
 is only added to a list is a record that the training does not depend on, and a clock has another value anyway.
 """
 

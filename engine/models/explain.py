@@ -21,7 +21,7 @@ __all__ = ["ErrorHints", "is_out_of_memory"]
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error reports that the memory of a device or of the process ran out.
 
-    On a CPU torch raises a plain RuntimeError, as do the libraries of CUDA, which is recognised by its message.
+    On a CPU torch raises a plain RuntimeError, as do the libraries of CUDA, which is recognized by its message.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True

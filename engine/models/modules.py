@@ -32,7 +32,7 @@ _MOST_NAMED = 8
 class Modules(dict[str, nn.Module]):
     """The bare modules by name, for state, averages and optimizers.
 
-    A loss with trainable parameters, such as class centres, is one of them: "loss", or with several updates the update's name
+    A loss with trainable parameters, such as class centers, is one of them: "loss", or with several updates the update's name
     and "_loss", unless the model holds these parameters already. So it is trained, moved, saved and averaged like the model.
 
     Attributes:

@@ -128,7 +128,7 @@ class Past(Part["Engine"]):
         return max(self._states, default=None)
 
     def before(self, iteration: int) -> tuple[int, dict[str, Any]]:
-        """The newest state from which an iteration can be made again, and the iteration that it is from.
+        """The newest state from which an iteration can be repeated, and the iteration that it is from.
 
         Raises:
             RuntimeError: if there is none.
@@ -203,7 +203,7 @@ class Past(Part["Engine"]):
     def _becomes_last(self, to: int, leave_out: Sequence[Place]) -> bool:
         """Whether an iteration may become the last of its epoch, as nothing that was read after it is used any more.
 
-        It has to be made again then, since the last iteration closes the accumulation window and ends what counts in epochs.
+        It has to be repeated then, since the last iteration closes the accumulation window and ends what counts in epochs.
         """
         engine, now = self.engine, self.engine.state.iteration
         feed = engine.feed
@@ -231,7 +231,7 @@ class Past(Part["Engine"]):
         return [Place(number + 1, index) for number, index in feed.places_of(iterations)] if feed.has_data else []
 
     def went_back(self, reached: int, state: Mapping[str, Any]) -> None:
-        """Drop the states that the run makes anew, once one was put back."""
+        """Drop the states that the run repeats, once one was put back."""
         self.reached = reached
         self.engine.feed.current.before = state.get(BEFORE)
         now = self.engine.state.iteration
@@ -240,7 +240,7 @@ class Past(Part["Engine"]):
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The oldest state, from which everything since then can be made again."""
+        """The oldest state, from which everything since then can be repeated."""
         if self.oldest is None:
             return {}
         before = self.engine.feed.current.before

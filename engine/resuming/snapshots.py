@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from ..core.events import Events, Lifecycle
 from ..core.part import Part
-from ..core.setup import check_initialised
+from ..core.setup import check_initialized
 from ..core.words import listed
 from ..distributed.group import PROCESS_GROUP
 from ..distributed.processes import lost_another
@@ -50,7 +50,7 @@ class Snapshots(Part["Engine"]):
 
     Attributes:
         run_id: distinguishes this run from every other, also from those that it was resumed from. It is random, and not saved.
-        origin: what the loaded state says, under "origin", about where it came from; None for a run that began anew.
+        origin: what the loaded state says, under "origin", about where it came from; None for a run that began at the start.
         left_out: the position of the whole state of which `load_weights` was given the weights last; None without one.
     """
 
@@ -245,7 +245,7 @@ class Snapshots(Part["Engine"]):
         check_complete(state, "load_state_dict()")
         if not self.engine.running:
             if not self.engine.signal(Events.MODEL_SETUP).receivers:  # which may call the model with a first batch
-                check_initialised(self.engine, "load_state_dict()")
+                check_initialized(self.engine, "load_state_dict()")
             state = self._with_shards(state)
         self._loaded = {key: value for key, value in state.items() if key != UNSAVED or isinstance(value, Unsaved)}
         self._allowed = frozenset(allow)

@@ -164,10 +164,10 @@ class Unfinished(Part["Engine"]):
         return outer, [one for event, one in found.items() if event not in _OUTER]
 
     def _lost_in_updates(self, made: int) -> Iterator[str]:
-        """What is lost of an iteration whose updates were under way, and which is made again."""
+        """What is lost of an iteration whose updates were under way, and which is repeated."""
         yield from self._lost_windows(made)
         if parts := _changed_by_forward(self.engine):
-            again = f"iteration {self.engine.state.iteration} is made again, and what its first forward"
+            again = f"iteration {self.engine.state.iteration} is repeated, and what its first forward"
             yield f"{again} has drawn or changed stays so: {', '.join(parts)}"
 
     def _lost_windows(self, made: int) -> Iterator[str]:
@@ -183,7 +183,7 @@ class Unfinished(Part["Engine"]):
                 stepped = update in others and not window.filled
                 before = window.filled - (update in others and not stepped)
             if stepped:
-                yield f"the step of update {update.name!r} had begun in iteration {iteration}, which is made again"
+                yield f"the step of update {update.name!r} had begun in iteration {iteration}, which is repeated"
             if before:
                 yield _lost_window(update, before)
 

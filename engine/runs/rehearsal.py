@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from ..core.connection import Connection, Phase
 from ..core.events import Events
 from ..core.handler import Handler
-from ..core.setup import check_initialised
+from ..core.setup import check_initialized
 from ..core.state import State
 from ..data.held_generators import HeldGenerators
 from ..data.loading import epochs_of, generators_of, set_epochs
@@ -73,7 +73,7 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
             f"{where}: the data is a {type(data).__name__}, which would be used up; give data that can be iterated again, such "
             "as a DataLoader or a list"
         )
-    check_initialised(engine, where)
+    check_initialized(engine, where)
     interrupts = Interrupts()
     interrupts.hold()
     try:

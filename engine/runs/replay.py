@@ -34,7 +34,7 @@ __all__ = ["Made", "Remade", "Replay", "SampleInfluence"]
 
 
 class Made(NamedTuple):
-    """What an iteration came to when it was made again.
+    """What an iteration came to when it was repeated.
 
     Attributes:
         loss: the mean loss of the window that the iteration completes, or of its batches so far; with shards, of the iteration.
@@ -50,7 +50,7 @@ class Made(NamedTuple):
 
 
 class Remade(NamedTuple):
-    """An iteration made again several times, and what was recorded of it in the run.
+    """An iteration repeated several times, and what was recorded of it in the run.
 
     Attributes:
         iteration: the iteration.
@@ -66,7 +66,7 @@ class Remade(NamedTuple):
     def verdict(self) -> str:
         """Where the recorded values came from.
 
-        - "transient": made again, the iteration comes to other values, and to the same ones each time: what was recorded was a
+        - "transient": repeated, the iteration comes to other values, and to the same ones each time: what was recorded was a
           fault of the hardware, or of something else that does not repeat.
         - "persistent": it comes to what was recorded: the cause is in the data or in the training itself.
         - "not reproducible": it comes to something else each time, so that nothing can be concluded.

@@ -1,4 +1,4 @@
-"""What made two runs differ: the iterations at the first difference of their traces are made again, and looked at closely."""
+"""What made two runs differ: the iterations at the first difference of their traces are repeated, and looked at closely."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class Bisection:
         begun = "from the start" if self.begun is None else f"from {self.begun}"
         lines = [] if self.compared is None else [str(self.compared)]
         if self.iteration is None:
-            lines.append(f"made again {begun}, the runs do not differ")
+            lines.append(f"repeated {begun}, the runs do not differ")
             if self.compared is not None:
                 lines.append(
-                    "  so that what made the difference is not in what was made again: other scripts, data, seeds, settings of "
+                    "  so that what made the difference is not in what was repeated: other scripts, data, seeds, settings of "
                     "the process such as PYTHONHASHSEED, or another number of processes"
                 )
             return "\n".join(lines)
         things = listed([in_words(one) for one in self.things], most=3)
-        lines.append(f"made again {begun}: iteration {self.iteration}, {self.event}: {things}")
+        lines.append(f"repeated {begun}: iteration {self.iteration}, {self.event}: {things}")
         lines.append(f"  {self.cause}")
         return "\n".join(lines)
 
@@ -86,7 +86,7 @@ class _Side(NamedTuple):
     random: dict[str, Any]
 
     def see(self, look: Look[T]) -> T:
-        """What a look at the run finds; it is made again, from where it begins."""
+        """What a look at the run finds; it is repeated, from where it begins."""
         look = partial(_seen_from, self.name, self.begun, look)
         if isinstance(self.build, Script):
             try:
@@ -107,7 +107,7 @@ class _Side(NamedTuple):
 
 def _seen_from(name: str, begun: str | None, look: Look[T], engine: Engine, run: Run) -> T:
     """What a look at a run finds that begins at a checkpoint, or at the start."""
-    if engine.dry_run:  # which it has been since it was made again
+    if engine.dry_run:  # which it has been since it was repeated
         raise ValueError(f"bisect(build_{name}=...) returned an engine that has run; build a new one in each call")
     if engine.processes.distributed:
         raise ValueError("bisect() makes runs of a single process again; those of shards are the same on one process")
@@ -217,7 +217,7 @@ def _beginning(checkpoints: StrPath | None, since: int) -> str | None:
 
 
 def _made_again(compared: Comparison | None, a: _Side, b: _Side, since: int, last: int) -> Bisection:
-    """What is found when both runs are made again, and looked at from one iteration to another."""
+    """What is found when both runs are repeated, and looked at from one iteration to another."""
     seen = [side.see(partial(record_steps, since=since, until=last)) for side in (a, b)]
     failed = [f"run {side.name!r} ended with {one.error}" for side, one in zip((a, b), seen, strict=True) if one.error]
     if not all(any(step.event == "ITERATION_COMPLETED" for step in one.steps) for one in seen):

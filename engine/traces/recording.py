@@ -1,4 +1,4 @@
-"""A run that is made again, with a look at all of it after each receiver, each module or each operation."""
+"""A run that is repeated, with a look at all of it after each receiver, each module or each operation."""
 
 from __future__ import annotations
 

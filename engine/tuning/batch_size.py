@@ -296,9 +296,9 @@ class _Measure(Handler):
 
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         """Compute the gradients before they are reduced: a rank that fails alone would leave the others waiting."""
-        synchronises, update.sync_gradients = update.sync_gradients, False
+        synchronizes, update.sync_gradients = update.sync_gradients, False
         done = attempt(engine, update, compute)
-        update.sync_gradients = synchronises
+        update.sync_gradients = synchronizes
         if not done:
             self.failed = True
             update.skip("the memory does not suffice")
@@ -344,7 +344,7 @@ class _Peak:
             memory_of(device).reset_peak_memory_stats(device)
         elif sys.platform == "linux":
             with suppress(OSError):  # a container may forbid it
-                Path("/proc/self/clear_refs").write_text("5")  # begins the peak of VmHWM anew
+                Path("/proc/self/clear_refs").write_text("5")  # begins the peak of VmHWM again
                 self._resets = True
 
     def read(self) -> int | None:

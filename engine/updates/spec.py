@@ -175,7 +175,7 @@ class Update:
         """An update for batches of (input, target), with the loss ``loss(model(input), target)``.
 
         Further keyword arguments are those of the optimizer's class: ``Update.supervised(loss, torch.optim.AdamW, lr=1e-3)``.
-        A loss that is a module with trainable parameters, such as class centres, is trained, moved and saved with the model.
+        A loss that is a module with trainable parameters, such as class centers, is trained, moved and saved with the model.
         ``input``, ``target`` and ``output`` say where these are in other batches and outputs; see `Update`.
 
         Example:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 __all__ = ["StepAside"]
 
 STILL = re.compile(r"\x1b\[[\d;:?]*[mKhl]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
-"""Escape sequences that leave the cursor where it is: colours, erasing to the end of the line, modes, links."""
+"""Escape sequences that leave the cursor where it is: colors, erasing to the end of the line, modes, links."""
 ERASE = "\r\x1b[J"
 """Erases the line of the cursor, and what is below it."""
 

@@ -267,7 +267,7 @@ class Average:
             self._weight += state["weight"]
 
     def doubt(self) -> tuple[str, str, str] | None:
-        """What looks wrong about the values: code, sentence and way out of a finding."""
+        """What looks wrong about the values: code, sentence and fix of a finding."""
         if not self._counts or self._weight == 0 or self._sum <= self._weight:
             return None
         return (
@@ -292,7 +292,7 @@ class MovingAverage(Average):
     """An exponential moving average over batches: a smoothed running loss, for a progress bar.
 
     It is corrected for its start, so that the first value is that of the first batch. All batches count alike, whatever their
-    size. During training it continues from one epoch to the next; an evaluation starts anew.
+    size. During training it continues from one epoch to the next; an evaluation restarts.
 
     Args:
         function: As for `Average`; by default the update's loss.
@@ -461,7 +461,7 @@ class Accuracy:
             self._counted = []
 
     def doubt(self) -> tuple[str, str, str] | None:
-        """What looks wrong about the scores: code, sentence and way out of a finding."""
+        """What looks wrong about the scores: code, sentence and fix of a finding."""
         if self._range is None:
             return None
         least, largest = (float(value) for value in self._range)

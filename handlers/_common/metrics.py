@@ -491,6 +491,6 @@ _ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
 
 
 def _current(metric: Any) -> float | None:
-    """The value so far on this rank, without synchronising: the other ranks may not call it, and would block this one."""
+    """The value so far on this rank, without synchronizing: the other ranks may not call it, and would block this one."""
     with merging_nothing(metric):
         return as_number(metric.compute())

@@ -28,7 +28,7 @@ class ParameterPenalty(Penalizing):
     Args:
         weight, update: As for `Penalizing`; the weight is 0 or more.
         parameters: Patterns of the names of the parameters; all of the update by default.
-        norms_and_biases: Whether those of normalisation layers and biases are among them.
+        norms_and_biases: Whether those of normalization layers and biases are among them.
     """
 
     same_in_pieces = True

@@ -85,7 +85,7 @@ CHECK_SPIKES = 15
 """GRADIENTS_READY / FINALIZE: what is not finite is no spike, and is skipped first."""
 
 READ_FLAGS = 20
-"""GRADIENTS_READY / FINALIZE: all flags on the device are read together, in one synchronisation. A receiver of your own in
+"""GRADIENTS_READY / FINALIZE: all flags on the device are read together, in one synchronization. A receiver of your own in
 this phase sees a step skipped for non-finite gradients if its rank is greater."""
 
 RECORD_GROUPS = -30
@@ -108,7 +108,7 @@ RECOMPUTE = -20
 """STARTED / FINALIZE: forwards are replaced before models are wrapped or compiled."""
 
 COMPILE = 10
-"""STARTED / FINALIZE, and events at which a model may be wrapped anew: compiled once it is wrapped; restored before that is."""
+"""STARTED / FINALIZE, and events at which a model may be wrapped again: compiled once it is wrapped; restored before that is."""
 
 REHEARSE = 10
 """EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""

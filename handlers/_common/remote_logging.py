@@ -49,7 +49,7 @@ class RemoteLogger(ScalarLogger):
         folder: Folder of the run, for the file of what was not sent.
         every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
             All other new values of metrics are sent, with the iteration in which they were measured.
-        run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that begins anew has one of its own.
+        run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that restarts has one of its own.
         keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to
             continue after them, in place of a new remote run. For training that is not deterministic, where no resumed run
             repeats the last digits.

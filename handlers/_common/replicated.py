@@ -54,7 +54,7 @@ class ReplicatedParameters:
             ]
 
     def forget_units(self) -> None:
-        """Look anew which units there are: the model may be sharded by another handler."""
+        """Look again which units there are: the model may be sharded by another handler."""
         self._of_unit.clear()
 
     def remove(self) -> None:

@@ -131,7 +131,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def set_mode(scheduler: ReduceLROnPlateau, mode: Literal["min", "max"]) -> None:
-    """Make a plateau schedule minimise or maximise; its counts stay as they are."""
+    """Make a plateau schedule minimize or maximize; its counts stay as they are."""
     if scheduler.mode == mode:
         return
     state = scheduler.state_dict()

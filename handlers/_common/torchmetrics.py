@@ -45,7 +45,7 @@ def merging_nothing(metric: Any) -> Iterator[None]:
         for part in parts:
             part._to_sync = True
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                part._computed = None  # otherwise it would be reused as the synchronised value
+                part._computed = None  # otherwise it would be reused as the synchronized value
 
 
 def torchmetrics_in(metric: Any) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def _is_frozen(part: nn.Module) -> bool:
 
 
 def moving_frozen_norms(engine: Engine) -> list[str]:
-    """The normalisation layers with frozen weights whose running statistics are updated all the same, but for teachers'."""
+    """The normalization layers with frozen weights whose running statistics are updated all the same, but for teachers'."""
     copies = {p for root in engine.modules.values() for p in frozen_copies(root)}
     return [
         path
@@ -200,7 +200,7 @@ def moving_frozen_norms(engine: Engine) -> list[str]:
 
 
 def frozen_last_layer(engine: Engine) -> str | None:
-    """The last layer of a model of which only normalisation layers are trained; None if that is not so."""
+    """The last layer of a model of which only normalization layers are trained; None if that is not so."""
     for root in engine.modules.values():
         leaves = [
             (path, part) for path, part in root.named_modules() if any(True for _ in part.parameters(recurse=False))
@@ -212,7 +212,7 @@ def frozen_last_layer(engine: Engine) -> str | None:
 
 
 def statistics_of(engine: Engine) -> dict[str, Tensor]:
-    """Copies of the running statistics of the normalisation layers."""
+    """Copies of the running statistics of the normalization layers."""
     return {
         path: part.running_mean.clone()
         for path, part in _parts(engine)

@@ -5,7 +5,7 @@
 
 135 million parameters, bfloat16 by autocast, a fused AdamW, a clip by norm and a schedule that moves with every step. Both
 loops copy their batches from pinned memory. They take turns in short rounds, each of which ends when the device is idle;
-times are medians over the rounds with the quartiles, and the ratio is the median of that of neighbouring rounds.
+times are medians over the rounds with the quartiles, and the ratio is the median of that of neighboring rounds.
 
 All weights of the two have to be the same, bit for bit: the engine does the same work, or the times mean nothing. On the CPU that
 is looked at in the end. On a GPU the quick kernels of attention add up in any order; so there it is looked at after a first
@@ -54,7 +54,7 @@ SMALL = Size(layers=2, width=64, heads=4, vocabulary=500, length=32, samples=4, 
 
 
 class Block(nn.Module):
-    """Attention to what came before, then a perceptron; each on normalised features, and added to them."""
+    """Attention to what came before, then a perceptron; each on normalized features, and added to them."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -85,12 +85,12 @@ class Decoder(nn.Module):
         self.tokens = nn.Embedding(size.vocabulary, size.width)
         self.places = nn.Embedding(size.length, size.width)
         self.blocks = nn.Sequential(*(Block(size) for _ in range(size.layers)))
-        self.normalised = nn.LayerNorm(size.width)
+        self.normalized = nn.LayerNorm(size.width)
         self.scores = nn.Linear(size.width, size.vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         features = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
-        scores: Tensor = self.scores(self.normalised(self.blocks(features)))
+        scores: Tensor = self.scores(self.normalized(self.blocks(features)))
         return scores
 
 

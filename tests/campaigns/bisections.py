@@ -215,7 +215,7 @@ def campaign(plants: int, every: int, seed: int, epochs: int) -> dict[str, Any]:
                     "change": change,
                     "event": (result.event, result.iteration) == at,
                     "maker": maker(change, result.module, result.receiver),
-                    "said": str(result).split("made again", 1)[1],
+                    "said": str(result).split("repeated", 1)[1],
                 }
             )
             print(len(found), change, found[-1]["event"], found[-1]["maker"], file=sys.stderr)

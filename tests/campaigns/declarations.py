@@ -106,7 +106,7 @@ class Mutant:
 
 
 def mutants() -> Iterator[Mutant]:
-    """Every phase to its neighbours, every rank to none and to its opposite, every read and write left out."""
+    """Every phase to its neighbors, every rank to none and to its opposite, every read and write left out."""
     from signalfire import Phase
     from tests.kit import shipped
     from tests.watching import declared, place_of

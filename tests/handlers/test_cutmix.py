@@ -55,10 +55,10 @@ def expected_mix(x: Tensor, iteration: int, alpha: float) -> tuple[Tensor, float
     ratio = (other / (one + other)).item() ** (1 / len(shape))
     inside = torch.ones(shape, dtype=torch.bool)
     for dimension, size in enumerate(shape):
-        centre = torch.randint(size, (), generator=generator).item()
+        center = torch.randint(size, (), generator=generator).item()
         half = int(size * ratio) // 2
         places = torch.arange(size).view([-1 if d == dimension else 1 for d in range(len(shape))])
-        inside &= (places >= centre - half) & (places < centre + half)
+        inside &= (places >= center - half) & (places < center + half)
     return torch.where(inside, x[perm], x), 1 - int(inside.sum()) / inside.numel(), perm
 
 

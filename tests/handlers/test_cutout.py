@@ -40,13 +40,13 @@ def build(shape: tuple[int, ...] = (6, 7)) -> Engine:
 def expected_cut(x: Tensor, iteration: int, lengths: list[int], holes: int, fill: float) -> Tensor:
     """Sample by sample, hole by hole."""
     generator = torch.Generator().manual_seed(derived_seed(7, "cutout", iteration))
-    centres = [torch.randint(size, (holes, len(x)), generator=generator) for size in x.shape[2:]]
+    centers = [torch.randint(size, (holes, len(x)), generator=generator) for size in x.shape[2:]]
     x = x.clone()
     for sample in range(len(x)):
         for hole in range(holes):
             box: list[Any] = [sample, slice(None)]
-            for centre, length in zip(centres, lengths, strict=True):
-                begin = int(centre[hole, sample]) - length // 2
+            for center, length in zip(centers, lengths, strict=True):
+                begin = int(center[hole, sample]) - length // 2
                 box.append(slice(max(begin, 0), max(begin + length, 0)))
             x[tuple(box)] = fill
     return x
@@ -103,7 +103,7 @@ def test_each_sample_has_its_own_box_in_all_channels_and_the_data_stays_as_it_is
     assert torch.equal(covered[:, 0], covered[:, 1])
     sizes = covered[:, 0].sum((1, 2))
     assert sizes.max() == 25
-    assert sizes.min() >= 9  # in a corner, the box begins 2 before its centre and ends 2 after it
+    assert sizes.min() >= 9  # in a corner, the box begins 2 before its center and ends 2 after it
     assert len({tuple(one.flatten().tolist()) for one in covered[:, 0]}) > 20
     assert all(torch.equal(x, unchanged) for (x, _), (unchanged, _) in zip(data, batches((20, 20)), strict=True))
     assert not any(torch.equal(x, cut) for (x, _), cut in zip(data, seen, strict=True))

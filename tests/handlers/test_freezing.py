@@ -303,7 +303,7 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_first_batch(patter
 
 
 class Shared(nn.Module):
-    """A weight and a normalisation layer that belong to two parts."""
+    """A weight and a normalization layer that belong to two parts."""
 
     def __init__(self) -> None:
         super().__init__()

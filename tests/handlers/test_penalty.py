@@ -355,7 +355,7 @@ def test_norms_and_biases_are_left_out_and_said_to_be() -> None:
     every.run(data([6]), max_epochs=1)
 
     class Scale(nn.Module):
-        """A normalisation layer of one's own."""
+        """A normalization layer of one's own."""
 
         def __init__(self) -> None:
             super().__init__()

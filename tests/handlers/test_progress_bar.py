@@ -381,7 +381,7 @@ STYLES = ["tqdm", pytest.param("rich", marks=pytest.mark.skipif(find_spec("rich"
 @pytest.mark.parametrize(
     "act",
     [print_in_colours, print_a_link, partial(print_after_a_bar, leave=False), print_beside_a_bar, print_parts],
-    ids=["colours", "link", "after a bar", "beside a bar", "parts"],
+    ids=["colors", "link", "after a bar", "beside a bar", "parts"],
 )
 def test_each_text_has_a_line_of_its_own_above_the_bar(act: Callable[[Engine], None], style: str) -> None:
     one, two, bar = left_by(act, style=style)

@@ -197,7 +197,7 @@ def test_a_run_after_an_exception_continues_the_trace(tmp_path: Path) -> None:
         engine.run(batches(), max_epochs=1)
     before = records(tmp_path / "a")
     engine.detach(fail)
-    with pytest.warns(UserWarning, match="iteration 4 is made again"):
+    with pytest.warns(UserWarning, match="iteration 4 is repeated"):
         engine.run(batches(), max_epochs=1)
     found = records(tmp_path / "a")
     assert found[: len(before)] == before

@@ -278,15 +278,15 @@ def test_a_model_that_omits_its_base_by_itself_resumes(tmp_path: Path) -> None:
     assert without_checkpoint(again) == without_checkpoint(whole)
 
 
-class Centred(nn.MSELoss):
+class Centerd(nn.MSELoss):
     """A loss with a parameter that is trained, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.centre, self.scale = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1), requires_grad=False)
+        self.center, self.scale = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.ones(1), requires_grad=False)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(self.scale * x - self.centre, y)
+        return super().forward(self.scale * x - self.center, y)
 
 
 @pytest.mark.slow
@@ -295,7 +295,7 @@ class Centred(nn.MSELoss):
 )  # of the model, all that follows is frozen: meant here
 def test_weights_load_into_an_engine_without_the_loss(tmp_path: Path) -> None:
     handler = Checkpoint(tmp_path, trained_only=True, weights_only=True)
-    engine = build(Adapted(), handler, optimizer=ADAM, loss=Centred())
+    engine = build(Adapted(), handler, optimizer=ADAM, loss=Centerd())
     engine.run(batches(), max_epochs=1)
     other = engine_of()
     other.load_weights(Checkpoint.load(tmp_path))

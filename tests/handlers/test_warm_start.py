@@ -410,17 +410,17 @@ def test_weights_are_loaded_before_they_are_converted_and_found_again_by_a_finde
 
 
 def test_a_loss_with_parameters_keeps_them_where_the_file_has_none() -> None:
-    class Centres(nn.Module):
+    class Centers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.centre = nn.Parameter(torch.full((1,), 5.0))
+            self.center = nn.Parameter(torch.full((1,), 5.0))
 
         def forward(self, output: Tensor, target: Tensor) -> Tensor:
-            return (output - target - self.centre).square().mean()
+            return (output - target - self.center).square().mean()
 
-    engine = build(Network(), WarmStart(copied(pretrained())), loss=Centres())
+    engine = build(Network(), WarmStart(copied(pretrained())), loss=Centers())
     plan = engine.find(WarmStart).compare(engine)
-    assert plan.kept == ["loss.centre"]
+    assert plan.kept == ["loss.center"]
     assert not plan.refused
 
 

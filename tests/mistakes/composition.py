@@ -289,12 +289,12 @@ def a_schedule_for_one_of_two_optimizers(right: bool) -> Findings:
 
 @mistake("C07")
 def an_optimizer_with_parameters_of_a_module_outside(right: bool) -> Findings:
-    model, centres = net(), nn.Linear(1, 1)
-    optimizer = torch.optim.SGD([*model.parameters(), *centres.parameters()], lr=0.1)
-    modules = {"model": model, "centres": centres} if right else {"model": model}
+    model, centers = net(), nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*model.parameters(), *centers.parameters()], lr=0.1)
+    modules = {"model": model, "centers": centers} if right else {"model": model}
 
     def loss(engine: Engine, output: Tensor, batch: Any) -> Tensor:
-        return mse_loss(centres(output), batch[1])
+        return mse_loss(centers(output), batch[1])
 
     update = Update(lambda engine, batch: engine.modules["model"](batch[0]), loss, optimizer)
     return Engine(update, model=modules, seed=0).check(batches())

@@ -222,7 +222,7 @@ def labels_counted_from_one(right: bool) -> None:
 
 
 @mistake("G13")
-def pixels_that_are_not_normalised(right: bool) -> Findings:
+def pixels_that_are_not_normalized(right: bool) -> Findings:
     data = [(x if right else x * 60 + 128, y) for x, y in batches()]
     model = nn.Sequential(nn.BatchNorm1d(5), *mlp(5, 8, 1))
     return guarded(model, data).findings.of_run()

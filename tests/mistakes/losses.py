@@ -186,14 +186,14 @@ def a_loss_divided_by_the_window_in_a_receiver(right: bool) -> None:
 
 @mistake("W80")
 def a_penalty_added_to_the_reported_loss_alone(right: bool) -> None:
-    def penalise(engine: Engine) -> None:
+    def penalize(engine: Engine) -> None:
         update = engine.state.update
         penalty = 0.1 * engine.model[0].weight.square().sum()
         update.loss = update.backward_loss + penalty
         if right:
             update.backward_loss = update.backward_loss + penalty
 
-    trained(F.mse_loss, LOSS_COMPUTED=penalise)
+    trained(F.mse_loss, LOSS_COMPUTED=penalize)
 
 
 @mistake("W75")
@@ -416,22 +416,22 @@ def a_loss_that_ignores_every_label(right: bool) -> None:
 
 @mistake("W85")
 def a_loss_that_a_function_returns(right: bool) -> None:
-    def penalise(engine: Engine) -> Any:
+    def penalize(engine: Engine) -> Any:
         update = engine.state.update
-        penalised = update.backward_loss + 0.01 * sum(p.square().sum() for p in update.parameters)
+        penalized = update.backward_loss + 0.01 * sum(p.square().sum() for p in update.parameters)
         if right:
-            update.backward_loss = penalised
+            update.backward_loss = penalized
             return None
-        return penalised
+        return penalized
 
     engine = build(mlp(5, 8, 1))
-    engine.connect(Events.LOSS_COMPUTED, penalise)
+    engine.connect(Events.LOSS_COMPUTED, penalize)
     engine.run(batches(8), max_epochs=1)
 
 
 @mistake("W85")
 def a_batch_that_a_function_returns(right: bool) -> None:
-    def normalise(engine: Engine) -> Any:
+    def normalize(engine: Engine) -> Any:
         inputs, targets = engine.state.batch
         batch = (inputs / 2, targets)
         if right:
@@ -439,5 +439,5 @@ def a_batch_that_a_function_returns(right: bool) -> None:
         return batch
 
     engine = build(mlp(5, 8, 1))
-    engine.connect(Events.GET_BATCH_COMPLETED, normalise)
+    engine.connect(Events.GET_BATCH_COMPLETED, normalize)
     engine.run(batches(8), max_epochs=1)

@@ -32,7 +32,7 @@ CLASSES = batches(4, 5, (), classes=3)
 
 
 @mistake("W01")
-def an_accuracy_that_is_minimised(right: bool, folder: Path) -> None:
+def an_accuracy_that_is_minimized(right: bool, folder: Path) -> None:
     monitored = Checkpoint(folder, monitor="accuracy", mode=None if right else "min")
     classifier(Metrics(accuracy=Accuracy()), monitored).run(CLASSES, max_epochs=1)
 

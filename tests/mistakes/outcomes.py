@@ -217,12 +217,12 @@ def the_best_weights_kept_without_a_copy(right: bool) -> None:
 
 @mistake("W68")
 def weights_initialised_at_the_start_of_each_run(right: bool) -> None:
-    def initialise(engine: Engine) -> None:
+    def initialize(engine: Engine) -> None:
         if not right or engine.state.iteration == 0:
             nn.init.xavier_uniform_(engine.model[0].weight)
 
     engine = build(mlp(5, 8, 1))
-    engine.connect(Events.STARTED, initialise)
+    engine.connect(Events.STARTED, initialize)
     engine.run(batches(), max_epochs=1)
     engine.run(batches(), max_epochs=2)
 

@@ -44,11 +44,11 @@ def batches_that_each_run_of_a_study_normalises_in_place(right: bool) -> None:
     def build(seed: int) -> Any:
         trainer, run = composed(seed, nn.Linear(5, 1), data)
 
-        def normalise(engine: Engine) -> None:
+        def normalize(engine: Engine) -> None:
             inputs, targets = engine.state.batch
             engine.state.batch = (inputs - 1.0 if right else inputs.sub_(1.0)), targets
 
-        trainer.connect(Events.GET_BATCH_COMPLETED, normalise)
+        trainer.connect(Events.GET_BATCH_COMPLETED, normalize)
         return trainer, run
 
     studied(build)

@@ -480,7 +480,7 @@ def a_run_in_inference_mode(right: bool) -> None:
 
 
 @mistake(ValueError, r"run\(\): parameters of 'model' are not initialized yet: 0.weight, 0.bias. Lazy modules")
-def a_lazy_module_that_no_batch_has_initialised(right: bool) -> None:
+def a_lazy_module_that_no_batch_has_initialized(right: bool) -> None:
     model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 1))
     if right:
         with torch.no_grad():

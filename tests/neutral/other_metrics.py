@@ -121,7 +121,7 @@ def complex_numbers(size: int, generator: Generator) -> tuple[Any, Any]:
 
 
 def satellite(size: int, generator: Generator) -> tuple[Any, Any]:
-    """An image of high resolution, and what it is made of: colours of low resolution, and a panchromatic image."""
+    """An image of high resolution, and what it is made of: colors of low resolution, and a panchromatic image."""
     fused, panchromatic = (torch.rand(size, 3, 32, 32, generator=generator) for _ in range(2))
     return fused, {
         "ms": torch.rand(size, 3, 16, 16, generator=generator),

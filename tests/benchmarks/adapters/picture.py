@@ -29,12 +29,12 @@ def draw(measured: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
         for place, name in enumerate(names):
             times = results[name]["us"]
             low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else times * 3
-            colour = {"bare": "0.4", "signalfire": "tab:red"}.get(name, "tab:blue")
-            axes.plot([max(low, middles[name] / 10), high], [place, place], color=colour)
-            axes.plot(middles[name], place, "o", color=colour)
+            color = {"bare": "0.4", "signalfire": "tab:red"}.get(name, "tab:blue")
+            axes.plot([max(low, middles[name] / 10), high], [place, place], color=color)
+            axes.plot(middles[name], place, "o", color=color)
             ratio = statistics.median(results[name]["ratios"])
             text = f"{_number(middles[name])} us, {_number(ratio)} x"
-            axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=colour)
+            axes.text(1.01, place, text, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=color)
         axes.set_yticks(range(len(names)), names)
         axes.set_xscale("log")
         axes.set_xlim(

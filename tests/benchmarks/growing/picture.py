@@ -41,15 +41,15 @@ def _panel(axes: Axes, curve: Curve, sizes: list[float], lines: dict[str, Costs]
     ours, plain = iter(("tab:red", "tab:blue")), iter(("0.25", "0.6"))
     for name, costs in lines.items():
         is_plain = name.startswith("plain PyTorch")
-        colour = next(plain if is_plain else ours)
+        color = next(plain if is_plain else ours)
         quartiles = [statistics.quantiles(values, n=4) if len(values) > 1 else values * 3 for values in costs]
         lows, middles, highs = zip(*quartiles, strict=True)
-        axes.fill_between(sizes, lows, highs, color=colour, alpha=0.2, linewidth=0)
+        axes.fill_between(sizes, lows, highs, color=color, alpha=0.2, linewidth=0)
         marker = "s" if is_plain else "o"
-        axes.plot(sizes, middles, marker=marker, markersize=4, color=colour, label=name, zorder=1 if is_plain else 2)
+        axes.plot(sizes, middles, marker=marker, markersize=4, color=color, label=name, zorder=1 if is_plain else 2)
     first = statistics.median(next(iter(lines.values()))[0])
-    for (name, aim), colour in zip(curve.aims.items(), ("tab:red", "tab:blue"), strict=False):
-        axes.plot(sizes, [aim(size, first) for size in sizes], "--", color=colour, linewidth=1, label=name)
+    for (name, aim), color in zip(curve.aims.items(), ("tab:red", "tab:blue"), strict=False):
+        axes.plot(sizes, [aim(size, first) for size in sizes], "--", color=color, linewidth=1, label=name)
     for axis, letter in ((axes.xaxis, "x"), (axes.yaxis, "y")):
         if letter in curve.log:
             axes.set(**{f"{letter}scale": "log"})

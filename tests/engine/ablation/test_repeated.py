@@ -86,7 +86,7 @@ ORDERED = partial(DataLoader, TensorDataset(INPUTS, TARGETS))
 KEPT = TensorDataset(INPUTS.clone(), TARGETS)
 
 
-def normalised(number: int) -> Any:
+def normalized(number: int) -> Any:
     KEPT.tensors[0].sub_(1.0)
     return DataLoader(KEPT, batch_size=4)
 
@@ -119,7 +119,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "data": (built(data=lambda number: [(INPUTS * number, TARGETS)]), r"\[0\]\[0\] was Tensor"),
     "size of batches": (built(data=lambda number: ORDERED(batch_size=number)), "batch_size was 2"),
     "order": (built(data=lambda number: ORDERED(batch_size=4, shuffle=number % 2 == 1)), "sampler"),
-    "data in place": (built(data=normalised), r"dataset\.tensors\[0\] was Tensor"),
+    "data in place": (built(data=normalized), r"dataset\.tensors\[0\] was Tensor"),
 }
 
 

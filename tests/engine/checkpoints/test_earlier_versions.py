@@ -94,7 +94,7 @@ def test_a_run_continues_from_a_checkpoint_of_an_earlier_version(version: str, t
     # Other processors round otherwise; where this was written, all of it is equal bit for bit.
     found, wanted = ended["weights"], expected["weights"]
     assert found.keys() == wanted.keys()
-    # The gradient of a bias before batch normalisation is rounding alone, which Adam scales up to its full rate. Training is not
+    # The gradient of a bias before batch normalization is rounding alone, which Adam scales up to its full rate. Training is not
     # changed by this bias; the mean of the statistics, and the error of the evaluations, do.
     alike = wanted.keys() - ({"0.bias", "1.running_mean"} if found["0.bias"] != wanted["0.bias"] else set())
     for name in alike:

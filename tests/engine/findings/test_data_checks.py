@@ -144,7 +144,7 @@ def test_workers_that_draw_their_samples_read_none_twice() -> None:
 
 
 class Frozen(nn.Sequential):
-    """Its normalisation keeps the statistics that it has."""
+    """Its normalization keeps the statistics that it has."""
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)
@@ -164,7 +164,7 @@ def test_batches_that_are_replaced_or_changed_before_the_first_are_not_changed_b
         target.mul_(1.0)  # its version is that of a tensor that was changed
     engine = build(linear(5, 1))
 
-    def centre(engine: Engine) -> None:
+    def center(engine: Engine) -> None:
         for inputs, _ in data:
             inputs.sub_(0.5)
 
@@ -175,7 +175,7 @@ def test_batches_that_are_replaced_or_changed_before_the_first_are_not_changed_b
     if replaced:
         engine.connect(Events.ITERATION_COMPLETED, label)
     else:
-        engine.connect(Events.EPOCH_STARTED(once=1), centre)
+        engine.connect(Events.EPOCH_STARTED(once=1), center)
     engine.run(data, max_epochs=2)
     assert not engine.findings.of_run().of("W28")
 

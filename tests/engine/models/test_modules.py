@@ -36,8 +36,8 @@ ADAM = partial(torch.optim.Adam, lr=1e-2)
 DATA = batches(6, inputs=5, targets=(), classes=3)
 
 
-class Centres(nn.Module):
-    """A loss with a learned vector for each class, as in ArcFace and the centre loss."""
+class Centers(nn.Module):
+    """A loss with a learned vector for each class, as in ArcFace and the center loss."""
 
     def __init__(self, seed: int = 5) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class Centres(nn.Module):
         return cross_entropy(4 * normalize(output) @ normalize(self.weight).T, target)
 
 
-def build(optimizer: Any = SGD, **options: Any) -> tuple[Engine, Centres]:
-    loss = Centres()
+def build(optimizer: Any = SGD, **options: Any) -> tuple[Engine, Centers]:
+    loss = Centers()
     return Engine(Update.supervised(loss, optimizer, **options), model=mlp(5, 8, 4), seed=0), loss
 
 
 def plain_loop(epochs: int) -> tuple[nn.Module, nn.Module]:
-    model, loss = mlp(5, 8, 4), Centres()
+    model, loss = mlp(5, 8, 4), Centers()
     optimizer = SGD([*model.parameters(), *loss.parameters()])
     for _ in range(epochs):
         for x, y in DATA:
@@ -94,14 +94,14 @@ def test_the_parameters_of_a_loss_are_saved_and_loaded() -> None:
 
 @pytest.mark.parametrize("wrapped", ["partial", "method"])
 def test_a_loss_behind_a_partial_or_a_method_is_found(wrapped: str) -> None:
-    loss = Centres()
+    loss = Centers()
     function = partial(loss) if wrapped == "partial" else loss.forward
     engine = Engine(Update.supervised(function, SGD), model=mlp(5, 8, 4))
     assert engine.modules["loss"] is loss
 
 
 def test_a_loss_without_parameters_or_with_frozen_ones_changes_nothing() -> None:
-    for loss in (cross_entropy, nn.CrossEntropyLoss(weight=torch.ones(4)), Centres().requires_grad_(False)):
+    for loss in (cross_entropy, nn.CrossEntropyLoss(weight=torch.ones(4)), Centers().requires_grad_(False)):
         engine = Engine(Update.supervised(loss, SGD), model=mlp(5, 8, 4))
         engine.run(DATA, max_epochs=1)
         assert list(engine.modules) == list(engine.state_dict()["modules"]) == ["model"]
@@ -109,7 +109,7 @@ def test_a_loss_without_parameters_or_with_frozen_ones_changes_nothing() -> None
 
 
 def test_a_loss_that_is_among_the_models_is_not_listed_twice() -> None:
-    loss = Centres()
+    loss = Centers()
     engine = Engine(
         Update(lambda engine, batch: engine.model["net"](batch[0]), lambda engine, output, batch: loss(output, batch[1]), SGD),
         model={"net": mlp(5, 8, 4), "head": loss},
@@ -118,20 +118,20 @@ def test_a_loss_that_is_among_the_models_is_not_listed_twice() -> None:
 
 
 def test_the_losses_of_several_updates_are_named_after_them() -> None:
-    updates = [Update.supervised(Centres(seed), SGD, name=name) for seed, name in enumerate("ab")]
+    updates = [Update.supervised(Centers(seed), SGD, name=name) for seed, name in enumerate("ab")]
     assert list(Engine(updates, model=linear(5, 4)).modules) == ["model", "a_loss", "b_loss"]
-    with pytest.raises(ValueError, match="the model 'loss' has the name of the loss Centres of update 'main'"):
-        Engine(Update.supervised(Centres(), SGD), model={"loss": linear(5, 4)})
+    with pytest.raises(ValueError, match="the model 'loss' has the name of the loss Centers of update 'main'"):
+        Engine(Update.supervised(Centers(), SGD), model={"loss": linear(5, 4)})
 
 
 def test_names_of_the_models_parameters_stay_without_a_prefix() -> None:
     engine, loss = build()
     engine.attach(Freezing(["0.weight"]))
     before = engine.model[0].weight.clone()
-    centres = loss.weight.clone()
+    centers = loss.weight.clone()
     engine.run(DATA, max_epochs=1)
     assert torch.equal(engine.model[0].weight, before)
-    assert not torch.equal(loss.weight, centres)
+    assert not torch.equal(loss.weight, centers)
 
 
 @pytest.mark.filterwarnings("ignore:C14:signalfire.FindingWarning")
@@ -221,7 +221,7 @@ def _trained_together(wrapper: Any) -> dict[str, Tensor]:
     engine, loss = build()
     engine.attach(wrapper(timeout=60))
     engine.run(DATA, max_epochs=2)
-    model, expected = Engine(Update.supervised(Centres(), SGD), model=mlp(5, 8, 4)), Centres()
+    model, expected = Engine(Update.supervised(Centers(), SGD), model=mlp(5, 8, 4)), Centers()
     optimizer = SGD([*model.model.parameters(), *expected.parameters()])
     for _ in range(2):
         for one, other in zip(DATA[::2], DATA[1::2], strict=True):

@@ -268,7 +268,7 @@ def test_an_iteration_is_made_again_with_what_the_forward_had(change: Callable[[
     assert weights(engine) == plain(change)
 
 
-class Centred(nn.Module):
+class Centerd(nn.Module):
     """A loss that has nothing to train, and depends on how often it was called."""
 
     center: Tensor
@@ -307,7 +307,7 @@ def closed_over() -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("kind", [Centred, Called, closed_over])
+@pytest.mark.parametrize("kind", [Centerd, Called, closed_over])
 def test_a_loss_is_put_back_as_well_and_reported_in_a_file(kind: Any) -> None:
     ends = []
     for goes_back in (False, True):

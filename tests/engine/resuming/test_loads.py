@@ -78,7 +78,7 @@ def quantized() -> nn.Module:
     return prepared
 
 
-def normalised(*, before: bool = False) -> nn.Module:
+def normalized(*, before: bool = False) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the older one is deprecated
         return (nn.utils.weight_norm if before else nn.utils.parametrizations.weight_norm)(nn.Linear(5, 1))
@@ -87,7 +87,7 @@ def normalised(*, before: bool = False) -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
     "an observer whose buffers grow": (observed, observed),
     "a hook that renames keys": (partial(Renamed, before=True), Renamed),
-    "a parametrization in place of hooks": (partial(normalised, before=True), normalised),
+    "a parametrization in place of hooks": (partial(normalized, before=True), normalized),
     "quantization-aware training": (quantized, quantized),
 }
 QUICK = [kind for kind in MODELS if kind != "quantization-aware training"]

@@ -324,7 +324,7 @@ def test_a_batch_that_may_count_twice_is_reported() -> None:
     interrupt_at(trainer, Events.OPTIMIZER_STEP_COMPLETED(once=2))
     with pytest.raises(KeyboardInterrupt):
         trainer.run(BATCHES, max_epochs=1)
-    with pytest.warns(UserWarning, match="step of update 'main' had begun in iteration 2, which is made again"):
+    with pytest.warns(UserWarning, match="step of update 'main' had begun in iteration 2, which is repeated"):
         trainer.run(BATCHES, max_epochs=1)
 
 
@@ -334,7 +334,7 @@ def test_what_a_forward_that_is_made_again_has_changed_is_reported() -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.run(BATCHES, max_epochs=1)
     said = (
-        "iteration 2 is made again, and what its first forward.*: random numbers of dropout, running statistics of norm"
+        "iteration 2 is repeated, and what its first forward.*: random numbers of dropout, running statistics of norm"
     )
     with pytest.warns(UserWarning, match=said):
         trainer.run(BATCHES, max_epochs=1)
