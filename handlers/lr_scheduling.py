@@ -52,9 +52,8 @@ class LRScheduling(Handler):
     steps of the run. The scheduler is stepped once per accumulation window, and not after a skipped step. `simulate` and `plot`
     show a schedule without training.
 
-    Schedulers with timm's interface are supported, too: ``step_update(steps)`` is called if they count steps, and
-    ``step(epochs)`` if they count epochs (``t_in_epochs``). One whose ``step`` requires an argument is stepped with a metric, as
-    ReduceLROnPlateau is.
+    Schedulers with timm's interface work, too: they are stepped with ``step_update(steps)``, or with ``step(epochs)`` if they
+    count epochs (``t_in_epochs``). One whose ``step`` requires an argument is stepped with a metric, as ReduceLROnPlateau is.
 
     Args:
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of

@@ -119,7 +119,7 @@ def test_scripts_have_their_arguments_and_the_modules_beside_them(
     [
         (["first.jsonl", "--script", "first.py"], "takes two traces, or none; got 1"),
         (["first.jsonl", "second.jsonl"], "needs --script train.py, or --build train:build"),
-        (["--script", "missing.py"], "No such file or directory: 'missing.py'"),
+        (["--script", "missing.py"], "run 'a': 'missing.py': FileNotFoundError"),
         (["--script", "empty.py"], "ends without a training"),
         (["--script", "done.py"], "ended before a training, with the exit status 0"),
         (["first.jsonl", "missing.jsonl", "--script", "first.py"], "missing.jsonl"),
@@ -174,7 +174,7 @@ def scripts_with(folder: Path, changed: dict[str, str]) -> list[str]:
         (
             {"at_two": "engine.model.weight.grad *= 2; engine.stop = 1 / 0"},
             2,
-            "b.py:14: ZeroDivisionError: division by",
+            "b.py:15: ZeroDivisionError: division by",
         ),
         ({"at_two": "import os; os._exit(3)"}, 2, "run 'b': '{b}': its process ended with the status 3"),
         ({"before": "1 / 0"}, 2, "run 'b': '{b}': {b}:8: ZeroDivisionError: division by zero"),

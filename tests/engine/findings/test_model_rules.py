@@ -80,7 +80,7 @@ def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
     [
         (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "momentum=1 does not forget"),
         (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "take 50% from each weight in every step"),
-        (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "take 10% off each weight"),
+        (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "take 10% from each weight"),
         (partial(torch.optim.AdamW, lr=1.0), "moves each weight by about 1 in every step"),
         (partial(torch.optim.Adam, lr=0.01, weight_decay=0.5), "where it outweighs them"),
     ],
