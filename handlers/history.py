@@ -329,7 +329,7 @@ def _colors(panel: list[str]) -> list[str]:
     colors: list[str] = []
     others = iter(f"C{number % 10}" for number in range(3, 3 + len(panel)))
     for name in panel:
-        color = _COLORS.get(_stage(name) or ("training" if len(panel) > 1 else "validation"), "C0")
+        color = _COLORS[_stage(name) or "training"]
         colors.append(next(others) if color in colors else color)
     return colors
 

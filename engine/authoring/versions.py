@@ -91,8 +91,7 @@ all_gather_single = getattr(_dist, "all_gather_single", None) or _dist.all_gathe
 def clone_of(store: Any) -> Any:
     """Another connection to the same store, for a thread beside the main one, which may be waiting in the first.
 
-    Before 2.8, a store has no ``clone``: what is returned then is without the prefixes of the store, and has one of the
-    launcher's attempt.
+    A store of 2.6 has no ``clone``: the connection then has the launcher's attempt as its prefix, in place of the store's.
     """
     if hasattr(store, "clone"):
         return store.clone()
@@ -141,7 +140,7 @@ def options_of_compile(recompile_limit: int | None) -> dict[str, Any]:
 def usual_recompile_limit() -> int:
     """How many graphs of a function are compiled if nothing else is given."""
     config: Any = torch._dynamo.config
-    return int(config.recompile_limit if hasattr(config, "recompile_limit") else config.cache_size_limit)  # before 2.7
+    return int(config.recompile_limit if hasattr(config, "recompile_limit") else config.cache_size_limit)  # in 2.6
 
 
 @contextmanager

@@ -110,7 +110,7 @@ _TEXTS = {
     "W54": "Predictions are collected from shuffled data, so their order is not that of the dataset.",
     "W55": "After this run, an average of the weights still consists mostly of the initial weights, so the "
     "evaluation is worse than training was.",
-    "W56": "An evaluator that runs by itself measures the last weights instead of their averages (EMA, SWA).",
+    "W56": "An evaluator that runs separately measures the last weights instead of their averages (EMA, SWA).",
     "W57": "An evaluation runs with modules in training mode, or computes dropout. Its metrics may be random, and batch "
     "statistics may change.",
     "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",

@@ -213,7 +213,7 @@ def _beginning(checkpoints: StrPath | None, since: int) -> str | None:
         manifest = read_manifest_or_none(path, files)
         if manifest is not None and manifest["kind"] == "state" and manifest["iteration"] <= since:
             found.append((manifest["iteration"], path))
-    return str(max(found)[1]) if found else None
+    return str(max(found)[1].absolute()) if found else None  # a script may change the working directory
 
 
 def _made_again(compared: Comparison | None, a: _Side, b: _Side, since: int, last: int) -> Bisection:

@@ -1,4 +1,4 @@
-"""The memory of this process, as far as the system tells."""
+"""The memory of this process, where the operating system reports it."""
 
 from __future__ import annotations
 

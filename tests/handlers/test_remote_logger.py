@@ -201,7 +201,7 @@ def test_an_answer_that_is_lost_doubles_nothing(tmp_path: Path) -> None:
     service.answers_lost = 3
     logger = ServiceLogger(service, tmp_path, every="1it")
     engine = trainer(logger, folder=tmp_path)
-    # Asked a second time, the service was told by a sender that knows of the first answer.
+    # The sender retries after it has recorded the failure, so a second request means that the warning is due.
     engine.connect(Events.EPOCH_COMPLETED(once=1), lambda engine: wait_until(lambda: service.answers_lost < 2))
     with pytest.warns(UserWarning, match="the answer was lost"):
         engine.run(DATA, max_epochs=3)

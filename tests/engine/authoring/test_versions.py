@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from signalfire import Engine, Update
 from signalfire.authoring import versions
 from signalfire.authoring.versions import NEEDED, check_torch, clone_of, keys_of, memory_of, precisions_of_products
 from signalfire.handlers import DistributedDataParallel, FullyShardedDataParallel
 from tests.kit import free_port
+from tests.processes import run_together
 
 
 def test_a_handler_that_needs_a_newer_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +28,22 @@ def test_a_handler_that_needs_a_newer_torch_is_refused_by_name(monkeypatch: pyte
     ):
         check_torch(FullyShardedDataParallel())
     check_torch(DistributedDataParallel())
+
+
+def refused_by_an_older_torch() -> str:
+    vars(versions)["TORCH"] = (2, 12)
+    update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
+    engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+    engine.attach(FullyShardedDataParallel(timeout=60.0))
+    with pytest.raises(RuntimeError) as caught:
+        engine.run([(torch.ones(2, 2), torch.ones(2, 1))], max_epochs=1)
+    return str(caught.value)
+
+
+@pytest.mark.moderate
+def test_several_processes_refuse_it_before_the_first_step() -> None:
+    for message in run_together(refused_by_an_older_torch, 2):
+        assert message.startswith("FullyShardedDataParallel needs torch 2.13 or newer")
 
 
 def test_each_handler_that_needs_a_newer_torch_is_one() -> None:

@@ -235,7 +235,7 @@ def test_the_others_report_the_error_of_one_that_ended(root: Path, case: str) ->
         assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
-@needs_torch(2, 13, why="a store that tells its keys, to end the collectives of the others")
+@needs_torch(2, 13, why="list_keys() of a store, to end the collectives of the others")
 @pytest.mark.moderate
 @of("raises and lives")
 def test_the_others_are_brought_out_of_the_collective(root: Path, case: str) -> None:
@@ -271,7 +271,7 @@ def test_one_that_was_killed_is_noticed_at_once(root: Path, case: str) -> None:
         assert found.reported(rank)["explained"] - found.happened < FOREVER / 2
 
 
-@needs_torch(2, 13, why="a store that tells its keys, to end the collectives of the others")
+@needs_torch(2, 13, why="list_keys() of a store, to end the collectives of the others")
 @pytest.mark.moderate
 @of("is stopped")
 def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -> None:
@@ -287,7 +287,7 @@ def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -
         assert lines[0].startswith("the store of the process group does not answer")
 
 
-@needs_torch(2, 13, why="a store that tells its keys, to end the collectives of the others")
+@needs_torch(2, 13, why="list_keys() of a store, to end the collectives of the others")
 @pytest.mark.moderate
 @of("hangs")
 def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) -> None:
