@@ -43,6 +43,7 @@ class Service:
         self.parameters: dict[str, dict[str, Any]] = {}
         self.fails: Exception | None = None
         self.answers_lost = 0  # so many times the items are stored, and the request fails all the same
+        self.lost_at: list[int] = []  # at which requests
         self.requests = 0
         self.gate = threading.Event()
         self.gate.set()
@@ -83,6 +84,7 @@ class ServiceLogger(RemoteLogger):
                 self.service.runs[self.id].append((name, item.iteration, value if item.kind == "numbers" else None))
         if self.service.answers_lost:
             self.service.answers_lost -= 1
+            self.service.lost_at.append(self.service.requests)
             raise ConnectionError("the answer was lost")
 
     def stored(self, run_id: str, after: int) -> Iterable[Stored]:

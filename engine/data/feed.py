@@ -15,6 +15,8 @@ from .source import DataError, Source
 from .streamed import END, inner
 
 if TYPE_CHECKING:
+    from weakref import ref
+
     from ..core.state import State
     from ..engine import Engine
 
@@ -43,7 +45,7 @@ class Feed(PlainFeed):
         self.has_data = self.one_batch = False
         self.epoch_end = 0
         self.made_with_other_data = 0
-        self.versions: dict[int, int] | None = None
+        self.versions: list[tuple[ref[Tensor], int]] | None = None
         self.contents: list[Any] = []
 
     @property

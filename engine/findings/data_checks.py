@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -189,12 +190,12 @@ def note_batches(engine: Engine) -> None:
         engine.feed.versions = _versions(engine.feed.current.data)
 
 
-def _versions(data: Any) -> dict[int, int] | None:
-    """How often each tensor of a list of batches was changed in place; None for other data."""
+def _versions(data: Any) -> list[tuple[ref[Tensor], int]] | None:
+    """The tensors of a list of batches, and how often each was changed in place; None for other data."""
     if not is_plain(data) or len(data) > _MOST_BATCHES:
         return None
     tensors = _plain_tensors(data)
-    return None if any(torch.is_inference(one) for one in tensors) else {id(one): one._version for one in tensors}
+    return None if any(torch.is_inference(one) for one in tensors) else [(ref(one), one._version) for one in tensors]
 
 
 def _plain_tensors(value: Any) -> list[Tensor]:
@@ -218,8 +219,9 @@ def _check_versions(engine: Engine) -> None:
     """Report batches of a list that were changed in place during the first epoch of the run."""
     feed = engine.feed
     if feed.versions is not None and feed.current.given is feed.current.data:
-        now = _versions(feed.current.data) or {}  # where batches were replaced, there are others
-        if any(now.get(one, version) != version for one, version in feed.versions.items()):
+        held = {id(one) for one in _plain_tensors(feed.current.data)}  # where batches were replaced, there are others
+        tensors = [(one(), version) for one, version in feed.versions]
+        if any(one is not None and id(one) in held and one._version != version for one, version in tensors):
             engine.findings.report(
                 "W28",
                 "the batches of the data were changed in place, so the next epoch reads the changed ones",

@@ -201,8 +201,11 @@ def test_an_answer_that_is_lost_doubles_nothing(tmp_path: Path) -> None:
     service.answers_lost = 3
     logger = ServiceLogger(service, tmp_path, every="1it")
     engine = trainer(logger, folder=tmp_path)
-    # The sender retries after it has recorded the failure, so a second request means that the warning is due.
-    engine.connect(Events.EPOCH_COMPLETED(once=1), lambda engine: wait_until(lambda: service.answers_lost < 2))
+
+    def ask_again(engine: Engine) -> None:
+        wait_until(lambda: service.lost_at and service.requests > service.lost_at[0])  # by then the failure is noted
+
+    engine.connect(Events.EPOCH_COMPLETED(once=1), ask_again)
     with pytest.warns(UserWarning, match="the answer was lost"):
         engine.run(DATA, max_epochs=3)
     assert run_of(service, logger) == rows_of_csv(tmp_path / "log.csv")

@@ -180,6 +180,24 @@ def test_batches_that_are_replaced_or_changed_before_the_first_are_not_changed_b
     assert not engine.findings.of_run().of("W28")
 
 
+def test_a_batch_that_lies_where_a_replaced_one_was_is_not_a_changed_one() -> None:
+    data: list[Any] = [list(batch) for batch in batches(2)]
+    engine = build(linear(5, 1))
+
+    def replace(engine: Engine) -> None:
+        replaced = id(data[0][1])
+        data[0][1] = None
+        kept = [torch.zeros(4, 1)]
+        while id(kept[-1]) != replaced and len(kept) < 10_000:
+            kept.append(torch.zeros(4, 1))
+        assert id(kept[-1]) == replaced
+        data[0][1] = kept[-1].add_(1.0)
+
+    engine.connect(Events.ITERATION_COMPLETED(once=2), replace)
+    engine.run(data, max_epochs=2)
+    assert not engine.findings.of_run().of("W28")
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_function_that_collects_batches_first_may_return_a_loss_later(whole: bool) -> None:
     collected: list[Any] = []
