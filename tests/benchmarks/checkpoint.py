@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import figures
 import torch
 from torch import nn
 
@@ -242,4 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)

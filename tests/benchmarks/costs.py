@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import figures
 import processes
 import torch
 import torch.nn.functional as F
@@ -230,4 +231,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)

@@ -38,9 +38,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import figures
 from adapters.items import ITEMS, Item
 from adapters.process import Framework
-from figures import record
 
 FRAMEWORKS = (
     "bare", "signalfire", "ignite", "lightning", "accelerate", "pytorch_accelerated", "transformers_trainer", "torchtnt",
@@ -118,13 +118,12 @@ def summary(measured: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[st
     }
 
 
-def main() -> None:
+def main() -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--items", default=",".join(ITEMS), metavar="NAME[,NAME]")
     parser.add_argument("--frameworks", default=",".join(FRAMEWORKS), metavar="NAME[,NAME]")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write all that was measured")
-    parser.add_argument("--record", action="store_true", help="put the medians into the file of figures")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="where to draw it")
     arguments = parser.parse_args()
     items, chosen = arguments.items.split(","), arguments.frameworks.split(",")
@@ -149,13 +148,12 @@ def main() -> None:
         show(ITEMS[name], measured[name])
         if arguments.json:
             arguments.json.write_text(json.dumps({"machine": machine, "items": measured}, indent=1))
-    if arguments.record:
-        record("frameworks", {"rounds": arguments.rounds, "versions": versions, "items": summary(measured)})
     if arguments.plot:
         from adapters.picture import draw  # matplotlib is needed for nothing else
 
         draw(measured, arguments.plot)
+    return {"rounds": arguments.rounds, "versions": versions, "items": summary(measured)}
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)

@@ -16,6 +16,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import figures
 import torch
 from torch import Tensor, nn
 
@@ -156,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)

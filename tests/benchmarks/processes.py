@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import figures
 import slow_network
 import torch
 import torch.distributed as dist
@@ -350,4 +351,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)

@@ -15,6 +15,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
+import figures
 import torch
 from watching import ROUND, cnn, rounds, tiny, with_nothing
 
@@ -45,4 +46,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)

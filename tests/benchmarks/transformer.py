@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import figures
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -231,10 +232,10 @@ def main() -> None:
     for name in variants:
         print(f"{name:16}{spread(times[name])}")
     ratios = [mine / bare for bare, mine in zip(*times.values(), strict=True)]
-    print(f"{'ratio':16}{spread(ratios)} (limit: {AIM})")
+    print(f"{'ratio':16}{spread(ratios)}")
     if device.type == "cpu":
         compare(reference, model, "in the end")
 
 
 if __name__ == "__main__":
-    main()
+    figures.run(main)
