@@ -1,14 +1,18 @@
-"""What does each handler contribute? A leave-one-out study of a network on MNIST-1D, over eight seeds.
+"""What does each handler contribute? A leave-one-out study of a network on MNIST-1D,
+over eight seeds.
 
-    python examples/ablation.py                      # 48 runs of 1,200 steps in two processes: a few minutes
+    # 48 runs of 1,200 steps in two processes: a few minutes
+    python examples/ablation.py
     python examples/ablation.py --seeds 3 --epochs 2
-    python examples/ablation.py --seeds 12           # later: runs only the four new seeds
+    python examples/ablation.py --seeds 12  # later: runs only the four new seeds
 
-A one-cycle learning rate, an EMA of the weights, mixup, label smoothing and gradient clipping are disabled one at a time. All
-runs with the same seed have the same initial weights, data order and random draws. Finished runs are stored in the folder, so
-an interrupted study resumes.
+A one-cycle learning rate, an EMA of the weights, mixup, label smoothing and gradient
+clipping are disabled one at a time. All runs with the same seed have the same initial
+weights, data order and random draws. Finished runs are stored in the folder, so an
+interrupted study resumes.
 
-Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), https://arxiv.org/abs/2011.14439
+Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024),
+https://arxiv.org/abs/2011.14439
 """
 
 from __future__ import annotations
@@ -44,8 +48,12 @@ SEEDS, EPOCHS, BATCH, RATE = 8, 30, 100, 1e-2
 def load_data() -> tuple[TensorDataset, TensorDataset]:
     """4,000 training samples and 1,000 test samples; generated once per process."""
     data = make_dataset(get_dataset_args())
-    train = TensorDataset(torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"]))
-    return train, TensorDataset(torch.tensor(data["x_test"], dtype=torch.float32), torch.tensor(data["y_test"]))
+    train = TensorDataset(
+        torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"])
+    )
+    return train, TensorDataset(
+        torch.tensor(data["x_test"], dtype=torch.float32), torch.tensor(data["y_test"])
+    )
 
 
 def build_model() -> nn.Module:
@@ -59,8 +67,12 @@ def build_model() -> nn.Module:
     )  # fmt: skip
 
 
-def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], object]]:
-    """The trainer for one seed, and a function that runs it. The study calls it for each run, in a worker process."""
+def build(
+    seed: int, *, epochs: int = EPOCHS
+) -> tuple[Engine, Callable[[Engine], object]]:
+    """The trainer for one seed, and a function that runs it. The study calls it for
+    each run, in a worker process.
+    """
     train_data, test_data = load_data()
     seed_everything(seed)
     model = build_model()
@@ -69,7 +81,9 @@ def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine]
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
         Validation(
-            DataLoader(test_data, batch_size=1000), accuracy=Accuracy(), every=f"{epochs}ep"
+            DataLoader(test_data, batch_size=1000),
+            accuracy=Accuracy(),
+            every=f"{epochs}ep",
         ),  # once, at the end
         LRScheduling(partial(OneCycleLR, max_lr=RATE)),
         EMA(0.99),
@@ -82,11 +96,30 @@ def build(seed: int, *, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the contribution of each handler in a leave-one-out study.")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds per variant (default: {SEEDS})")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of 40 steps (default: {EPOCHS})")
-    parser.add_argument("--workers", type=int, default=2, help="number of worker processes (default: 2)")
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "ablation", help="folder of the results")
+    parser = argparse.ArgumentParser(
+        description="Measure the contribution of each handler in a leave-one-out study."
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        help=f"number of seeds per variant (default: {SEEDS})",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=EPOCHS,
+        help=f"epochs of 40 steps (default: {EPOCHS})",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="number of worker processes (default: 2)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs") / "ablation",
+        help="folder of the results",
+    )
     arguments = parser.parse_args()
     for name in ("seeds", "epochs", "workers"):
         if getattr(arguments, name) < 1:

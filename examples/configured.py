@@ -1,7 +1,9 @@
-"""A training whose configuration is a dataclass, filled by plain argparse, stored with every checkpoint, and read back.
+"""A training whose configuration is a dataclass, filled by plain argparse, stored with
+every checkpoint, and read back.
 
     python examples/configured.py --lr 3e-3 --hidden 64 32
-    python examples/configured.py --continue-from runs/configured     # with the stored configuration
+    # with the stored configuration
+    python examples/configured.py --continue-from runs/configured
 
 Muon trains the matrices of the network, AdamW the rest, at one step.
 """
@@ -21,7 +23,13 @@ from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from signalfire import Engine, Update, groups, seed_everything
-from signalfire.handlers import Accuracy, Checkpoint, GradientClipping, LRScheduling, Validation
+from signalfire.handlers import (
+    Accuracy,
+    Checkpoint,
+    GradientClipping,
+    LRScheduling,
+    Validation,
+)
 
 
 @dataclass
@@ -38,15 +46,25 @@ class Config:
 
 
 def from_arguments() -> Config:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--continue-from", type=Path, help="the folder of an earlier run, whose configuration is used")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--continue-from",
+        type=Path,
+        help="the folder of an earlier run, whose configuration is used",
+    )
     for one in fields(Config):
         kind = type(getattr(Config(), one.name))
         if kind is list:
             parser.add_argument(f"--{one.name}", type=int, nargs="+")
         else:
             parser.add_argument(f"--{one.name.replace('_', '-')}", type=kind)
-    given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
+    given = {
+        name: value
+        for name, value in vars(parser.parse_args()).items()
+        if value is not None
+    }
     if (earlier := given.pop("continue_from", None)) is not None:
         given = Checkpoint.hyperparameters(earlier, **given)
         given["folder"] = Path(given["folder"])
@@ -55,12 +73,23 @@ def from_arguments() -> Config:
 
 def load_batches(
     config: Config,
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[
+    list[tuple[torch.Tensor, torch.Tensor]], list[tuple[torch.Tensor, torch.Tensor]]
+]:
     digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    x, y = (
+        torch.tensor(digits.data, dtype=torch.float32) / 16,
+        torch.tensor(digits.target),
+    )
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     x, y = x[order], y[order]
-    train = list(zip(x[:1400].split(config.batch_size), y[:1400].split(config.batch_size), strict=True))
+    train = list(
+        zip(
+            x[:1400].split(config.batch_size),
+            y[:1400].split(config.batch_size),
+            strict=True,
+        )
+    )
     return train, [(x[1400:], y[1400:])]
 
 
@@ -73,8 +102,13 @@ def main() -> None:
     model = nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
     update = Update.supervised(
         F.cross_entropy,
-        {"matrices": partial(torch.optim.Muon, lr=config.muon_lr), "rest": partial(torch.optim.AdamW, lr=config.lr)},
-        parameters=lambda engine: groups(engine.model, {"matrices": lambda name, p: p.dim() == 2, "rest": "*"}),
+        {
+            "matrices": partial(torch.optim.Muon, lr=config.muon_lr),
+            "rest": partial(torch.optim.AdamW, lr=config.lr),
+        },
+        parameters=lambda engine: groups(
+            engine.model, {"matrices": lambda name, p: p.dim() == 2, "rest": "*"}
+        ),
     )
     trainer = Engine(update, model=model, seed=config.seed)
     train, test = load_batches(config)
@@ -85,7 +119,10 @@ def main() -> None:
         Checkpoint(config.folder, hyperparameters=config),
     )
     state = trainer.run(train, max_epochs=config.epochs)
-    print(f"accuracy {state.metrics['val_accuracy']:.1%} with {Checkpoint.hyperparameters(config.folder)}")
+    print(
+        f"accuracy {state.metrics['val_accuracy']:.1%} with "
+        f"{Checkpoint.hyperparameters(config.folder)}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""Find the learning rate and the batch size of the convolutional network of MNIST-1D, before training it.
+"""Find the learning rate and the batch size of the convolutional network of MNIST-1D,
+before training it.
 
-    python examples/finders.py                       # a minute on one core; writes learning_rate.png
-    python examples/finders.py --rates 0.1 1 10      # multiples of the rate to train with
+    python examples/finders.py  # a minute on one core; writes learning_rate.png
+    python examples/finders.py --rates 0.1 1 10  # multiples of the rate to train with
 
-The sweep and the trials leave no trace: the trainings that follow are the same without them. Each multiple of the suggested
-rate is trained for 1,000 steps from the same weights, and evaluated on the test samples.
+The sweep and the trials leave no trace: the trainings that follow are the same without
+them. Each multiple of the suggested rate is trained for 1,000 steps from the same
+weights, and evaluated on the test samples.
 
-Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), https://arxiv.org/abs/2011.14439;
-Smith, "Cyclical Learning Rates for Training Neural Networks" (WACV 2017), for the sweep.
+Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024),
+https://arxiv.org/abs/2011.14439; Smith, "Cyclical Learning Rates for Training Neural
+Networks" (WACV 2017), for the sweep.
 """
 
 from __future__ import annotations
@@ -34,7 +37,9 @@ def load_data() -> tuple[TensorDataset, TensorDataset]:
 
     def part(name: str) -> TensorDataset:
         y = "y" if name == "x" else "y_test"
-        return TensorDataset(torch.from_numpy(made[name]).float(), torch.from_numpy(made[y]))
+        return TensorDataset(
+            torch.from_numpy(made[name]).float(), torch.from_numpy(made[y])
+        )
 
     return part("x"), part("x_test")
 
@@ -49,31 +54,63 @@ def build(seed: int, rate: float) -> Engine:
         nn.Conv1d(25, 25, 3, stride=2, padding=1), nn.ReLU(),
         nn.Flatten(), nn.Linear(125, 10),
     )  # fmt: skip
-    return Engine(Update.supervised(F.cross_entropy, torch.optim.Adam, lr=rate), model=model, seed=seed)
+    return Engine(
+        Update.supervised(F.cross_entropy, torch.optim.Adam, lr=rate),
+        model=model,
+        seed=seed,
+    )
 
 
-def accuracy_of(seed: int, rate: float, train: TensorDataset, test: TensorDataset) -> float:
+def accuracy_of(
+    seed: int, rate: float, train: TensorDataset, test: TensorDataset
+) -> float:
     """The accuracy on the test samples after a training with this rate, in percent."""
     engine = build(seed, rate)
-    engine.attach(Validation(DataLoader(test, batch_size=500), accuracy=Accuracy(), every=f"{STEPS}st"))
-    state = engine.run(DataLoader(train, batch_size=BATCH, shuffle=True), max_steps=STEPS)
+    engine.attach(
+        Validation(
+            DataLoader(test, batch_size=500), accuracy=Accuracy(), every=f"{STEPS}st"
+        )
+    )
+    state = engine.run(
+        DataLoader(train, batch_size=BATCH, shuffle=True), max_steps=STEPS
+    )
     return 100 * float(state.metrics["val_accuracy"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Find a learning rate and a batch size, and train with them.")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 1.0, 10.0], help="multiples of the suggestion")
+    parser = argparse.ArgumentParser(
+        description="Find a learning rate and a batch size, and train with them."
+    )
+    parser.add_argument(
+        "--rates",
+        type=float,
+        nargs="+",
+        default=[0.1, 1.0, 10.0],
+        help="multiples of the suggestion",
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("."), help="where the picture is written")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("."), help="where the picture is written"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     train, test = load_data()
     engine = build(arguments.seed, 1e-3)
 
-    curve = find_learning_rate(engine, DataLoader(train, batch_size=BATCH, shuffle=True), low=1e-5, high=1.0, steps=40)
+    curve = find_learning_rate(
+        engine,
+        DataLoader(train, batch_size=BATCH, shuffle=True),
+        low=1e-5,
+        high=1.0,
+        steps=40,
+    )
     print(curve)
     curve.plot(arguments.folder / "learning_rate.png")
-    print(find_batch_size(engine, partial(DataLoader, train, shuffle=True), start=50, maximum=1600))
+    print(
+        find_batch_size(
+            engine, partial(DataLoader, train, shuffle=True), start=50, maximum=1600
+        )
+    )
     for multiple in arguments.rates:
         rate = multiple * curve.suggestion()
         accuracy = accuracy_of(arguments.seed, rate, train, test)

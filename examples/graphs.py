@@ -1,14 +1,17 @@
-"""Classify graphs with PyTorch Geometric: which of two small shapes is hidden in a random graph, a house or a ring of five nodes?
+"""Classify graphs with PyTorch Geometric: which of two small shapes is hidden in a
+random graph, a house or a ring of five nodes?
 
-    python examples/graphs.py                # half a minute on one core; needs torch_geometric
+    python examples/graphs.py  # half a minute on one core; needs torch_geometric
 
-PyTorch Geometric makes the graphs itself (Barabasi-Albert graphs of 20 nodes, to which one of the shapes is attached), so that
-nothing is downloaded. Its loader joins several graphs to one large graph, a `Batch`, which the engine takes as it is:
-`samples="num_graphs"` counts graphs, not nodes. All nodes have the same feature, so that only the connections tell the shapes
-apart.
+PyTorch Geometric makes the graphs itself (Barabasi-Albert graphs of 20 nodes, to which
+one of the shapes is attached), so that nothing is downloaded. Its loader joins several
+graphs to one large graph, a `Batch`, which the engine takes as it is:
+`samples="num_graphs"` counts graphs, not nodes. All nodes have the same feature, so
+that only the connections tell the shapes apart.
 
-Source: Luo et al., "Parameterized Explainer for Graph Neural Network" (NeurIPS 2020), for the data, BA-2motifs; Xu et al., "How
-Powerful are Graph Neural Networks?" (ICLR 2019), for the network.
+Source: Luo et al., "Parameterized Explainer for Graph Neural Network" (NeurIPS 2020),
+for the data, BA-2motifs; Xu et al., "How Powerful are Graph Neural Networks?" (ICLR
+2019), for the network.
 """
 
 from __future__ import annotations
@@ -31,15 +34,26 @@ from signalfire.handlers import EMA, Accuracy, LRScheduling, ProgressBar, Valida
 
 
 class Network(nn.Module):
-    """Three rounds in which each node adds up its neighbors; then the sum over the nodes of a graph."""
+    """Three rounds in which each node adds up its neighbors; then the sum over the
+    nodes of a graph.
+    """
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()
         self.rounds = nn.ModuleList(
-            GINConv(nn.Sequential(nn.Linear(inputs, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, width)))
+            GINConv(
+                nn.Sequential(
+                    nn.Linear(inputs, width),
+                    nn.BatchNorm1d(width),
+                    nn.ReLU(),
+                    nn.Linear(width, width),
+                )
+            )
             for inputs in (1, width, width)
         )
-        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+        self.head = nn.Sequential(
+            nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2)
+        )
 
     def forward(self, x: Tensor, edge_index: Tensor, batch: Tensor) -> Tensor:
         for one in self.rounds:
@@ -52,7 +66,9 @@ def graphs(number: int) -> list[Any]:
     """As many graphs with a house (class 0) as with a ring (class 1)."""
     found = []
     for label, motif in enumerate((HouseMotif(), CycleMotif(5))):
-        for graph in ExplainerDataset(BAGraph(20, 1), motif, num_motifs=1, num_graphs=number // 2):
+        for graph in ExplainerDataset(
+            BAGraph(20, 1), motif, num_motifs=1, num_graphs=number // 2
+        ):
             graph.x, graph.y = torch.ones(graph.num_nodes, 1), torch.tensor([label])
             found.append(graph)
     return found
@@ -86,7 +102,10 @@ def main() -> None:
         ProgressBar(),
     )
     trainer.run(DataLoader(training, 50, shuffle=True), max_epochs=arguments.epochs)
-    print(f"{len(training)} graphs: accuracy {trainer.state.metrics['val_accuracy']:.1%} on {len(held_out)} others")
+    print(
+        f"{len(training)} graphs: accuracy {trainer.state.metrics['val_accuracy']:.1%} "
+        f"on {len(held_out)} others"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""A training that Hydra composes and overrides: optimizer and schedule are targets of its configuration.
+"""A training that Hydra composes and overrides: optimizer and schedule are targets of
+its configuration.
 
-    python examples/hydra_config.py                                       # needs: pip install hydra-core
+    python examples/hydra_config.py  # needs: pip install hydra-core
     python examples/hydra_config.py optimizer.lr=0.3 epochs=3 'hidden=[128]'
 
 The configuration is stored with every checkpoint, with interpolations resolved.
@@ -51,7 +52,9 @@ class Config:
     folder: str = MISSING
 
 
-ConfigStore.instance().store(name="config", node=Config(folder="${hydra:runtime.output_dir}/checkpoints"))
+ConfigStore.instance().store(
+    name="config", node=Config(folder="${hydra:runtime.output_dir}/checkpoints")
+)
 
 
 @hydra.main(version_base="1.3", config_path=None, config_name="config")
@@ -61,18 +64,31 @@ def main(config: DictConfig) -> None:
     sizes = [64, *config.hidden]
     layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
     model = nn.Sequential(*layers, nn.Linear(sizes[-1], 10))
-    # Both are functools.partial objects, which is what an Update and LRScheduling take: the run completes their arguments.
-    trainer = Engine(Update.supervised(F.cross_entropy, instantiate(config.optimizer)), model=model, seed=config.seed)
+    # Both are functools.partial objects, which is what an Update and LRScheduling take:
+    # the run completes their arguments.
+    trainer = Engine(
+        Update.supervised(F.cross_entropy, instantiate(config.optimizer)),
+        model=model,
+        seed=config.seed,
+    )
     trainer.attach(
         LRScheduling(instantiate(config.schedule)),
         Metrics(accuracy=Accuracy()),
         Checkpoint(config.folder, hyperparameters=config),
     )
     digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    state = trainer.run(list(zip(x.split(32), y.split(32), strict=True)), max_epochs=config.epochs)
+    x, y = (
+        torch.tensor(digits.data, dtype=torch.float32) / 16,
+        torch.tensor(digits.target),
+    )
+    state = trainer.run(
+        list(zip(x.split(32), y.split(32), strict=True)), max_epochs=config.epochs
+    )
     stored = Checkpoint.hyperparameters(config.folder)
-    print(f"accuracy {state.metrics['accuracy']:.1%}, max_lr {stored['schedule']['max_lr']}, hidden {stored['hidden']}")
+    print(
+        f"accuracy {state.metrics['accuracy']:.1%}, max_lr "
+        f"{stored['schedule']['max_lr']}, hidden {stored['hidden']}"
+    )
 
 
 if __name__ == "__main__":

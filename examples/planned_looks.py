@@ -1,18 +1,24 @@
-"""What do the handlers of `main.py` that change the training contribute? Twenty seeds at most, looked at four times.
+"""What do the handlers of `main.py` that change the training contribute? Twenty seeds
+at most, looked at four times.
 
-    python examples/planned_looks.py                 # at most 80 runs of 400 steps in two processes: some minutes
+    # at most 80 runs of 400 steps in two processes: some minutes
+    python examples/planned_looks.py
     python examples/planned_looks.py --steps 1000
 
-The convolutional network of `main.py` is trained with a one-cycle schedule. Gradient accumulation, gradient clipping and the
-schedule are disabled one at a time; without accumulation, a step sees a batch of 25 samples instead of 100. The seed draws the
-initial weights. The report compares after 7, 10, 14 and 20 seeds; a variant that is found to differ at one of these looks needs
-no more runs. Over all looks and variants, a difference that does not exist is found in at most 5 % of such studies.
+The convolutional network of `main.py` is trained with a one-cycle schedule. Gradient
+accumulation, gradient clipping and the schedule are disabled one at a time; without
+accumulation, a step sees a batch of 25 samples instead of 100. The seed draws the
+initial weights. The report compares after 7, 10, 14 and 20 seeds; a variant that is
+found to differ at one of these looks needs no more runs. Over all looks and variants, a
+difference that does not exist is found in at most 5 % of such studies.
 
-With the defaults, two variants are decided at the first look, so that 54 of 80 runs are made. Without accumulation the accuracy
-falls by 15.6 percentage points (95 % interval 13.0 to 18.4). Without the schedule it rises by 4.0 (0.6 to 7.3): 400 steps are
-few, and one cycle ends with small rates. Clipping at a norm of 5 never acts.
+With the defaults, two variants are decided at the first look, so that 54 of 80 runs are
+made. Without accumulation the accuracy falls by 15.6 percentage points (95 % interval
+13.0 to 18.4). Without the schedule it rises by 4.0 (0.6 to 7.3): 400 steps are few, and
+one cycle ends with small rates. Clipping at a norm of 5 never acts.
 
-Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024), https://arxiv.org/abs/2011.14439
+Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024),
+https://arxiv.org/abs/2011.14439
 """
 
 from __future__ import annotations
@@ -39,23 +45,50 @@ def load_data() -> tuple[DataLoader[Any], DataLoader[Any]]:
     return loaders
 
 
-def build(seed: int, *, steps: int = STEPS) -> tuple[Engine, Callable[[Engine], object]]:
-    """The trainer of `main.py` for one seed, and a function that runs it. What writes files is disabled by the study."""
+def build(
+    seed: int, *, steps: int = STEPS
+) -> tuple[Engine, Callable[[Engine], object]]:
+    """The trainer of `main.py` for one seed, and a function that runs it. What writes
+    files is disabled by the study.
+    """
     train_data, test_data = load_data()
     trainer = example.build(
-        "cnn", seed=seed, folder=Path("runs"), schedule="onecycle", evaluate_every=steps, test_data=test_data
+        "cnn",
+        seed=seed,
+        folder=Path("runs"),
+        schedule="onecycle",
+        evaluate_every=steps,
+        test_data=test_data,
     )
     return trainer, lambda engine: engine.run(train_data, max_steps=steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Leave out the handlers of main.py, with planned looks at the results."
+        description="Leave out the handlers of main.py, with planned looks."
     )
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"optimizer steps of a run (default: {STEPS})")
-    parser.add_argument("--looks", type=int, nargs="+", default=LOOKS, help="numbers of seeds at each look")
-    parser.add_argument("--workers", type=int, default=2, help="number of worker processes (default: 2)")
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "planned_looks", help="folder of the results")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help=f"optimizer steps of a run (default: {STEPS})",
+    )
+    parser.add_argument(
+        "--looks",
+        type=int,
+        nargs="+",
+        default=LOOKS,
+        help="numbers of seeds at each look",
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, help="number of worker processes (default: 2)"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs") / "planned_looks",
+        help="folder of the results",
+    )
     arguments = parser.parse_args()
     for name in ("steps", "workers"):
         if getattr(arguments, name) < 1:
@@ -68,7 +101,9 @@ def main() -> None:
         looks=arguments.looks,
         store=arguments.folder / "runs.jsonl",
     )
-    design = LeaveOneOut(["gradient_accumulation", "gradient_clipping", "lr_scheduling"])
+    design = LeaveOneOut(
+        ["gradient_accumulation", "gradient_clipping", "lr_scheduling"]
+    )
     print(study.plan(design))
 
     report = study.run(design, workers=arguments.workers)

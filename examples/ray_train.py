@@ -1,10 +1,12 @@
-"""Train with Ray Train, which starts the processes and connects them, on one machine or on a cluster.
+"""Train with Ray Train, which starts the processes and connects them, on one machine or
+on a cluster.
 
     pip install "ray[train]"
     python examples/ray_train.py --workers 2
 
-`TorchTrainer` calls the function below in each of its workers, in a process group of torch.distributed. DistributedDataParallel
-takes that group as it is: the engine is that of any other script. A run that Ray restarts continues from the newest checkpoint.
+`TorchTrainer` calls the function below in each of its workers, in a process group of
+torch.distributed. DistributedDataParallel takes that group as it is: the engine is that
+of any other script. A run that Ray restarts continues from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import Accuracy, Average, Checkpoint, DistributedDataParallel, Metrics, Seeding
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    Checkpoint,
+    DistributedDataParallel,
+    Metrics,
+    Seeding,
+)
 
 
 def train(options: dict[str, Any]) -> None:
@@ -45,10 +54,18 @@ def train(options: dict[str, Any]) -> None:
 
     @engine.on(Events.EPOCH_COMPLETED)
     def report(engine: Engine) -> None:
-        ray_train.report({"epoch": engine.state.epoch, **{name: float(v) for name, v in engine.state.metrics.items()}})
+        ray_train.report(
+            {
+                "epoch": engine.state.epoch,
+                **{name: float(v) for name, v in engine.state.metrics.items()},
+            }
+        )
 
     batch = 64 // engine.processes.world_size
-    engine.run(DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True), max_epochs=options["epochs"])
+    engine.run(
+        DataLoader(TensorDataset(x, y), batch_size=batch, shuffle=True),
+        max_epochs=options["epochs"],
+    )
     engine.processes.print(
         f"{engine.processes.world_size} workers, {engine.state.iteration} steps: "
         f"accuracy {100 * float(engine.state.metrics['train_accuracy']):.1f} %"
@@ -59,7 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train with Ray Train.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--folder", type=Path, default=Path("runs/ray"), help="one that all machines see")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/ray"),
+        help="one that all machines see",
+    )
     parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
     options = parser.parse_args()
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -70,7 +92,11 @@ def main() -> None:
         train,
         train_loop_config={"folder": folder, "epochs": options.epochs},
         scaling_config=ScalingConfig(num_workers=options.workers, use_gpu=options.gpu),
-        run_config=RunConfig(name="signalfire", storage_path=folder, failure_config=FailureConfig(max_failures=3)),
+        run_config=RunConfig(
+            name="signalfire",
+            storage_path=folder,
+            failure_config=FailureConfig(max_failures=3),
+        ),
     )
     trainer.fit()
 

@@ -1,10 +1,12 @@
-"""Search hyperparameters with Ray Tune, whose scheduler ends the trials that lag behind; a search that was killed continues.
+"""Search hyperparameters with Ray Tune, whose scheduler ends the trials that lag
+behind; a search that was killed continues.
 
     pip install "ray[tune]"
     python examples/ray_tune.py
 
-A trial is an engine: `run`, called again with a larger bound, continues. ENDED was emitted for a trial that is ended, paused or
-moved to another machine, and its state is that of a checkpoint.
+A trial is an engine: `run`, called again with a larger bound, continues. ENDED was
+emitted for a trial that is ended, paused or moved to another machine, and its state is
+that of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,16 +29,23 @@ from signalfire.handlers import Accuracy, Seeding, Validation
 
 def digits(first: int, last: int, **options: Any) -> DataLoader[Any]:
     images, labels = load_digits(return_X_y=True)
-    x, y = torch.tensor(images[first:last], dtype=torch.float32) / 16, torch.tensor(labels[first:last])
+    x, y = (
+        torch.tensor(images[first:last], dtype=torch.float32) / 16,
+        torch.tensor(labels[first:last]),
+    )
     return DataLoader(TensorDataset(x, y), **options)
 
 
 def build(rate: float, width: int) -> Engine:
     seed_everything(0)
     model = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
-    update = Update.supervised(nn.functional.cross_entropy, torch.optim.SGD, lr=rate, momentum=0.9)
+    update = Update.supervised(
+        nn.functional.cross_entropy, torch.optim.SGD, lr=rate, momentum=0.9
+    )
     trainer = Engine(update, model=model, seed=0)
-    trainer.attach(Seeding(), Validation(digits(1000, 1400, batch_size=400), accuracy=Accuracy()))
+    trainer.attach(
+        Seeding(), Validation(digits(1000, 1400, batch_size=400), accuracy=Accuracy())
+    )
     return trainer
 
 
@@ -63,21 +72,35 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # its types are not looked a
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Search with Ray Tune.")
-    parser.add_argument("--epochs", type=int, default=9, help="of the trials that are not ended before")
-    parser.add_argument("--folder", type=Path, default=Path("runs/ray_tune"), help="one that all machines see")
+    parser.add_argument(
+        "--epochs", type=int, default=9, help="of the trials that are not ended before"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs/ray_tune"),
+        help="one that all machines see",
+    )
     options = parser.parse_args()
 
     folder = os.path.abspath(options.folder)
     if tune.Tuner.can_restore(f"{folder}/search"):
-        tuner = tune.Tuner.restore(f"{folder}/search", Trial, resume_unfinished=True, restart_errored=True)
+        tuner = tune.Tuner.restore(
+            f"{folder}/search", Trial, resume_unfinished=True, restart_errored=True
+        )
     else:
         tuner = tune.Tuner(
             Trial,
-            param_space={"rate": tune.grid_search([1e-3, 1e-2, 1e-1]), "width": tune.grid_search([16, 128])},
+            param_space={
+                "rate": tune.grid_search([1e-3, 1e-2, 1e-1]),
+                "width": tune.grid_search([16, 128]),
+            },
             tune_config=tune.TuneConfig(
                 metric="val_accuracy",
                 mode="max",
-                scheduler=tune.schedulers.AsyncHyperBandScheduler(max_t=options.epochs, reduction_factor=3),
+                scheduler=tune.schedulers.AsyncHyperBandScheduler(
+                    max_t=options.epochs, reduction_factor=3
+                ),
             ),
             run_config=tune.RunConfig(
                 name="search",
@@ -92,7 +115,10 @@ def main() -> None:
     best = results.get_best_result("val_accuracy", "max")
     epochs = [result.metrics["training_iteration"] for result in results]
     accuracy = best.metrics["val_accuracy"]
-    print(f"{len(epochs)} trials of {min(epochs)} to {max(epochs)} epochs: {accuracy:.1%} with {best.config}")
+    print(
+        f"{len(epochs)} trials of {min(epochs)} to {max(epochs)} epochs: "
+        f"{accuracy:.1%} with {best.config}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,28 @@
-"""Does sharpness-aware minimization help a small network on small tables? A study over three tasks of scikit-learn.
+"""Does sharpness-aware minimization help a small network on small tables? A study over
+three tasks of scikit-learn.
 
-    python examples/tabular_tasks.py                 # 60 runs in this process: well under a minute
-    python examples/tabular_tasks.py --seeds 20      # later: only the new seeds; the report says that it is a second look
+    python examples/tabular_tasks.py  # 60 runs in this process: well under a minute
+    # later: only the new seeds; the report says that it is a second look
+    python examples/tabular_tasks.py --seeds 20
 
-A network with one hidden layer classifies 8x8 digits, wines and tumours, with and without `SharpnessAwareMinimization`, ten seeds
-each. A seed draws the split into training and test samples, the initial weights and the order of the samples; both variants of a
-seed share all three, so that differences are compared seed by seed. The perturbation of 0.05 is the paper's and is not tuned. The
-number of epochs is the same, so that the variant computes twice as many gradients.
+A network with one hidden layer classifies 8x8 digits, wines and tumours, with and
+without `SharpnessAwareMinimization`, ten seeds each. A seed draws the split into
+training and test samples, the initial weights and the order of the samples; both
+variants of a seed share all three, so that differences are compared seed by seed. The
+perturbation of 0.05 is the paper's and is not tuned. The number of epochs is the same,
+so that the variant computes twice as many gradients.
 
-Accuracies of different tasks cannot be averaged as they are: in each task, always answering the most frequent class counts as 0
-and no error as 1.
+Accuracies of different tasks cannot be averaged as they are: in each task, always
+answering the most frequent class counts as 0 and no error as 1.
 
-With the defaults, the mean score is 0.928 with it and 0.928 without: the difference, paired by seed, has a 95 % interval from
--0.001 to 0.002 (p = 0.66), and a run takes 1.8 times as long. Neither the accuracy nor the loss of any task shows a difference.
-Ten seeds decide nothing about this perturbation, except that it is worth 0.002 of the score at most.
+With the defaults, the mean score is 0.928 with it and 0.928 without: the difference,
+paired by seed, has a 95 % interval from -0.001 to 0.002 (p = 0.66), and a run takes 1.8
+times as long. Neither the accuracy nor the loss of any task shows a difference. Ten
+seeds decide nothing about this perturbation, except that it is worth 0.002 of the score
+at most.
 
-Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for Efficiently Improving Generalization" (ICLR 2021)
+Source: Foret, Kleiner, Mobahi and Neyshabur, "Sharpness-Aware Minimization for
+Efficiently Improving Generalization" (ICLR 2021)
 """
 
 from __future__ import annotations
@@ -34,7 +41,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from signalfire import Engine, Update
 from signalfire.ablation import OneAtATime, Study, TasksReport
-from signalfire.handlers import Accuracy, Average, SharpnessAwareMinimization, Validation
+from signalfire.handlers import (
+    Accuracy,
+    Average,
+    SharpnessAwareMinimization,
+    Validation,
+)
 
 SEEDS, EPOCHS, BATCH, RATE, HIDDEN, RHO = 10, 60, 32, 3e-3, 64, 0.05
 LOADERS = {"digits": load_digits, "wine": load_wine, "cancer": load_breast_cancer}
@@ -44,16 +56,26 @@ LOADERS = {"digits": load_digits, "wine": load_wine, "cancer": load_breast_cance
 def load(task: str) -> tuple[Tensor, Tensor]:
     """The samples and classes of a task; read once per process."""
     inputs, targets = LOADERS[task](return_X_y=True)
-    return torch.tensor(inputs, dtype=torch.float32), torch.tensor(targets, dtype=torch.long)
+    return torch.tensor(inputs, dtype=torch.float32), torch.tensor(
+        targets, dtype=torch.long
+    )
 
 
 def split(task: str, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """A fifth of the samples for training and the others for the test, standardized by those for training."""
+    """A fifth of the samples for training and the others for the test, standardized by
+    those for training.
+    """
     inputs, targets = load(task)
-    train, test = train_test_split(torch.arange(len(targets)), train_size=0.2, random_state=seed, stratify=targets)
+    train, test = train_test_split(
+        torch.arange(len(targets)), train_size=0.2, random_state=seed, stratify=targets
+    )
     mean, spread = inputs[train].mean(0), inputs[train].std(0)
-    scaled = (inputs - mean) / torch.where(spread > 0, spread, 1.0)  # some pixels are the same in all samples
-    return TensorDataset(scaled[train], targets[train]), TensorDataset(scaled[test], targets[test])
+    scaled = (inputs - mean) / torch.where(
+        spread > 0, spread, 1.0
+    )  # some pixels are the same in all samples
+    return TensorDataset(scaled[train], targets[train]), TensorDataset(
+        scaled[test], targets[test]
+    )
 
 
 def ends_of(task: str) -> tuple[float, float]:
@@ -62,11 +84,19 @@ def ends_of(task: str) -> tuple[float, float]:
     return float(counts.max() / counts.sum()), 1.0
 
 
-def build(seed: int, *, task: str, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], object]]:
-    """The trainer of one run, and a function that runs it. The study calls it for each task, variant and seed."""
+def build(
+    seed: int, *, task: str, epochs: int = EPOCHS
+) -> tuple[Engine, Callable[[Engine], object]]:
+    """The trainer of one run, and a function that runs it. The study calls it for each
+    task, variant and seed.
+    """
     train, test = split(task, seed)
     classes = int(load(task)[1].max()) + 1
-    model = nn.Sequential(nn.Linear(train.tensors[0].shape[1], HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, classes))
+    model = nn.Sequential(
+        nn.Linear(train.tensors[0].shape[1], HIDDEN),
+        nn.ReLU(),
+        nn.Linear(HIDDEN, classes),
+    )
     update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
@@ -79,15 +109,39 @@ def build(seed: int, *, task: str, epochs: int = EPOCHS) -> tuple[Engine, Callab
         ),
         SharpnessAwareMinimization(rho=RHO),
     )
-    return trainer, lambda engine: engine.run(DataLoader(train, batch_size=BATCH, shuffle=True), max_epochs=epochs)
+    return trainer, lambda engine: engine.run(
+        DataLoader(train, batch_size=BATCH, shuffle=True), max_epochs=epochs
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what sharpness-aware minimization is worth on three tasks.")
-    parser.add_argument("--seeds", type=int, default=SEEDS, help=f"number of seeds per task (default: {SEEDS})")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help=f"epochs of a run (default: {EPOCHS})")
-    parser.add_argument("--workers", type=int, default=0, help="number of worker processes (default: 0, this one)")
-    parser.add_argument("--folder", type=Path, default=Path("runs") / "tabular_tasks", help="folder of the results")
+    parser = argparse.ArgumentParser(
+        description="Measure what sharpness-aware minimization is worth on three tasks."
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=SEEDS,
+        help=f"number of seeds per task (default: {SEEDS})",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=EPOCHS,
+        help=f"epochs of a run (default: {EPOCHS})",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=0,
+        help="number of worker processes (default: 0, this one)",
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("runs") / "tabular_tasks",
+        help="folder of the results",
+    )
     arguments = parser.parse_args()
     for name in ("seeds", "epochs"):
         if getattr(arguments, name) < 1:
@@ -114,7 +168,10 @@ def main() -> None:
         print(f"\n{task}\n{own.metrics({'test_accuracy': 'max', 'test_loss': 'min'})}")
     report.plot_profiles(arguments.folder / "profiles.png")
     report.plot_aggregates(arguments.folder / "aggregates.png")
-    print(f"\n  {arguments.folder / 'profiles.png'}\n  {arguments.folder / 'aggregates.png'}")
+    print(
+        f"\n  {arguments.folder / 'profiles.png'}\n  "
+        f"{arguments.folder / 'aggregates.png'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Classify passages of Python's help topics with a small BERT of Hugging Face's, trained from scratch.
+"""Classify passages of Python's help topics with a small BERT of Hugging Face's,
+trained from scratch.
 
-    python examples/text_classification.py               # half a minute on one core; needs transformers
+    # half a minute on one core; needs transformers
+    python examples/text_classification.py
     python examples/text_classification.py --epochs 3
 
-The topics come with Python (`help("compound")`), so that nothing is downloaded. Each is cut into passages of 24 words, and the
-task is to say which of five topics a passage is from. The model returns its loss and takes its batch by keyword:
-`Update.from_model` trains it as it is. Batches are the tokenizer's `BatchEncoding`, padded to the longest passage;
-`samples="labels"` counts passages, not words.
+The topics come with Python (`help("compound")`), so that nothing is downloaded. Each is
+cut into passages of 24 words, and the task is to say which of five topics a passage is
+from. The model returns its loss and takes its batch by keyword: `Update.from_model`
+trains it as it is. Batches are the tokenizer's `BatchEncoding`, padded to the longest
+passage; `samples="labels"` counts passages, not words.
 """
 
 from __future__ import annotations
@@ -24,10 +27,21 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast, get_scheduler
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PreTrainedTokenizerFast,
+    get_scheduler,
+)
 
 from signalfire import Engine, Update, seed_everything
-from signalfire.handlers import Accuracy, GradientClipping, LRScheduling, ProgressBar, Validation
+from signalfire.handlers import (
+    Accuracy,
+    GradientClipping,
+    LRScheduling,
+    ProgressBar,
+    Validation,
+)
 
 NAMES = ["compound", "formatstrings", "specialnames", "string-methods", "typesseq"]
 WORDS = 24  # in a passage
@@ -35,36 +49,56 @@ SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 
 
 def passages(seed: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """Passages with the number of their topic: four fifths to train on, and the rest."""
+    """Passages with the number of their topic: four fifths to train on, and the "
+    "rest."""
     found = []
     for label, name in enumerate(NAMES):
         words = topics[name].split()
-        found += [(" ".join(words[i : i + WORDS]), label) for i in range(0, len(words) - WORDS, WORDS)]
-    order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed)).tolist()
+        found += [
+            (" ".join(words[i : i + WORDS]), label)
+            for i in range(0, len(words) - WORDS, WORDS)
+        ]
+    order = torch.randperm(
+        len(found), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     cut = len(found) * 4 // 5
     return [found[i] for i in order[:cut]], [found[i] for i in order[cut:]]
 
 
 def tokenizer_of(texts: list[str]) -> PreTrainedTokenizerFast:
     """Whole words that occur twice or more."""
-    counts = Counter(word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text))
+    counts = Counter(
+        word for text in texts for word in re.findall(r"\w+|[^\w\s]+", text)
+    )
     words = [*SPECIAL, *(word for word, count in counts.most_common() if count > 1)]
-    tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = Whitespace()
-    tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
+    tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
+    )
 
 
-def loader(samples: list[tuple[str, int]], tokenizer: PreTrainedTokenizerFast, *, train: bool) -> DataLoader[Any]:
+def loader(
+    samples: list[tuple[str, int]], tokenizer: PreTrainedTokenizerFast, *, train: bool
+) -> DataLoader[Any]:
     def collate(batch: list[tuple[str, int]]) -> Any:
         texts, labels = zip(*batch, strict=True)
-        return tokenizer(list(texts), padding=True, return_tensors="pt") | {"labels": torch.tensor(labels)}
+        return tokenizer(list(texts), padding=True, return_tensors="pt") | {
+            "labels": torch.tensor(labels)
+        }
 
     return DataLoader(samples, 32, shuffle=train, collate_fn=collate)  # type: ignore[arg-type]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Classify passages of Python's help topics.")
+    parser = argparse.ArgumentParser(
+        description="Classify passages of Python's help topics."
+    )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -74,11 +108,18 @@ def main() -> None:
     tokenizer = tokenizer_of([text for text, _ in training])
     model = BertForSequenceClassification(
         BertConfig(
-            vocab_size=len(tokenizer), num_labels=len(NAMES), hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-            intermediate_size=128, max_position_embeddings=128,
+            vocab_size=len(tokenizer),
+            num_labels=len(NAMES),
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=128,
+            max_position_embeddings=128,
         )
-    )  # fmt: skip
-    update = Update.from_model(torch.optim.AdamW, lr=1e-3, weight_decay=0.01, samples="labels")
+    )
+    update = Update.from_model(
+        torch.optim.AdamW, lr=1e-3, weight_decay=0.01, samples="labels"
+    )
     trainer = Engine(update, model=model, seed=arguments.seed)
     trainer.attach(
         LRScheduling(partial(get_scheduler, "linear", num_warmup_steps=20)),
@@ -88,7 +129,10 @@ def main() -> None:
     )
     trainer.run(loader(training, tokenizer, train=True), max_epochs=arguments.epochs)
     accuracy = trainer.state.metrics["val_accuracy"]
-    print(f"{len(training)} passages of {len(NAMES)} topics: accuracy {accuracy:.1%} on {len(held_out)} others")
+    print(
+        f"{len(training)} passages of {len(NAMES)} topics: accuracy {accuracy:.1%} on "
+        f"{len(held_out)} others"
+    )
 
 
 if __name__ == "__main__":

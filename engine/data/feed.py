@@ -17,6 +17,8 @@ from .streamed import END, inner
 if TYPE_CHECKING:
     from weakref import ref
 
+    from torch import Tensor
+
     from ..core.state import State
     from ..engine import Engine
 

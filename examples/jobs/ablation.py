@@ -1,6 +1,8 @@
-"""What MixUp, label smoothing, an average of the weights and a schedule contribute: each left out once, over five seeds.
+"""What MixUp, label smoothing, an average of the weights and a schedule contribute:
+each left out once, over five seeds.
 
-Prints the plan of the study, its report as a table, in sentences and in Markdown, and its methods.
+Prints the plan of the study, its report as a table, in sentences and in Markdown, and
+its methods.
 """
 
 from collections.abc import Callable
@@ -50,7 +52,9 @@ def build(seed: int) -> tuple[Engine, Callable[[Engine], object]]:
 
 
 if __name__ == "__main__":
-    study = Study(build, metric="val_accuracy", seeds=range(5), store="runs/study.jsonl")
+    study = Study(
+        build, metric="val_accuracy", seeds=range(5), store="runs/study.jsonl"
+    )
     design = LeaveOneOut(["mixup", "label_smoothing", "ema", "lr_scheduling"])
     print(study.plan(design))
     report = study.run(design, workers=0)

@@ -1,4 +1,5 @@
-"""Advantage actor-critic: an optimizer for each of two networks, trained on episodes that the actor plays.
+"""Advantage actor-critic: an optimizer for each of two networks, trained on episodes
+that the actor plays.
 
 Prints the mean discounted return of the last episodes.
 """
@@ -17,7 +18,9 @@ WALKERS, PLACES, STEPS = 64, 8, 20
 
 
 class Episodes:
-    """Endless batches of (places, actions, returns): walkers on a slippery line are rewarded at its last place."""
+    """Endless batches of (places, actions, returns): walkers on a slippery line are
+    rewarded at its last place.
+    """
 
     def __init__(self, actor: nn.Module) -> None:
         self.actor = actor
@@ -34,9 +37,13 @@ class Episodes:
             seen = nn.functional.one_hot(place, PLACES).float()
             action = Categorical(logits=self.actor(seen)).sample()
             slips = torch.rand(WALKERS) < 0.1
-            place = (place + torch.where(slips, 1 - action, action) * 2 - 1).clamp(0, PLACES - 1)
+            place = (place + torch.where(slips, 1 - action, action) * 2 - 1).clamp(
+                0, PLACES - 1
+            )
             record.append((seen, action, (place == PLACES - 1).float()))
-        places, actions, rewards = (torch.stack(one) for one in zip(*record, strict=True))
+        places, actions, rewards = (
+            torch.stack(one) for one in zip(*record, strict=True)
+        )
         returns = torch.zeros_like(rewards)
         later = torch.zeros(WALKERS)
         for step in reversed(range(STEPS)):
@@ -62,10 +69,16 @@ seed_everything(0)
 actor = nn.Sequential(nn.Linear(PLACES, 32), nn.Tanh(), nn.Linear(32, 2))
 critic = nn.Sequential(nn.Linear(PLACES, 32), nn.Tanh(), nn.Linear(32, 1))
 updates = [
-    Update.from_function(critic_loss, torch.optim.Adam, lr=1e-2, name="critic", parameters="critic"),
-    Update.from_function(actor_loss, torch.optim.Adam, lr=1e-2, name="actor", parameters="actor"),
+    Update.from_function(
+        critic_loss, torch.optim.Adam, lr=1e-2, name="critic", parameters="critic"
+    ),
+    Update.from_function(
+        actor_loss, torch.optim.Adam, lr=1e-2, name="actor", parameters="actor"
+    ),
 ]
 trainer = Engine(updates, {"actor": actor, "critic": critic}, seed=0)
-trainer.attach(Seeding(), GradientClipping(1.0), CSVLogger("runs/log.csv"), ProgressBar())
+trainer.attach(
+    Seeding(), GradientClipping(1.0), CSVLogger("runs/log.csv"), ProgressBar()
+)
 state = trainer.run(Episodes(actor), max_iters=150)
 print(f"return: {state.metrics['return']:.6f}")

@@ -1,6 +1,8 @@
-"""Train on the digits 0 to 4; then fine-tune on few of the digits 5 to 9, with a backbone that is frozen for two epochs.
+"""Train on the digits 0 to 4; then fine-tune on few of the digits 5 to 9, with a
+backbone that is frozen for two epochs.
 
-Prints for each epoch the learning rates of backbone and head, whether the backbone is trained, and the validation metrics.
+Prints for each epoch the learning rates of backbone and head, whether the backbone is
+trained, and the validation metrics.
 """
 
 import torch
@@ -31,8 +33,10 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(),
+            nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
+            nn.Flatten(),
         )  # fmt: skip
         self.head = nn.Linear(512, 5)
 
@@ -51,7 +55,9 @@ seed_everything(0)
 update = Update.supervised(
     nn.functional.cross_entropy,
     torch.optim.AdamW,
-    parameters=lambda engine: discriminative_rates(engine.model, {"backbone": 1e-4}, default=3e-3),
+    parameters=lambda engine: discriminative_rates(
+        engine.model, {"backbone": 1e-4}, default=3e-3
+    ),
 )
 trainer = Engine(update, Network(), seed=0)
 trainer.attach(

@@ -1,7 +1,9 @@
-"""Handwritten digits: MixUp, label smoothing, an average of the weights, and pictures of filters and inputs for TensorBoard.
+"""Handwritten digits: MixUp, label smoothing, an average of the weights, and pictures
+of filters and inputs for TensorBoard.
 
-Prints the iterations, the metrics of the averaged weights, and a digest of the weights. Interrupted and started again, the script
-resumes from its last checkpoint and prints the same.
+Prints the iterations, the metrics of the averaged weights, and a digest of the weights.
+Interrupted and started again, the script resumes from its last checkpoint and prints
+the same.
 """
 
 import torch
@@ -56,7 +58,9 @@ trainer.attach(
 @trainer.on(Events.EPOCH_COMPLETED(every=2))
 def log_filters(engine: Engine) -> None:
     filters = next(engine.model.parameters()).detach()
-    engine.log.image("first_filters", (filters - filters.min()) / (filters.max() - filters.min()))
+    engine.log.image(
+        "first_filters", (filters - filters.min()) / (filters.max() - filters.min())
+    )
 
 
 @trainer[Validation].evaluator.on(Events.ITERATION_COMPLETED(once=1))

@@ -1,6 +1,8 @@
-"""A small transformer on Python's help topics, byte by byte: accumulation, bfloat16, clipping, and samples of what it writes.
+"""A small transformer on Python's help topics, byte by byte: accumulation, bfloat16,
+clipping, and samples of what it writes.
 
-Prints what `check` finds before the run, a sample every 200 iterations, and the loss and perplexity of held-out text at the end.
+Prints what `check` finds before the run, a sample every 200 iterations, and the loss
+and perplexity of held-out text at the end.
 """
 
 from pydoc_data.topics import topics
@@ -32,7 +34,9 @@ split = len(text) * 9 // 10
 
 def windows(part: Tensor, size: int, *, shuffle: bool = False) -> DataLoader[Any]:
     count = (len(part) - 1) // LENGTH
-    inputs, targets = (part[start : start + count * LENGTH].view(count, LENGTH) for start in (0, 1))
+    inputs, targets = (
+        part[start : start + count * LENGTH].view(count, LENGTH) for start in (0, 1)
+    )
     return DataLoader(TensorDataset(inputs, targets), batch_size=size, shuffle=shuffle)
 
 
@@ -40,7 +44,9 @@ class LanguageModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(256, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            WIDTH, 4, 4 * WIDTH, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.body = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(WIDTH, 256)
 
@@ -80,7 +86,10 @@ def show_sample(engine: Engine) -> None:
     with engine.evaluating():
         for _ in range(60):
             scores = engine.model(tokens[:, -LENGTH:])[:, -1].float()
-            tokens = torch.cat([tokens, torch.multinomial(scores.softmax(-1), 1, generator=generator)], 1)
+            tokens = torch.cat(
+                [tokens, torch.multinomial(scores.softmax(-1), 1, generator=generator)],
+                1,
+            )
     print(f"[{engine.state.iteration}] {bytes(tokens[0].tolist())!r}")
 
 

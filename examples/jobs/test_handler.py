@@ -1,4 +1,6 @@
-"""The test of the handler in handler.py: `python -m pytest test_handler.py`, in this folder."""
+"""The test of the handler in handler.py: `python -m pytest test_handler.py`, in this
+folder.
+"""
 
 from functools import partial
 
@@ -24,7 +26,14 @@ def build() -> Engine:
 
 
 def test_it_guarantees_what_every_handler_does() -> None:
-    print(check_handler(build, partial(PlateauRestart, "val_loss", patience=1), batches, max_epochs=4))
+    print(
+        check_handler(
+            build,
+            partial(PlateauRestart, "val_loss", patience=1),
+            batches,
+            max_epochs=4,
+        )
+    )
 
 
 def test_it_goes_back_at_half_the_learning_rate() -> None:

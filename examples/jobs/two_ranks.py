@@ -1,6 +1,8 @@
-"""Train on two processes, with metrics of the whole validation set: torchrun --nproc-per-node=2 examples/jobs/two_ranks.py.
+"""Train on two processes, with metrics of the whole validation set: torchrun
+--nproc-per-node=2 examples/jobs/two_ranks.py.
 
-Prints once the number of processes and the metrics, the same ones as of a single process with these weights.
+Prints once the number of processes and the metrics, the same ones as of a single
+process with these weights.
 """
 
 import torch
@@ -10,11 +12,20 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassF1Score
 
 from signalfire import Engine, Update, seed_everything
-from signalfire.handlers import Accuracy, Checkpoint, CSVLogger, DistributedDataParallel, ProgressBar, Validation
+from signalfire.handlers import (
+    Accuracy,
+    Checkpoint,
+    CSVLogger,
+    DistributedDataParallel,
+    ProgressBar,
+    Validation,
+)
 
 images, digits = load_digits(return_X_y=True)
 x, y = torch.tensor(images).float() / 16, torch.tensor(digits)
-train = DataLoader(TensorDataset(x[:1203], y[:1203]), batch_size=50, shuffle=True)  # 50 on each process
+train = DataLoader(
+    TensorDataset(x[:1203], y[:1203]), batch_size=50, shuffle=True
+)  # 50 on each process
 val = DataLoader(TensorDataset(x[1203:], y[1203:]), batch_size=64)
 
 seed_everything(0)

@@ -35,6 +35,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def load(names: list[str]) -> tuple[list[Framework], dict[str, str]]:
             versions[framework.name] = framework("load")
             frameworks.append(framework)
         except RuntimeError as error:
-            print(f"left out: {error}")
+            print(f"left out: {error}", file=sys.stderr)
     return frameworks, versions
 
 
