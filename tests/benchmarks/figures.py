@@ -45,7 +45,7 @@ def run(main: Callable[[], dict[str, Any] | None]) -> None:
     with redirect_stdout(Copied()) as output:
         values = main() or {}
     found = json.loads(FILE.read_text()) if FILE.exists() else {}
-    printed = [line.rstrip() for line in output.getvalue().strip().splitlines()]
+    printed = [line.rstrip() for line in output.getvalue().strip("\n").splitlines()]
     found[Path(sys.argv[0]).stem] = {**described, **values, "printed": printed}
     FILE.write_text(json.dumps(found, indent=1) + "\n")
 
