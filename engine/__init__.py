@@ -2,8 +2,8 @@
 
 if __name__ != "signalfire":
     raise ImportError(
-        f"this package is installed as 'signalfire', but was imported as {__name__!r}; "
-        "write `from signalfire import ...` (after `pip install -e .`): a second copy of every class would not fit the first"
+        f"this package is installed as 'signalfire', but was imported as {__name__!r}; write `from signalfire import "
+        "...` (after `pip install -e .`), because a second copy of the classes is not compatible with the first"
     )
 
 from typing import TYPE_CHECKING

@@ -23,18 +23,16 @@ def main(arguments: list[str] | None = None) -> int:
         "python -m signalfire", description="A PyTorch training engine whose loop only emits events."
     )
     commands = parser.add_subparsers(dest="command", title="commands")
-    commands.add_parser(
-        "demo", help="train two small models, and one of them without one of its handlers (the default)"
-    )
+    commands.add_parser("demo", help="train two small models, and one of them again without a handler (the default)")
     new = commands.add_parser("new", help="create a starter project")
-    new.add_argument("folder", help="its folder, such as my_project")
+    new.add_argument("folder", help="the folder, such as my_project")
     study = commands.add_parser(
         "study", help="what does each handler contribute? train without each one, over several seeds"
     )
-    report = commands.add_parser("report", help="the report on the runs that a study has stored")
+    report = commands.add_parser("report", help="print the report on the stored runs of a study")
     studies.add_study(study)
     studies.add_report(report)
-    commands.add_parser("handlers", help="list the handlers: those included, and those of installed packages")
+    commands.add_parser("handlers", help="list the included handlers and those of installed packages")
     traces.add_compare(commands)
     bisection.add_bisect(commands)
     upgrade = commands.add_parser("upgrade", help="list outdated names in your files, with their replacements")

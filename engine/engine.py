@@ -225,8 +225,8 @@ class Engine(Kernel):
         """The optimizer of the only update. If given as a class or factory, it is built before STARTED."""
         update = self._only_update("optimizer")
         if update.optimizer is None:
-            why = "it is built as a run begins" if self.training else "this engine evaluates"
-            raise AttributeError(f"engine.optimizer: there is none yet: {why}")
+            why = "the optimizer is built when a run begins" if self.training else "this engine only evaluates"
+            raise AttributeError(f"engine.optimizer: there is no optimizer, because {why}")
         return update.optimizer
 
     @property
@@ -238,7 +238,7 @@ class Engine(Kernel):
         if len(self.updates) > 1:
             names = ", ".join(repr(update.name) for update in self.updates)
             raise AttributeError(  # which hasattr, inspect and getattr with a default expect
-                f"engine.{attribute}: there are several updates, {names}; write "
+                f"engine.{attribute}: the engine has several updates: {names}; write "
                 f"engine.find_update({self.updates[0].name!r}).{attribute}"
             )
         return self.updates[0]
@@ -259,7 +259,8 @@ class Engine(Kernel):
             return self.handlers[handler]
         if not isinstance(handler, type):
             raise TypeError(
-                f"engine[{handler!r}]: give the name or the class of a handler, such as engine['ema'] or engine[EMA]"
+                f"engine[{handler!r}]: expected the name or the class of a handler, such as engine['ema'] or "
+                "engine[EMA]"
             )
         return self.find(handler)
 
@@ -354,7 +355,8 @@ class Engine(Kernel):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "an Engine can be neither copied nor pickled; build a second one, and load this one's state_dict() into it"
+            "an Engine can be neither copied nor pickled; build a second engine, and load this engine's state_dict() "
+            "into it"
         )
 
     def __str__(self) -> str:
@@ -369,7 +371,7 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
     specs = [update] if isinstance(update, Update) else list(update) if isinstance(update, Sequence) else []
     if not specs or not all(isinstance(spec, Update) for spec in specs):
         raise TypeError(
-            f"Engine: update={update!r} is not an Update or a sequence of them; for a single function use "
+            f"Engine: update={update!r} is neither an Update nor a sequence of updates; for a single function, use "
             "Update.from_function(function, optimizer=...)"
         )
     names = [spec.name for spec in specs]
@@ -392,6 +394,6 @@ def _refuse_shared_parameters(specs: Sequence[Update], model: Any) -> None:
         name = next(iter(model))
         raise ValueError(
             f"Engine: the updates {', '.join(map(repr, of_all))} each train all of the modules "
-            f"{', '.join(map(repr, model))}, so each loss changes what the other trains; give each its own: "
-            f"Update(..., parameters={name!r}), or parameters='all' if you mean that"
+            f"{', '.join(map(repr, model))}, so each loss changes what the other trains; give each update its own "
+            f"parameters: Update(..., parameters={name!r}), or parameters='all' if this is intended"
         )

@@ -119,12 +119,12 @@ def check_handler(
         >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
         >>> print(check_handler(build, partial(GradientClipping, 1.0), data, max_epochs=2))
         gradient_clipping: 14 runs
-        - attached and detached, or disabled, it has no effect
+        - attaching and detaching it, or disabling it, has no effect
         - two runs with the same seed are equal
-        - on another engine it begins as new
-        - each receiver is called whose event is emitted
-        - resumed after iterations 1, 2, 3, 4 the run equals an uninterrupted one
-        - after an error no region is open, and detaching removes all receivers
+        - on a different engine, it starts fresh
+        - every receiver whose event is emitted is called
+        - resumed after iterations 1, 2, 3, 4, the run equals an uninterrupted run
+        - after an error, no region is open, and detaching removes all receivers
     """
     if isinstance(make, str):
         make = find_handler(make)
@@ -134,7 +134,7 @@ def check_handler(
         )
     if not callable(make):
         raise TypeError(
-            f"check_handler(make={make!r}): expected a function that makes a new handler on each call, or a class"
+            f"check_handler(make={make!r}): expected a function that returns a new handler on each call, or a class"
         )
     check = _Check(build, make, data, bounds, per_run=frozenset(per_run))
     threads = torch.get_num_threads()
@@ -183,22 +183,22 @@ class _Check:
         self.called()
         self.absent(plain)
         whole = self.repeated(plain, changes_training=changes_training, draws=draws)
-        effect = "" if changes_training else ", and train as without it"
+        effect = "" if changes_training else ", and train like a run without the handler"
         if changes_training and all(
             whole.get(path) == leaf for path, leaf in plain.items() if path.startswith("modules.")
         ):
-            effect = ", and end with the weights of one without it"
+            effect = ", and end with the same weights as without the handler"
         resumed = self.resumed(whole)
         self.moved(whole)
         self.failed()
         silent = self.reached(uncalled)
         held = [
-            "attached and detached, or disabled, it has no effect",
+            "attaching and detaching it, or disabling it, has no effect",
             f"two runs with the same seed are equal{effect}",
-            "on another engine it begins as new",
-            f"each receiver is called whose event is emitted{silent}",
-            f"resumed after iterations {', '.join(map(str, resumed))} the run equals an uninterrupted one",
-            "after an error no region is open, and detaching removes all receivers",
+            "on a different engine, it starts fresh",
+            f"every receiver whose event is emitted is called{silent}",
+            f"resumed after iterations {', '.join(map(str, resumed))}, the run equals an uninterrupted run",
+            "after an error, no region is open, and detaching removes all receivers",
         ]
         return "\n- ".join([f"{self.name}: {self.runs} runs", *held])
 
@@ -288,13 +288,13 @@ class _Check:
             _same(
                 {path: plain[path] for path in without},
                 without,
-                f"{self.name}: it changes training; draw random "
-                "numbers from self.generator(engine), and change neither batch, gradients nor weights, or set "
-                "changes_training=True if that is its purpose",
+                f"{self.name}: it changes training; draw random numbers from self.generator(engine), and change "
+                "neither the batch, the gradients nor the weights, or set changes_training=True if this is intended",
             )
         assert draws or not self._drawing, (
             f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, which "
-            "changes the numbers that others draw; draw from self.generator(engine), or set draws=True if you mean it"
+            "changes the random numbers of other code; draw from self.generator(engine), or set draws=True if this is "
+            "intended"
         )
         return whole
 
@@ -308,7 +308,7 @@ class _Check:
         _same(
             whole,
             after,
-            f"{self.name}: after a run on another engine it does not begin as new; load_state_dict() has to",
+            f"{self.name}: after a run on a different engine, it does not start fresh; load_state_dict() must reset it",
         )
 
     def resumed(self, whole: dict[str, str]) -> list[int]:
@@ -339,7 +339,7 @@ class _Check:
             what = f"{self.name}: a run resumed after iteration {iteration}"
             for place, leaves in followed.items():
                 _same(uninterrupted[place], leaves, f"{what} differs in iteration {place}", _RESUMED)
-            _same(whole, _leaves(resumed), f"{what} ends with another state", _RESUMED)
+            _same(whole, _leaves(resumed), f"{what} ends in a different state", _RESUMED)
             if iteration == saved[len(saved) // 2][0]:
                 self._remembered(resumed.handlers[self.name], iteration)
         return [iteration for iteration, _ in saved]
@@ -364,7 +364,7 @@ class _Check:
             {key: leaf for key, leaf in kept.items() if key in found},
             {key: leaf for key, leaf in found.items() if key in kept},
             f"{self.name}: attributes are not restored by a resume after iteration {iteration}; return them in "
-            "state_dict() and restore them in load_state_dict(), or name them in per_run= if they describe a single "
+            "state_dict() and restore them in load_state_dict(), or list them in per_run= if they describe a single "
             "run",
             _RESUMED,
         )
@@ -374,7 +374,7 @@ class _Check:
         missing = [name for name in self._subscribed if name in self._expected - self._called - uncalled]
         assert not missing, (
             f"{self.name}: never called in these runs, although their events were emitted: "
-            f"{self._with_events(missing)}; use data and bounds for which they are called, or name them in uncalled="
+            f"{self._with_events(missing)}; use data and bounds with which they are called, or list them in uncalled="
         )
         silent = [name for name in self._subscribed if name not in self._expected | self._called]
         return f"; not emitted: {self._with_events(silent)}" if silent else ""

@@ -211,7 +211,7 @@ def main() -> None:
     disabled = [name for name in arguments.without.split(",") if name]
     if unknown := [name for name in disabled if not trainer.has(name)]:
         parser.error(
-            f"--without {','.join(unknown)}: no such handler; there are: "
+            f"--without {','.join(unknown)}: no such handler; the handlers are "
             f"{', '.join(trainer.handlers)}"
         )
 

@@ -168,7 +168,7 @@ def test_f11_a_state_dict_of_the_data_that_raises_is_reported_once_and_the_run_g
 
     engine = kit.build(kit.linear(5, 1))
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.state_dict())
-    with pytest.warns(UserWarning, match=r"gives no position: its state_dict\(\) raised") as caught:
+    with pytest.warns(UserWarning, match=r"has no position, because its state_dict\(\) raised") as caught:
         engine.run(Prepared(DATA), max_epochs=1)
     assert len(caught) == 1
 
@@ -389,7 +389,7 @@ def test_f18_configurations_are_stored_and_read_back_as_plain_values(tmp_path: P
     for wrong, message in (
         ({"model": nn.Linear(1, 1)}, r"Checkpoint\(hyperparameters\['model'\]=Linear.*not a plain value"),
         ({"data": np.zeros(5000)}, "ndarray of 5000 numbers.*this is data"),
-        ({1: 0, "1": 2}, "two keys are '1' as strings"),
+        ({1: 0, "1": 2}, "two keys become '1' as strings"),
         ([1], "expected a mapping, or an object with fields"),
         ({"rate": float("nan")}, "only finite numbers"),
     ):

@@ -103,7 +103,7 @@ def check_distributed(folder: Path) -> None:
 
 def check_ablation(folder: Path) -> None:
     output = run("ablation.py", "--seeds", "2", "--epochs", "2", folder=folder)
-    assert "12 of 12 runs to make" in output
+    assert "12 of 12 runs pending" in output
     for handler in ("gradient_clipping", "lr_scheduling", "ema", "mixup", "label_smoothing"):
         assert re.search(
             rf"^Without {handler}, 2 seeds are too few to say in which direction val_accuracy changes",
@@ -118,7 +118,7 @@ def check_distillation(folder: Path) -> None:
     found = re.match(r"teacher: accuracy ([\d.]+) %\n", output)
     assert found is not None, output
     assert float(found[1]) > 20, "it has learned something"
-    assert "4 of 4 runs to make" in output
+    assert "4 of 4 runs pending" in output
     assert re.search(
         r"^Without distillation, 2 seeds are too few to say in which direction val_accuracy changes",
         output,
@@ -129,7 +129,7 @@ def check_distillation(folder: Path) -> None:
 
 def check_tabular_tasks(folder: Path) -> None:
     output = run("tabular_tasks.py", "--seeds", "2", "--epochs", "10", folder=folder)
-    assert "2 variants x 3 tasks x 2 seeds: 12 of 12 runs to make" in output
+    assert "2 variants x 3 tasks x 2 seeds: 12 of 12 runs pending" in output
     (mean,) = re.findall(r"^baseline +([\d.]+) \[", output, re.MULTILINE)
     assert float(mean) > 0.5, "it has learned something in all tasks"
     assert re.search(
@@ -145,7 +145,7 @@ def check_tabular_tasks(folder: Path) -> None:
 
 def check_factorial(folder: Path) -> None:
     output = run("factorial.py", "--seeds", "2", "--epochs", "5", folder=folder)
-    assert "4 variants x 2 seeds: 8 of 8 runs to make" in output
+    assert "4 variants x 2 seeds: 8 of 8 runs pending" in output
     for effect in ("label_smoothing", "mixup", "label_smoothing x mixup"):
         assert re.search(rf"^{effect} +2/2 ", output, re.MULTILINE), output
     assert "2 seeds are too few to say in which direction val_accuracy changes" in output

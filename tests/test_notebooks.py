@@ -38,12 +38,13 @@ FOUND = {
     "first_model": (r"9\d\.\d% of the held-out digits are recognized", r"epoch \d+: accuracy 9\d\.\d%", r"image/png"),
     "writing_a_handler": (
         r"\[20, 40, 60, 80, 100, 120\]",
-        r"- resumed after iterations 1, 2, .*, 10 the run equals an uninterrupted one",
+        r"- resumed after iterations 1, 2, .*, 10, the run equals an uninterrupted run",
         r"forgetful: a run resumed after iteration 1 differs in iteration \d+: handlers\.forgetful.*\(uninterrupted .*; resumed ",
-        r"the name is taken by <LossSpikes 'loss_spikes'>; .* detach that one first: engine\.detach\('loss_spikes'\)",
+        r"the name is taken by <LossSpikes 'loss_spikes'>; .* detach the other one first: "
+        r"engine\.detach\('loss_spikes'\)",
     ),
     "ablation": (
-        r"14 of 21 runs to make|21 of 21 runs to make",
+        r"14 of 21 runs pending|21 of 21 runs pending",
         r"^Without gradient_clipping, val_accuracy fell ",
         r"image/png",
     ),
@@ -159,7 +160,7 @@ def test_several_processes_a_class_defined_anew_and_spawned_workers_are_told_apa
     outputs = executed(*cells, allow_errors=True)
     assert "'distributed_data_parallel' does nothing in a notebook" in _text(outputs[1][0])
     (missing,) = outputs[5]
-    assert "'mine' is of an earlier definition of Mine: detach it" in missing.evalue
+    assert "'mine' belongs to an earlier definition of Mine; attach" in missing.evalue
     (refused,) = outputs[8]
     assert refused.ename == "ValueError"
     assert "the data's dataset (Squares) was defined in an interactive session" in refused.evalue

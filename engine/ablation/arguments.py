@@ -38,7 +38,9 @@ def check_seeds(owner: str, seeds: Iterable[int]) -> tuple[int, ...]:
         raise TypeError(f"{owner}(seeds={seeds!r}): expected a sequence of ints, such as range(8)")
     found = tuple(check_int(owner, "seeds", seed, least=0) for seed in seeds)
     if not found:
-        raise ValueError(f"{owner}(seeds=[]): expected at least one seed; no direction can be shown with fewer than 6")
+        raise ValueError(
+            f"{owner}(seeds=[]): expected at least one seed; with fewer than 6 seeds, no effect can be significant"
+        )
     if len(set(found)) < len(found) or max(found) >= 2**32:
         raise ValueError(f"{owner}(seeds={list(found)}): expected distinct ints less than 2**32")
     return found

@@ -38,9 +38,9 @@ class Beginnings:
             warn(
                 finding(
                     "W82",
-                    f"build({seed}) returned other {' and other '.join(different)} than in an earlier run of this "
-                    "seed: the runs of the study depend on each other",
-                    "create the handlers, the model and the data inside build, in each call, and change nothing in "
+                    f"build({seed}) returned different {' and different '.join(different)} than in an earlier run with "
+                    "this seed, so the runs of the study depend on each other",
+                    "create the handlers, the model and the data inside build in each call, and change nothing in "
                     "place",
                 )
             )
@@ -57,8 +57,8 @@ class Beginnings:
             warn(
                 finding(
                     "W04",
-                    f"the study compares {metric!r}, which a function writes in each batch: its value is that of the "
-                    "last batch, not the mean over the evaluation, unless the function computes the mean",
+                    f"the study compares {metric!r}, which a function writes in each batch. Unless the function "
+                    "computes the mean, the value is that of the last batch, not the mean over the evaluation",
                     "let Metrics compute the mean: "
                     f"evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
                 )
@@ -86,7 +86,7 @@ def report_equal_runs(results: Iterable[Result]) -> None:
         warn(
             finding(
                 "W81",
-                f"the {len(baseline)} runs of the baseline are equal in every metric although their seeds differ: "
+                f"the {len(baseline)} runs of the baseline are equal in every metric although their seeds differ, so "
                 "they are one run, counted several times",
                 "use the seed in build(seed) for the initial weights and the order of the data; remove "
                 "torch.manual_seed from it",

@@ -181,7 +181,7 @@ class Swap(Design):
         for name, factories in alternatives.items():
             if not isinstance(factories, Mapping) or not factories:
                 raise TypeError(
-                    f"Swap(alternatives={{{name!r}: {factories!r}}}): expected its alternatives by name, as in "
+                    f"Swap(alternatives={{{name!r}: {factories!r}}}): expected alternatives by name, such as "
                     f"{{{name!r}: {{'cutmix': CutMix}}}}"
                 )
             for alternative, factory in factories.items():
@@ -219,7 +219,7 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
                 raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
     if BASELINE not in found:
         raise ValueError(
-            f"no variant is named {BASELINE!r}, with which the others are compared; there are: {', '.join(found)}"
+            f"no variant is named {BASELINE!r}, the reference of all comparisons; the variants are {', '.join(found)}"
         )
     if len(found) == 1:
         raise ValueError(

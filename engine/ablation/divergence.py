@@ -80,7 +80,7 @@ class Divergence:
         }.get(self.kind, f"the {self.kind} ({self.name})")
         size = "" if self.difference is None else f" by up to {self.difference:.3g}"
         detail = f" ({self.detail})" if self.detail else ""
-        others = f"; {self.others} more differ at this event" if self.others else ""
+        others = f"; {self.others} other values differ at this event" if self.others else ""
         verb = "" if self.kind == "length" else " differs"
         place = f"epoch {self.epoch}, iteration {self.iteration}" if self.epoch else "before the first epoch"
         return f"The runs diverge at {self.event}, {place}: {what}{verb}{size}{detail}{others}."
@@ -323,7 +323,7 @@ def _check_separate(a: Engine, b: Engine) -> None:
     both = [name for name, p in parameters_of(b) if id(p) in own]
     if a is b or both:
         what = "engine" if a is b else f"parameter {both[0]!r}"
-        raise ValueError(f"divergence(): the builds share the {what}; build a separate one in each")
+        raise ValueError(f"divergence(): the builds share the {what}; create a separate one in each build")
 
 
 def _in_micro_batch(a: _Side, b: _Side) -> bool:

@@ -90,11 +90,12 @@ class Variants(Design):
         """The values of a factor by their names, that of the baseline first."""
         if name not in self.baseline:
             raise ValueError(
-                f"Variants({name}=...): the baseline has no value for it; there are: {', '.join(self.baseline) or 'none'}"
+                f"Variants({name}=...): the baseline has no value for this argument; arguments of the baseline: "
+                f"{', '.join(self.baseline) or 'none'}"
             )
         if isinstance(values, str | bytes) or not isinstance(values, Sequence | Mapping) or not values:
             raise TypeError(
-                f"Variants({name}={values!r}): expected a list of the other values, or values by their names"
+                f"Variants({name}={values!r}): expected a list of other values, or a mapping from names to values"
             )
         own = self.baseline[name]
         named = dict(values) if isinstance(values, Mapping) else {self._text(name, one): one for one in values}
@@ -164,7 +165,7 @@ def level_contrasts(
     levels = [list(dict.fromkeys(dict(variant.level)[name] for variant in variants)) for name in factors]
     if len(cells) < len(variants) or set(cells) != set(itertools.product(*levels)):
         raise ValueError(
-            "effects(variants=...): not a full factorial design: a combination of levels is missing or double"
+            "effects(variants=...): not a full factorial design: a combination of levels is missing or appears twice"
         )
     names: list[tuple[str, ...]] = []
     weights = []

@@ -247,7 +247,7 @@ class Fingerprint:
     def _outside(self, reads: Reads, user: types.FunctionType) -> None:
         """What a function reads from outside of the program, as it is now."""
         if reads.any_variable:
-            self._refuse(os.environ, f"{user.__qualname__}() reads variables of it whose names are not in its code")
+            self._refuse(os.environ, f"{user.__qualname__}() reads variables whose names are not in its code")
         for name in sorted(reads.variables):
             self._say("environment", name, repr(os.environ.get(name)))
         if reads.arguments:

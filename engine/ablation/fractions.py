@@ -106,12 +106,12 @@ class FractionalFactorial(Design):
         self.resolution = len(self.words[0])
         if self.resolution < 3:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {' and '.join(self.words[0])} would be on and off together in every run; "
-                "give them other products"
+                f"FractionalFactorial(generators=...): {' and '.join(self.words[0])} would be on and off together in "
+                "every run; give them different products"
             )
         if (runs := 2 ** (len(names) - len(self.generators))) > self.limit:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {runs} runs per seed are more than limit={limit}; generate more of the "
+                f"FractionalFactorial(generators=...): {runs} runs per seed exceed limit={limit}; generate more of the "
                 "factors, or raise the limit"
             )
 
@@ -165,14 +165,15 @@ class FractionalFactorial(Design):
         k = len(names)
         if resolution > k:
             raise ValueError(
-                f"FractionalFactorial(resolution={resolution}): no fraction of {k} factors has more than {k}; use Factorial"
+                f"FractionalFactorial(resolution={resolution}): a fraction with {k} factors has resolution {k} at "
+                "most; use Factorial"
             )
         for base in range(2, k):
             if 2**base > min(self.limit, SEARCHED_UP_TO):
                 what = f"limit={self.limit}" if self.limit < SEARCHED_UP_TO else f"{SEARCHED_UP_TO}"
                 raise ValueError(
-                    f"FractionalFactorial(resolution={resolution}): {k} factors need more than {what} runs per seed; lower the "
-                    "resolution, combine factors into groups, or give the generators= and a limit"
+                    f"FractionalFactorial(resolution={resolution}): {k} factors need more than {what} runs per seed; "
+                    "lower the resolution, combine factors into groups, or give generators= and limit="
                 )
             if (found := _least_aberrant(k, base, resolution)) is not None:
                 return {names[base + place]: _names(names, of) for place, of in enumerate(found)}
@@ -290,13 +291,14 @@ def _checked(
     for name, of in found.items():
         for one in (name, *of):
             if one not in names:
-                raise ValueError(f"{what}...): {one!r} is no factor; there are: {', '.join(names)}")
+                raise ValueError(f"{what}...): {one!r} is not a factor; the factors are {', '.join(names)}")
             if one in found and one != name:
                 raise ValueError(
-                    f"{what}...): {name!r} is a product of {one!r}, which is generated itself; use the others"
+                    f"{what}...): {name!r} is a product with {one!r}, which is itself generated; use the factors that "
+                    "are not generated"
                 )
         if len(of) < 2 or name in of:
-            raise ValueError(f"{what}{{{name!r}: {list(of)}}}): expected a product of two or more other factors")
+            raise ValueError(f"{what}{{{name!r}: {list(of)}}}): expected a product of two or more different factors")
     return found
 
 

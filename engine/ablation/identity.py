@@ -100,8 +100,8 @@ class Identity:
         others = [line for key, line in lines.items() if key not in own and _place_of(line) in planned]
         reasons = Counter(filter(None, map(self._differing, others)))
         notes = [
-            f"{_stored(count)} made with another {' and another '.join(_WORDS.get(part, part) for part in parts)}, and "
-            f"{_is(count)} not used"
+            f"{_stored(count)} made with a different "
+            f"{' and a different '.join(_WORDS.get(part, part) for part in parts)}, and {_is(count)} not used"
             for parts, count in sorted(reasons.items())
         ]
         if count := sum(_place_of(line) in planned for line in old):
@@ -123,16 +123,16 @@ class Identity:
 _WORDS = {
     "build": "build (its code, or what it uses)",
     "run": "run (its code, or what it uses)",
-    "composition": "composition (handlers, updates or modules)",
-    "python": "version of Python",
-    "torch": "version of torch",
-    "signalfire": "version of Signalfire",
+    "composition": "setup (handlers, updates or modules)",
+    "python": "Python version",
+    "torch": "torch version",
+    "signalfire": "Signalfire version",
 }
 
 
 def _stored(count: int) -> str:
     runs, were = ("runs", "were") if count > 1 else ("run", "was")
-    return f"{count} stored {runs} of these variants and seeds {were}"
+    return f"{count} stored {runs} with these variants and seeds {were}"
 
 
 def _is(count: int) -> str:

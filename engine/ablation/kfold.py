@@ -235,8 +235,8 @@ class Folds:
         lines = [
             f"{self.metric}: {self.mean:.4g} +- {self.sd:.2g} (mean and standard deviation of {len(self.values)}/"
             f"{len(self.folds)} folds; corrected 95 % interval {low:.4g} to {high:.4g})",
-            "The folds train on overlapping samples, so that their results are not independent; the interval is that of Nadeau "
-            "and Bengio.",
+            "The folds train on overlapping samples, so their results are not independent. The interval is the "
+            "correction by Nadeau and Bengio.",
         ]
         for one in range(len(self.folds)):
             result = self.results.get(one)
@@ -253,11 +253,16 @@ class Folds:
 
 def _check_arguments(build: object, splitter: object, metric: object, predict: object) -> None:
     for name, value, is_valid, expected in (
-        ("build", build, callable(build) and not isinstance(build, Engine), "a function of a seed and two sequences of indices"),
+        (
+            "build",
+            build,
+            callable(build) and not isinstance(build, Engine),
+            "a function of a seed and two lists of indices",
+        ),
         ("splitter", splitter, callable(getattr(splitter, "split", None)),
          "an object with split(X, y), such as StratifiedKFold(5)"),
         ("metric", metric, isinstance(metric, str) and metric, "the name of a metric, such as 'accuracy'"),
-        ("predict", predict, predict is None or callable(predict), "a function of the engine and the indices of the samples"),
+        ("predict", predict, predict is None or callable(predict), "a function of the engine and the samples' indices"),
     ):  # fmt: skip
         if not is_valid:
             raise TypeError(f"KFold({name}={value!r}): expected {expected}")
@@ -277,7 +282,7 @@ def _split(splitter: Any, arguments: tuple[Any, ...]) -> tuple[Fold, ...]:
         for train, test in splitter.split(*arguments)
     )
     if not found:
-        raise ValueError(f"KFold(splitter={splitter!r}) gives no folds of this data")
+        raise ValueError(f"KFold(splitter={splitter!r}) returns no folds for this data")
     for place, (train, test) in enumerate(found):
         if not train or not test or set(train) & set(test):
             raise ValueError(

@@ -70,15 +70,15 @@ def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
 def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
     """In what a run that was repeated differs from its line, bit for bit; empty if it does not."""
     if outcome.error is not None:
-        return f"it finished, and now fails with {outcome.error.strip().splitlines()[-1]}"
+        return f"it finished before, but now fails with {outcome.error.strip().splitlines()[-1]}"
     stored = {name: float(value) for name, value in line["metrics"].items()}
     found = [
-        f"{name} is {stored.get(name)!r} in the store, and {outcome.metrics.get(name)!r} now"
+        f"{name} is {stored.get(name)!r} in the store, but {outcome.metrics.get(name)!r} now"
         for name in sorted({*stored, *outcome.metrics})
         if repr(stored.get(name)) != repr(outcome.metrics.get(name))
     ]
     if line["steps"] != outcome.steps:
-        found.append(f"it made {line['steps']} steps, and now {outcome.steps}")
+        found.append(f"it ran {line['steps']} steps before, but {outcome.steps} now")
     return "; ".join(found)
 
 
@@ -99,13 +99,13 @@ def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence
     what = ""
     if line["handlers"] != list(enabled):
         differing = sorted({*line["handlers"]} ^ {*enabled})
-        what = f"ran with other handlers than build attaches now: they differ in {', '.join(differing)}"
+        what = f"ran with different handlers than build attaches now; they differ in {', '.join(differing)}"
     else:
         names = [
             name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
         ]
         if names:
-            what = f"began with other {' and other '.join(names)} than a run would begin with now"
+            what = f"began with different {' and different '.join(names)} than a run would begin with now"
     if what:
         raise ValueError(
             f"the stored run of {variant!r} with seed {line['seed']} {what}; set config= to distinguish the two, or "
@@ -117,8 +117,8 @@ def no_metric(metric: str, variant: str, there: Iterable[str]) -> str:
     """The message for a run that ended without the metric."""
     names = sorted(there)
     return (
-        f"the run of {variant!r} ended without the metric {metric!r}, or it is not a scalar. "
-        f"There are: {', '.join(names) or 'none; attach Metrics or Validation'}{did_you_mean(metric, names)}"
+        f"the run of {variant!r} ended without the metric {metric!r}, or the metric is not a scalar. Available "
+        f"metrics: {', '.join(names) or 'none; attach Metrics or Validation'}{did_you_mean(metric, names)}"
     )
 
 
@@ -126,6 +126,6 @@ def no_direction(metric: str, there: Iterable[str]) -> ValueError:
     """The error for a metric of which nobody knows whether smaller or greater is better."""
     names = sorted(there)
     return ValueError(
-        f"Study(metric={metric!r}): whether smaller or greater is better is not known; give mode='min' or mode='max'. "
-        f"Announced metrics: {', '.join(names) or 'none'}{did_you_mean(metric, names)}"
+        f"Study(metric={metric!r}): it is not known whether smaller or larger values are better; give mode='min' or "
+        f"mode='max'. Announced metrics: {', '.join(names) or 'none'}{did_you_mean(metric, names)}"
     )

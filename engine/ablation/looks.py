@@ -54,7 +54,7 @@ class Looks:
         >>> Looks([5, 10])
         Traceback (most recent call last):
             ...
-        ValueError: Study(looks=[5, 10]): no result of 5 seeds can reach the boundary of this look; the smallest possible is 7
+        ValueError: Study(looks=[5, 10]): no result with 5 seeds can reach the boundary of this look; use at least 7
     """
 
     def __init__(self, sizes: Sequence[int], alpha: float = 0.05) -> None:
@@ -73,7 +73,7 @@ class Looks:
         for place, size in enumerate(self.sizes):
             if not self._reachable(place, size):
                 raise ValueError(
-                    f"Study(looks={list(sizes)}): no result of {size} seeds can reach the boundary of this look; "
+                    f"Study(looks={list(sizes)}): no result with {size} seeds can reach the boundary of this look; "
                     f"{self._smallest(place)}"
                 )
 
@@ -81,7 +81,8 @@ class Looks:
         """Raise a ValueError if there are more or fewer seeds than the last look takes."""
         if len(seeds) != self.sizes[-1]:
             raise ValueError(
-                f"Study(looks={list(self.sizes)}): the last look takes {self.sizes[-1]} seeds, and seeds= has {len(seeds)}"
+                f"Study(looks={list(self.sizes)}): the last look uses {self.sizes[-1]} seeds, but seeds= has "
+                f"{len(seeds)}"
             )
 
     def spent(self, size: int) -> float:
@@ -111,8 +112,8 @@ class Looks:
         most = self.sizes[place + 1] if place + 1 < len(self.sizes) else EXACT_UP_TO + 1
         for size in range(least, most):
             if self._reachable(place, size):
-                return f"the smallest possible is {size}"
-        return "leave it out"
+                return f"use at least {size}"
+        return "omit this look"
 
 
 class Sequential:
@@ -157,7 +158,7 @@ class Sequential:
         """
         size = self.next
         if size is None or len(seeds) != size:
-            raise ValueError(f"look(seeds=...): got {len(seeds)} seeds; the next look is at {size}")
+            raise ValueError(f"look(seeds=...): got {len(seeds)} seeds, but the next look is at {size} seeds")
         found = self._closed(scores, seeds, size) if self._crossed else self._by_steps(scores, size)
         self.made.append(size)
         self.decided |= dict.fromkeys(found, size)

@@ -58,14 +58,14 @@ class MetricsReport(Generic[R]):
         )
         family = count(sum(one.comparisons for one in self.reports.values()), "comparison")
         if self.correction == "variants":
-            family = f"{count(first.comparisons, 'comparison')} of each metric, not over metrics"
+            family = f"{count(first.comparisons, 'comparison')} for each metric, not across metrics"
         how = "by joint sign flips of"
         if first.pruned:
-            how, family = "by Holm's procedure for", f"{family}, with p = 1 for what was pruned"
+            how, family = "by Holm's procedure for", f"{family}, with p = 1 for pruned variants"
         legend = f'Differences to "{first.baseline}", paired by seed. Better is: {better}.'
         legend += f" Intervals and adjusted p: {how} {family}."
         if any(row.row.failures for row in self.rows):
-            legend += " *: runs failed; tests and verdicts are those of signed ranks, the difference is that of finished pairs."
+            legend += " *: runs failed. Tests and verdicts use signed ranks; the difference uses finished pairs only."
         return f"{aligned(joined_table(self.rows, 'metric', first.level))}\n\n{textwrap.fill(legend, WIDTH)}"
 
     def _repr_html_(self) -> str:

@@ -66,7 +66,8 @@ class _WithValues(Design):
                 own = [name for name, value in one.arguments if repr(value) != repr(usual.get(name))]
                 if both := [name for name in own if name in chosen]:
                     raise ValueError(
-                        f"tune(arguments=...): the variant {one.name!r} is one of {listed(both)}, which cannot be tuned as well"
+                        f"tune(arguments=...): the variant {one.name!r} sets {listed(both)}, which therefore cannot be "
+                        "tuned; tune other arguments"
                     )
                 arguments = {**dict(one.arguments), **chosen}
                 made.append(replace(one, name=one.name + label, arguments=tuple(arguments.items())))
@@ -98,7 +99,8 @@ class Tuned(_WithValues):
     def _chosen(self, name: str) -> Values:
         if name not in self.chosen:
             raise ValueError(
-                f"the variant {name!r} was not tuned; there are: {', '.join(self.chosen)}; call tune() again"
+                f"the variant {name!r} was not tuned; the tuned variants are {', '.join(self.chosen)}; call tune() "
+                "again"
             )
         return self.chosen[name]
 
@@ -155,12 +157,14 @@ def tune(
     if study.tasks:
         name = next(iter(study.tasks))
         raise ValueError(
-            f"tune(): the study has tasks, and what suits one need not suit another; tune each: tune(study.tasks[{name!r}], ...)"
+            "tune(): the study has several tasks, and each needs its own values; tune them one by one: "
+            f"tune(study.tasks[{name!r}], ...)"
         )
     found = check_seeds("tune", seeds)
     if both := sorted({*found} & {*study.seeds}):
         raise ValueError(
-            f"tune(seeds={list(found)}): the study reports {both}; tune on other seeds, such as range(100, 103)"
+            f"tune(seeds={list(found)}): the study reports the seeds {both}; tune on different seeds, such as "
+            "range(100, 103)"
         )
     if not isinstance(arguments, Mapping) or not arguments:
         raise TypeError(f"tune(arguments={arguments!r}): expected values by argument, such as {{'lr': [0.01, 0.1]}}")
@@ -205,7 +209,8 @@ def _grid(arguments: Mapping[str, Any]) -> _Grid:
     for name, values in arguments.items():
         if callable(values):
             raise TypeError(
-                f"tune(arguments={{{name!r}: {values!r}}}): a function of a trial needs trials=, such as trials=20"
+                f"tune(arguments={{{name!r}: {values!r}}}): a function that suggests values needs trials=, such as "
+                "trials=20"
             )
         if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
             raise TypeError(f"tune(arguments={{{name!r}: {values!r}}}): expected a list of values, such as [0.01, 0.1]")
@@ -222,8 +227,8 @@ class _Search:
         for name, suggest in arguments.items():
             if not callable(suggest):
                 raise TypeError(
-                    f"tune(arguments={{{name!r}: {suggest!r}}}): with trials=, expected a function of a trial, such as "
-                    f"lambda trial: trial.suggest_float({name!r}, 1e-3, 1.0, log=True)"
+                    f"tune(arguments={{{name!r}: {suggest!r}}}): with trials=, expected a function that takes a trial, "
+                    f"such as lambda trial: trial.suggest_float({name!r}, 1e-3, 1.0, log=True)"
                 )
         try:
             import optuna
@@ -233,7 +238,7 @@ class _Search:
         self._arguments, self._trials = arguments, trials
         self._studies: dict[str, Any] = {}
         self._asked: dict[str, tuple[Any, Values]] = {}
-        self.budget = f"{count(trials, 'trial')} of Optuna's TPE sampler"
+        self.budget = f"{count(trials, 'trial')} with Optuna's TPE sampler"
 
     def batches(self) -> Iterator[tuple[str, list[Round]]]:
         for number in range(1, self._trials + 1):
@@ -314,7 +319,8 @@ def _limits(
         edges = min(values), max(values)
         if at_edge := [f'"{name}"' for name, own in chosen.items() if own[argument] in edges]:
             limits.append(
-                f"{argument} of {listed(at_edge)} is at the edge of the values that were tried: a better one may lie beyond"
+                f"{argument} of {listed(at_edge)} is at the edge of the values that were tried, so a better value may "
+                "lie beyond"
             )
     return limits
 

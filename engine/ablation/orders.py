@@ -92,7 +92,7 @@ class Shapley(Design):
         self.exact = len(self.handlers) <= EXACT_UP_TO
         if self.exact and orders is not None:
             raise ValueError(
-                f"Shapley(orders={orders!r}): all subsets of {len(self.handlers)} handlers are run; leave orders out"
+                f"Shapley(orders={orders!r}): all subsets of {len(self.handlers)} handlers run; omit orders="
             )
         if not self.exact and orders is None:
             raise ValueError(

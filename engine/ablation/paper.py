@@ -63,8 +63,8 @@ def _how_it_was_tested(report: Findings) -> list[str]:
     ]
     if any(row.failures for row in report.rows):
         text.append(
-            "Where a run of a pair failed, signed ranks of all pairs were tested in place of the differences, and failing itself "
-            "by McNemar's exact test."
+            "Where a run of a pair failed, signed ranks of all pairs were tested instead of the differences, and "
+            "failures were tested with McNemar's exact test."
         )
     text.append(_how_it_was_adjusted(report))
     simultaneous = "simultaneous " if report.comparisons > 1 else ""
@@ -80,14 +80,14 @@ def _how_it_was_adjusted(report: Findings) -> str:
         sizes = listed([str(size) for size in report.looks.sizes])
         test = "a closed test" if report.comparisons <= CLOSED_UP_TO else "a step-down test"
         return (
-            f"Looks were planned at {sizes} seeds. Each spends {alpha} in proportion to its seeds (Lan and DeMets, 1983), with "
-            f"boundaries from the joint sign flips of {family} in {test}. Variants that were found to differ made no further "
-            "runs."
+            f"Looks were planned at {sizes} seeds. Each spends {alpha} in proportion to its seeds (Lan and DeMets, "
+            f"1983), with boundaries from the joint sign flips of {family} in {test}. Variants that were found to "
+            "differ were not run again."
         )
     if report.pruned:
         return (
-            f"p-values were adjusted for {family}, those that were pruned included, by Holm's procedure (1979), at a level of "
-            f"{alpha} for the family."
+            f"p-values were adjusted for {family}, including pruned variants, by Holm's procedure (1979), at a level "
+            f"of {alpha} for the family."
         )
     if report.comparisons > 1:
         return (
@@ -135,7 +135,7 @@ def write_page(
     """
     target = check_local("Report.html", "path", path)
     if target.suffix not in (".html", ".htm"):
-        raise ValueError(f"Report.html(path={os.fspath(path)!r}): expected a name that ends with '.html'")
+        raise ValueError(f"Report.html(path={os.fspath(path)!r}): expected a file name that ends with '.html'")
     picture = io.StringIO()
     draw(report, picture, format="svg")
     svg = picture.getvalue()

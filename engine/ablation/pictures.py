@@ -151,8 +151,8 @@ def _curves(results: Sequence[Result], metric: str, level: float) -> dict[str, l
     if not any(curves.values()):
         there = sorted({name for one in results for name in one.history})
         raise KeyError(
-            f"plot_curves(metric={metric!r}): no finished run has a curve of it; there are: {', '.join(there) or 'none'}"
-            f"{did_you_mean(metric, there)}"
+            f"plot_curves(metric={metric!r}): no finished run has a curve of this metric; metrics with curves: "
+            f"{', '.join(there) or 'none'}{did_you_mean(metric, there)}"
         )
     return {name: curve for name, curve in curves.items() if curve}
 
@@ -191,7 +191,7 @@ def plain_text(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def new_figure(width: float, height: float, *, needs: str = "the pictures of a study need") -> Figure:
+def new_figure(width: float, height: float, *, needs: str = "plotting a study needs") -> Figure:
     """A figure of this size in inches, which needs no display.
 
     Args:

@@ -106,25 +106,26 @@ class Plan:
             return at_best
         amount = "" if self.spread is None or not self.spread else f" ({size * self.spread:.2g} in {self.metric})"
         return (
-            f"{at_best}; a difference of {size:.1f} standard deviations of the paired differences{amount} is found with 80 %, "
-            f"among {comparisons} comparison{'s' if comparisons > 1 else ''}"
+            f"{at_best}; a difference of {size:.1f} standard deviations of the paired differences{amount} is found "
+            f"with a probability of 80 %, among {comparisons} comparison{'s' if comparisons > 1 else ''}"
         )
 
     def __str__(self) -> str:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
-        lines = [f"{'variant':<{width}}  finished  failed  to make  off or replaced"]
+        lines = [f"{'variant':<{width}}  finished  failed  pending  off or replaced"]
         lines += [self._line(variant, width) for variant in self.variants]
         lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
         if self.looks:
             lines.append(
-                f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more runs"
+                f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more "
+                "runs"
             )
         lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.pruning]
         cost = "unknown" if self.seconds is None else duration(self.seconds)
         tasks = f"{len(self.tasks)} tasks x " if self.tasks else ""
         lines.append(
-            f"{len(self.variants)} variants x {tasks}{len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} runs to "
-            f"make, estimated time, run sequentially: {cost}"
+            f"{len(self.variants)} variants x {tasks}{len(self.seeds)} seeds: {len(self.to_make)} of {len(self.runs)} "
+            f"runs pending, estimated time if run sequentially: {cost}"
         )
         return "\n".join([*lines, *(f"! {note}" for note in self.notes)])
 

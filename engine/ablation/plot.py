@@ -31,7 +31,7 @@ def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | Non
         format: The format, such as "svg"; by default that of the extension: .png, .pdf or .svg.
     """
     compared = [(row, row.comparison) for row in report.rows if row.comparison is not None]
-    figure = new_figure(8, 1.6 + 0.62 * max(1, len(compared)), needs="the plot of a study needs")
+    figure = new_figure(8, 1.6 + 0.62 * max(1, len(compared)), needs="plotting a study needs")
     axes = figure.subplots()
     axes.axvline(0, color="0.45", linewidth=1, linestyle="--", zorder=1)
     for place, (row, comparison) in enumerate(compared):

@@ -79,8 +79,8 @@ def digest_code(value: object, argument: str, *, config: Mapping[str, Any], is_s
         return fingerprint(value, argument, strict=is_stored and not config)
     except NotDigestibleError as error:
         raise TypeError(
-            f"Study({argument}=...): {error}; say what it stands for with config={{'data': 'v1'}}, and change that whenever the "
-            "content changes"
+            f"Study({argument}=...): {error}; describe the value with config={{'data': 'v1'}}, and change the "
+            "description whenever the content changes"
         ) from None
 
 

@@ -129,9 +129,9 @@ class Pruned:
         failed = f", {count(self.failed, 'run')} failed" if self.failed else ""
         difference = "" if math.isnan(self.difference) else f", mean difference to the baseline {self.difference:+.3g}"
         return (
-            f'"{self.variant.name}" was pruned after epoch {self.epoch}: place {self.place} of {self.of} by the mean rank over '
-            f"{count(self.seeds, 'seed')} ({self.rank:.3g}{difference} at that epoch{failed}). It was not trained to the "
-            "end, so that no effect is stated."
+            f"\"{self.variant.name}\" was pruned after epoch {self.epoch}: place {self.place} of {self.of} by the mean "
+            f"rank over {count(self.seeds, 'seed')} ({self.rank:.3g}{difference} at that epoch{failed}). It was not "
+            "trained to the end, so no effect is stated."
         )
 
 
@@ -221,13 +221,14 @@ class Pruning:
         for epoch in self.halving.epochs[1:]:
             left = self.halving.kept(left)
             short += left + 1
-            parts.append(f"the best {left} to that of epoch {epoch}")
+            parts.append(f"the best {left} to the end of epoch {epoch}")
         parts.append(
-            f"the best {self.halving.kept(left)} to the end, each time from the beginning, and with the baseline"
+            f"the best {self.halving.kept(left)} to the end of the run, each time from the beginning, and with the "
+            "baseline"
         )
         found = [
             f"pruning: {', '.join(parts)}",
-            f"the {count(short * len(self.seeds), 'run')} that end early are not among those counted below",
+            f"the {count(short * len(self.seeds), 'run')} that end early are not counted below",
         ]
         for epoch in self.halving.epochs:
             if names := [f'"{one.variant.name}"' for one in self.decide(lines).pruned if one.epoch == epoch]:
@@ -255,18 +256,19 @@ class Pruning:
                 if self.metric not in line["metrics"]:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} has no metric "
-                        f"{self.metric!r} at the end of epoch {epoch}; choose epochs at whose end it is measured"
+                        f"{self.metric!r} at the end of epoch {epoch}; choose epochs at whose end the metric is "
+                        "measured"
                     )
                 curve, ended = line.get("history", {}).get(self.metric), line.get("reached", epoch)
                 if curve and curve[-1][0] < ended <= MOST_POINTS:
                     raise ValueError(
-                        f"Study(prune={self.halving!r}): of the run of {variant.name!r} with seed {seed}, {self.metric!r} was "
-                        f"last measured in epoch {curve[-1][0]}, and would decide after epoch {ended}; choose epochs at whose "
-                        "end it is measured"
+                        f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} last measured "
+                        f"{self.metric!r} in epoch {curve[-1][0]}, but the decision is after epoch {ended}; choose "
+                        "epochs at whose end the metric is measured"
                     )
         if max(reached, default=epoch) < epoch:
             raise ValueError(
-                f"Study(prune={self.halving!r}): all runs had ended before epoch {epoch}, the last of them with epoch "
+                f"Study(prune={self.halving!r}): all runs ended before epoch {epoch}, the last one after epoch "
                 f"{max(reached)}; choose earlier epochs"
             )
 
@@ -385,8 +387,8 @@ def check_left(method: str, pruned: Sequence[Pruned], needed: Collection[str]) -
     """Raise an error if a variant whose runs are needed was pruned."""
     if gone := [f'"{one.variant.name}"' for one in pruned if one.variant.name in needed]:
         raise ValueError(
-            f"{method}(): {listed(gone)} {'was' if len(gone) == 1 else 'were'} pruned, and effects need the runs of all variants "
-            "of the design; run it in a study without prune="
+            f"{method}(): {listed(gone)} {'was' if len(gone) == 1 else 'were'} pruned, but effects need the runs of "
+            "all variants of the design; run the design in a study without prune="
         )
 
 
@@ -400,9 +402,9 @@ def pruned_in_words(pruned: Sequence[Pruned], variants: int) -> str:
     epochs = sorted({one.epoch for one in pruned})
     parts = [f"{sum(one.epoch == epoch for one in pruned)} after epoch {epoch}" for epoch in epochs]
     return (
-        f"{len(pruned)} of {count(variants, 'variant')} {'was' if len(pruned) == 1 else 'were'} pruned by successive halving "
-        f"({listed(parts)}), by the mean rank within seeds, with all seeds; they are in no "
-        "average, and have p = 1 in the family of tests."
+        f"{len(pruned)} of {count(variants, 'variant')} {'was' if len(pruned) == 1 else 'were'} pruned by successive "
+        f"halving ({listed(parts)}), by the mean rank within seeds, with all seeds. Pruned variants are in no average, "
+        "and count with p = 1 in the multiple-testing correction."
     )
 
 

@@ -54,13 +54,16 @@ class Built:
         shared = frozenset(self._shared_with(again))
         for name in sorted(self._things.keys() ^ again._things.keys()):
             if not _is_inside(name, shared):
-                return f"{_plain(name)} is in one of them only"
+                return f"{_plain(name)} is in only one of the runs"
         for name in (name for name in self._things if name in again._things):
             first, second = self._things[name][1].values, again._things[name][1].values
             for key in sorted(first.keys() | second.keys()):
                 where = joined(name, key)
                 if _differ(first.get(key), second.get(key), is_shared=_is_inside(where, shared)):
-                    return f"{_plain(where)} was {_short(first.get(key))} in one call, and {_short(second.get(key))} in the next"
+                    return (
+                        f"{_plain(where)} was {_short(first.get(key))} in one call and {_short(second.get(key))} in "
+                        "the next"
+                    )
         return ""
 
     def check(self, again: Callable[[], Built], found: Built) -> None:
@@ -73,9 +76,8 @@ class Built:
         """
         if self.difference(found) and (what := found.difference(again())):
             raise RepeatError(
-                f"two calls of build({self._seed}) made different runs: {what}; the results would depend on how "
-                "often build is called: let build depend only on the seed and its arguments, and change nothing "
-                "outside it"
+                f"two calls of build({self._seed}) made different runs: {what}. The results would depend on how often "
+                "build is called; let build depend only on the seed and its arguments, and change nothing outside build"
             )
 
     def _shared_with(self, again: Built) -> Iterator[str]:

@@ -222,13 +222,13 @@ class Report:
             [('loss', 0.03125), ('accuracy', 0.03125)]
         """
         if self.looks is not None:
-            raise ValueError("metrics(): the study follows planned looks, which are those of one metric")
+            raise ValueError("metrics(): the planned looks of this study cover only one metric")
         there = {name for one in self._results for name in one.metrics}
         reports = {}
         for name, mode in metrics.items():
             if name not in there:
                 raise KeyError(
-                    f"metrics(metrics={{{name!r}: {mode!r}}}): no run has this metric; there are: "
+                    f"metrics(metrics={{{name!r}: {mode!r}}}): no run has this metric; available metrics: "
                     f"{', '.join(sorted(there)) or 'none'}{did_you_mean(name, sorted(there))}"
                 )
             reports[name] = Report(
@@ -267,7 +267,7 @@ class Report:
             )
             if is_fraction(self._variants):
                 notes.append(
-                    "Fraction of a factorial design: effects joined by + are aliases; the estimate is their sum."
+                    "Fraction of a factorial design: effects joined by + are aliases, and the estimate is their sum."
                 )
         blocks += [aligned(table) for table in self._further_tables()]
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
@@ -308,15 +308,19 @@ class Report:
                 f"{one.variant.name} after epoch {one.epoch} (place {one.place} of {one.of})" for one in self.pruned
             ]
             notes.append(
-                f"Pruned, by the mean rank within seeds: {'; '.join(evidence)}. These were not trained to the end: no effect of "
-                "them is stated."
+                f"Pruned, by the mean rank within seeds: {'; '.join(evidence)}. These variants were not trained to the "
+                "end, so no effects are stated for them."
             )
         if self.margin is not None:
-            notes.append(f"Verdict: equivalent if the interval is inside +-{self.margin:g}, else by its side of 0.")
+            notes.append(
+                f"Verdict: equivalent if the interval is inside +-{self.margin:g}, otherwise by the side of 0 that the "
+                "interval is on."
+            )
         if any(row.failures for row in self.rows):
             notes.append(
-                "*: runs failed. p is that of signed ranks over all pairs, a failed run below any finished one; the difference "
-                "and its unadjusted Student-t interval are those of pairs that finished, conditional on that."
+                "*: runs failed. p is from signed ranks over all pairs, where a failed run ranks below any finished "
+                "one. The difference and its unadjusted Student-t interval use only pairs that finished, so they are "
+                "conditional on finishing."
             )
         return notes
 

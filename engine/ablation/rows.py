@@ -287,7 +287,7 @@ def _by_run(
     """The results by variant and seed; an error if one has an unknown variant or seed, or a duplicate."""
     names = [variant.name for variant in variants]
     if baseline not in names:
-        raise ValueError(f"Report(baseline={baseline!r}): no such variant; there are: {names}")
+        raise ValueError(f"Report(baseline={baseline!r}): no variant has this name; the variants are {names}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"Report(variants=...): two variants have the same name: {twice}")
     found: dict[tuple[str, int], Result] = {}

@@ -43,7 +43,7 @@ class Sentences:
         sentences += self._few_seeds()
         if gone := sum(bool(one.variant.level) for one in self.report.pruned):
             sentences.append(
-                f"No effects of factors are stated: they need the runs of all combinations, of which {gone} "
+                f"No effects of factors are stated, because they need the runs of all combinations, and {gone} "
                 f"{'was' if gone == 1 else 'were'} pruned."
             )
         return [*sentences, *self.report.limits, *self._looks()]
@@ -59,7 +59,7 @@ class Sentences:
             of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
             sentences.append(
                 f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so "
-                f"no direction is stated; for {self.report.alpha:g}, {self._needed()}."
+                f"no direction is stated. For a level of {self.report.alpha:g}, {self._needed()}."
             )
         return sentences
 
@@ -70,21 +70,20 @@ class Sentences:
             if len(seen) < 2:
                 return []
             return [
-                f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan: adding seeds "
-                "until something is found finds differences that do not exist in more than "
-                f"{100 * self.report.alpha:g} % of studies. "
-                "Plan the looks: Study(looks=[...])."
+                f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan. Adding "
+                "seeds until a difference appears finds differences that do not exist in more than "
+                f"{100 * self.report.alpha:g} % of studies. Plan the looks: Study(looks=[...])."
             ]
         sentences = []
         if other := [str(size) for size in seen if size not in looks.sizes]:
             sentences.append(
-                f"Some runs were made for looks at {listed(other)} seeds, which the plan of looks does not have: "
-                "its error holds only for a plan that is made before the first run."
+                f"Some runs were made for looks at {listed(other)} seeds, which are not in the plan. The error rate "
+                "holds only for looks that are planned before the first run."
             )
         made = [row.look for row in self.report.rows if row.comparison is not None]
         if None in made:
             sentences.append(
-                f"No look has been made yet: the runs of the first {looks.sizes[0]} seeds are not complete."
+                f"No look has been made yet, because the runs of the first {looks.sizes[0]} seeds are not complete."
             )
         return sentences
 
@@ -108,7 +107,7 @@ class Sentences:
             finding = [self._finding(row, row.comparison, row.conclusion)] if row.comparison and row.conclusion else []
             unfinished = self._unfinished(row)
             if row.comparison is None and unfinished:
-                finding = [f'Not all runs of "{row.variant.name}", with which the others are compared, finished.']
+                finding = [f'Not all runs of "{row.variant.name}", the reference of all comparisons, finished.']
             if finding:
                 sentences.append(" ".join(finding + unfinished))
         return sentences + [str(one) for one in self.report.pruned]
@@ -146,7 +145,7 @@ class Sentences:
         facts = f"{self._between(comparison, conclusion)}, {self._p(row)}"
         change = f"change of {self._amount(comparison.mean, unit=True)}, {facts}"
         if conclusion.verdict == "equivalent":
-            sign = {1: ": it rose, by less than matters", -1: ": it fell, by less than matters", 0: ""}[conclusion.sign]
+            sign = {1: ", although it rose", -1: ", although it fell", 0: ""}[conclusion.sign]
             return f"{what}, {metric} is equivalent within {self._margin()} ({change}, {seeds}){sign}."
         if conclusion.verdict == "undecided":
             margin = "" if self.report.margin is None else f"; it may differ by {self._margin()} or more"
@@ -163,14 +162,14 @@ class Sentences:
             f"runs failed: only this variant's in {count(failures.variant, 'pair')} of {pairs}, only the baseline's in "
             f"{failures.baseline}, both in {failures.both} (McNemar's exact test: p = {failures.p:.2g})."
         ]
-        ranked = f"With all pairs ranked, a failed run below any finished one, {self.report.metric}"
+        ranked = f"With all pairs ranked, and failed runs below finished ones, {self.report.metric}"
         facts = f"({self._p(row)}, {count(pairs, 'seed')})"
         if self._too_few(pairs):
-            sentences.append(f"That is too few pairs to say more: {self._needed()}.")
+            sentences.append(f"There are too few pairs to say more: {self._needed()}.")
         elif conclusion.verdict == "undecided":
             more = failures.variant - failures.baseline
-            why = ", and what fails more often is not recommended" if more else ""
-            sentences.append(f"{ranked} shows no difference to act on {facts}{why}.")
+            why = ", and a variant that fails more often is not recommended" if more else ""
+            sentences.append(f"{ranked} shows no significant difference {facts}{why}.")
         else:
             sentences.append(f"{ranked} is {conclusion.verdict} {facts}: {self._conclusion(row.variant, conclusion)}.")
         if comparison.n and not self._too_few(comparison.n):
@@ -193,7 +192,9 @@ class Sentences:
         omitted = ""
         if effect.left_out:
             seeds = seeds_in_words(effect.left_out).capitalize()
-            omitted = f" ({seeds} omitted, as not all of the runs finished: conditional on that.)"
+            omitted = (
+                f" ({seeds} omitted because not all of the runs finished, so the effect is conditional on finishing.)"
+            )
         return f"{_subject(effect)}{self._predicate(effect, family)}.{omitted}"
 
     def _predicate(self, effect: Effect, family: int) -> str:
@@ -203,7 +204,7 @@ class Sentences:
             return ": no seed has all of its runs"
         seeds = count(n, "seed")
         if one.sd == 0 and one.mean == 0:
-            return f" changed {metric} with no seed ({seeds})"
+            return f" changed {metric} with none of the seeds ({seeds})"
         if self._too_few(n):
             are = "is" if n == 1 else "are"
             return f": {seeds} {are} too few to say in which direction {metric} changes: {self._needed()}"
@@ -233,7 +234,7 @@ class Sentences:
         return f" {verb} {self.report.metric} by {size}{over} ({facts}){better}"
 
     def _side(self, better: bool) -> str:
-        return "it contributes" if better else "the composition is better without it"
+        return "it contributes" if better else "the setup is better without it"
 
     def _would_have_found(self, n: int, comparison: Comparison, family: int | None = None) -> str:
         """What could have been found: that nothing was found does not mean that nothing is there."""
@@ -245,7 +246,10 @@ class Sentences:
         size = detectable(n, family, alpha=alpha) * comparison.sd
         if not 0 < size < math.inf:
             return ""
-        return f"; a difference of {self._amount(size, unit=True)} is found with a probability of 80 %, a smaller one may exist"
+        return (
+            f"; a difference of {self._amount(size, unit=True)} is found with a probability of 80 %, and a smaller one "
+            "may exist"
+        )
 
     def _between(self, comparison: Comparison, conclusion: Conclusion, sign: int = 1) -> str:
         if comparison.sd == 0:
@@ -310,7 +314,7 @@ class Sentences:
         one = len(lacks or adds) == 1
         if better == bool(adds):
             return "it contributes" if one else "they contribute"
-        return f"the composition is better without {'it' if one else 'them'}"
+        return f"the setup is better without {'it' if one else 'them'}"
 
 
 def _subject(effect: Effect) -> str:

@@ -73,8 +73,8 @@ def check_new(thing: Engine | Handler, what: str) -> None:
 def _check_unused(thing: Any, what: str, named: str) -> None:
     if _used.of(thing) is not None:
         raise SharedError(
-            f"{what} returned {named} for a second run, which would start with what the first changed in it; create "
-            "a new one in each call, inside the function"
+            f"{what} returned {named} for a second run, which would start with the changes of the first; create a new "
+            "one inside the function in each call"
         )
     _used.note(thing, "used")
 
@@ -103,8 +103,8 @@ def check_not_left(engine: Engine, what: str) -> None:
 def _check_changed_back(thing: Any, digest: str, name: str, what: str) -> None:
     if _left.of(thing) == digest:
         raise SharedError(
-            f"{what} returned {name} of an earlier run, as that run has left it: the runs of the study would depend on each "
-            "other; create the model, its optimizer and its data in each call, inside the function"
+            f"{what} returned {name} as an earlier run left it, so the runs of the study would depend on each other; "
+            "create the model, its optimizer and its data inside the function in each call"
         )
 
 
@@ -113,16 +113,16 @@ def _check_held(found: Mapping[str, Content], what: str) -> None:
     for generator in _generators(found):
         if _left.of(generator) == digest_of([generator.get_state()]):
             raise SharedError(
-                f"{what} returned a run over data whose generator an earlier run has advanced, so their orders "
-                "depend on each other; create the DataLoader and its generator in each call, inside the function"
+                f"{what} returned data whose generator an earlier run has advanced, so the order of the samples "
+                "depends on that run; create the DataLoader and its generator inside the function in each call"
             )
     for name, content in _changeable(found).items():
         for key, left in (_left_values.of(content.thing) or {}).items():
             if content.values.get(key) == left:
                 raise SharedError(
-                    f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} an earlier "
-                    "run has changed and left so: the runs of the study would depend on each other; create a new one "
-                    "in each call, inside the function, or put it back there"
+                    f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} "
+                    "was changed by an earlier run, so the runs of the study would depend on each other; create a new "
+                    "object inside the function in each call, or reset the attribute there"
                 )
 
 

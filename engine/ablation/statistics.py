@@ -171,7 +171,7 @@ def holm(p: Sequence[float]) -> list[float]:
     for one in p:
         if not 0 <= one <= 1:
             raise ValueError(
-                f"holm(p={one!r}): expected a number between 0 and 1; use 1 for a test that could not be made"
+                f"holm(p={one!r}): expected a number between 0 and 1; use 1 for a test that could not be run"
             )
     adjusted = [1.0] * len(p)
     largest = 0.0
@@ -325,7 +325,7 @@ def contributions(
     there = {result.variant for result in results}
     needed = sorted({name for those in weights.values() for name in those})
     if missing := [name for name in needed if name not in there]:
-        raise ValueError(f"contributions(): there are no runs of {', '.join(missing)}; pass the design that was run")
+        raise ValueError(f"contributions(): the runs of {', '.join(missing)} are missing; pass the design that was run")
     complete, left_out = split_seeds(results, needed, values)
     contrasts = contrasts_of(weights.values(), values, complete)
     return make_effects([(name,) for name in weights], contrasts, left_out, level)

@@ -83,7 +83,7 @@ class Store:
             raise TypeError(f"Study(store={path!r}): expected a path, such as 'runs/ablation.jsonl', or None")
         self.path = None if path is None else check_local("Study", "store", path)
         if self.path is not None and self.path.is_dir():
-            raise IsADirectoryError(f"Study(store={str(path)!r}): this is a folder; use a file in it")
+            raise IsADirectoryError(f"Study(store={str(path)!r}): the path is a folder; give a file in it")
         self._memory: list[bytes] = []
         self._reported: set[bytes] = set()
         self._file: int | None = None
@@ -102,7 +102,7 @@ class Store:
                 warn(
                     StoreWarning(
                         f"line {number} of the store {str(self.path)!r} is damaged: its checksum does not match "
-                        f"({_excerpt(line)}); the line is removed, and its run is repeated"
+                        f"({_excerpt(line)}). The line is removed, and its run is repeated"
                     )
                 )
         return {key: json.loads(line) for key, line in content.runs.items()}
@@ -143,8 +143,8 @@ class Store:
             run = f"the run of {second.get('variant', 'one variant')!r} with seed {second['seed']}"
             values = [", ".join(f"{name} {line.get(name)}" for name in differing)[:400] for line in (first, second)]
             raise StoreError(
-                f"lines {one} and {other} of the store {str(self.path)!r} are both {run}, with different numbers: {values[0]}; "
-                f"{values[1]}. One training gave two results: remove one line, and see study.verify()"
+                f"lines {one} and {other} of the store {str(self.path)!r} are both {run}, with different results: "
+                f"{values[0]}; {values[1]}. Remove one of the lines, and check the results with study.verify()"
             )
 
     def _split(self) -> tuple[list[bytes], int]:
@@ -192,9 +192,9 @@ class Store:
     def _check_one_name(self, names: int) -> None:
         if names > 1:
             raise StoreError(
-                f"the store {str(self.path)!r} is one file with {names} names (hard links): a study that uses a "
-                "different name would not see the lock of this one, and rewriting the file would separate the "
-                "names; use a copy, or a symbolic link"
+                f"the store {str(self.path)!r} is a file with {names} names (hard links). A study that uses a "
+                "different name would not see the lock of this one, and rewriting the file would separate the names; "
+                "use a copy, or a symbolic link"
             )
 
     @contextlib.contextmanager
@@ -203,7 +203,10 @@ class Store:
         # lock two different files.
         lock = path.with_name(f".{path.name}.lock")
         name = str(lock.resolve())
-        busy = f"the store {str(self.path)!r} is being written by another study%s; wait until it finishes, or use another store"
+        busy = (
+            f"the store {str(self.path)!r} is being written by another study%s; wait until it finishes, or use a "
+            "different store"
+        )
         if name in _written:
             raise StoreError(busy % " of this process")
         _written.add(name)
@@ -235,7 +238,10 @@ class Store:
 
     def _write(self, content: bytes) -> None:
         if self._file is None:
-            raise RuntimeError("append() was called outside `with store.writing()`; the store is locked only inside it")
+            raise RuntimeError(
+                "append() was called outside `with store.writing()`, where the store is not locked; call append() "
+                "inside the block"
+            )
         size = os.fstat(self._file).st_size
         with self._named_in_errors():
             try:
@@ -252,7 +258,7 @@ class Store:
         try:
             yield
         except OSError as error:
-            reason = f"{error.strerror}: the store cannot be written; the runs that it has stay"
+            reason = f"{error.strerror}: the store cannot be written; the runs in it are kept"
             raise OSError(error.errno, reason, str(self.path)) from error
 
     def settle(self) -> None:

@@ -40,15 +40,13 @@ def read_reports(
         StoreError: for a file that is no store, or has no run.
     """
     if not Path(path).exists():
-        raise FileNotFoundError(
-            f"there is no store {str(path)!r}; its studies write it, such as Study(store={str(path)!r})"
-        )
+        raise FileNotFoundError(f"there is no store {str(path)!r}; a study writes one: Study(..., store={str(path)!r})")
     store = Store(path)
     studies: dict[str, list[Line]] = {}
     for line in (*store.read().values(), *store.old()):
         studies.setdefault(line["configuration"], []).append(line)
     if not studies:
-        raise StoreError(f"the store {str(path)!r} has no run")
+        raise StoreError(f"the store {str(path)!r} has no runs")
     return {
         _title(place, len(studies), lines): _report(lines, metric, mode)
         for place, lines in enumerate(studies.values(), 1)
@@ -77,8 +75,8 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
         other = variants.setdefault(name, variant)
         if other != variant:
             raise ValueError(
-                f"the store has different variants named {name!r} in one study, of different designs; make the report with "
-                "study.report(design)"
+                f"a study in the store has different variants named {name!r}, from different designs; make the report "
+                "with study.report(design)"
             )
         if "until" in line:
             if "pruned" in line:
@@ -86,13 +84,14 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
             continue
         if any((one.variant, one.seed) == (name, line["seed"]) for one in results):
             raise ValueError(
-                f"the store has two runs of {name!r} with seed {line['seed']} in one study, because an alternative "
-                "was changed between them; make the report with study.report(design)"
+                f"a study in the store has two runs of {name!r} with seed {line['seed']}, because an alternative "
+                "changed between them; make the report with study.report(design)"
             )
         results.append(to_result(name, line, metric))
     if BASELINE not in variants:
         raise ValueError(
-            f"no run is of the variant {BASELINE!r}, with which the others are compared; there are: {', '.join(variants)}"
+            f"no run has the variant {BASELINE!r}, the reference of all comparisons; the variants are "
+            f"{', '.join(variants)}"
         )
     ordered = sorted(variants.values(), key=lambda one: one.name != BASELINE)
     trained = {one.variant for one in results}
@@ -119,12 +118,13 @@ def _metric(
         metric = _asked(asked, there)
     elif metric not in there:
         raise KeyError(
-            f"no run has the metric {metric!r}; there are: {', '.join(there) or 'none'}{did_you_mean(metric, there)}"
+            f"no run has the metric {metric!r}; available metrics: "
+            f"{', '.join(there) or 'none'}{did_you_mean(metric, there)}"
         )
     mode = mode or asked.get(metric)
     if mode is None:
         raise ValueError(
-            f"whether smaller or greater is better is not known of {metric!r}; give mode='min' or mode='max'"
+            f"it is not known whether smaller or larger values of {metric!r} are better; give mode='min' or mode='max'"
         )
     return metric, mode
 
@@ -135,6 +135,7 @@ def _asked(asked: Iterable[str], there: list[str]) -> str:
     if len(names) != 1:
         such = next(iter(names or there), "accuracy")
         raise ValueError(
-            f"which metric to compare is not known; give metric=, such as {such!r}; there are: {', '.join(there) or 'none'}"
+            f"it is not known which metric to compare; give metric=, such as metric={such!r}; available metrics: "
+            f"{', '.join(there) or 'none'}"
         )
     return names[0]

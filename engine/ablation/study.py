@@ -106,11 +106,11 @@ class Study:
         ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
         >>> study = Study(build, metric="loss", seeds=range(3))
         >>> print(study.plan(LeaveOneOut()))
-        variant              finished  failed  to make  off or replaced
+        variant              finished  failed  pending  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
         at best: 3 seeds cannot show any effect (smallest p = 0.25); use 6 or more
-        2 variants x 3 seeds: 6 of 6 runs to make, estimated time, run sequentially: unknown
+        2 variants x 3 seeds: 6 of 6 runs pending, estimated time if run sequentially: unknown
     """
 
     def __init__(
@@ -269,7 +269,7 @@ class Study:
                 problems.append(f"- {chosen[place].variant.name!r} with seed {chosen[place].seed}: {found}")
         if problems:
             raise StoreError(
-                f"{len(problems)} of {count} runs came to other results than in the store:\n"
+                f"{len(problems)} of {count} runs gave different results than in the store:\n"
                 + "\n".join(sorted(problems))
             )
         return tuple(chosen)
@@ -312,7 +312,8 @@ class Study:
         """
         if self.tasks:
             raise ValueError(
-                f"results(): the study has tasks; plan and ask one of them: study.tasks[{next(iter(self.tasks))!r}]"
+                "results(): the study has several tasks; plan and read the results of one of them: "
+                f"study.tasks[{next(iter(self.tasks))!r}]"
             )
         pruned = {one.variant.name for one in self._pruned(plan.variants)}
         kept = [variant for variant in plan.variants if variant.name not in pruned]

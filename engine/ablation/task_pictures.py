@@ -59,7 +59,7 @@ def draw_profiles(
         ValueError: without any profile.
     """
     if not profiles:
-        raise ValueError("plot_profiles(): no seed has runs of all variants and tasks; make the missing runs first")
+        raise ValueError("plot_profiles(): no seed has runs of all variants and tasks; run the missing ones first")
     others = [name for name in profiles if name != baseline] or [baseline]
     names = {name: _wrapped(name, 30) for name in others}
     lines = max(one.count("\n") for one in names.values())
@@ -101,7 +101,7 @@ def draw_aggregates(
         ValueError: without any variant.
     """
     if not found:
-        raise ValueError("plot_aggregates(): no seed has runs of all variants and tasks; make the missing runs first")
+        raise ValueError("plot_aggregates(): no seed has runs of all variants and tasks; run the missing ones first")
     names = {name: _wrapped(name, 34) for name in found}
     lines = max(one.count("\n") for one in names.values())
     figure = new_figure(9.5, 1.5 + (0.32 + 0.16 * lines) * len(found))

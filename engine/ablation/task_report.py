@@ -139,7 +139,9 @@ class TasksReport(Report):
         A failed run counts as the lowest score of any variant in its task, and at most as 0.
         """
         if variant not in (names := [row.variant.name for row in self.rows]):
-            raise KeyError(f"matrix(variant={variant!r}): no such variant; there are: {', '.join(names)}")
+            raise KeyError(
+                f"matrix(variant={variant!r}): no variant has this name; the variants are {', '.join(names)}"
+            )
         columns = []
         for name, task in self.tasks.items():
             found = {row.variant.name: self._scores_of(name, row) for row in task.rows}
@@ -238,12 +240,13 @@ class TasksReport(Report):
         found = super().warnings()
         if left_out := [str(seed) for seed in self.seeds if seed not in self.complete]:
             found.append(
-                f"Aggregates and profiles are without seeds {listed(left_out)}, of which not all variants and tasks ran."
+                f"Aggregates and profiles leave out the seeds {listed(left_out)}, with which not all variants and "
+                "tasks ran."
             )
         if self.floored:
             found.append(
-                f"{count(self.floored, 'failed run')} count{'s' if self.floored == 1 else ''} in aggregates and profiles as the "
-                "lowest score of the task, and at most as 0."
+                f"{count(self.floored, 'failed run')} count{'s' if self.floored == 1 else ''} in aggregates and "
+                "profiles as the lowest score of the task, but never as more than 0."
             )
         return found
 
@@ -251,10 +254,11 @@ class TasksReport(Report):
         """One paragraph for a paper: the comparison, its seeds and tasks, and the statistical tests."""
         ends = "; ".join(f"{name}: {zero:.4g} and {one:.4g}" for name, (zero, one) in self.scores.items())
         return (
-            f"{super().methods()} A run stands for one training on each of {len(self.tasks)} tasks ({', '.join(self.tasks)}), "
-            f"and its score is the mean over the tasks of {self.of_metric}, scaled linearly so that these values count as 0 and "
-            f"1: {ends}. Interquartile means, optimality gaps, performance profiles and probabilities of improvement (Agarwal et "
-            f"al., 2021) have {100 * self.level:g} % percentile intervals of {REPETITIONS:,} stratified bootstrap resamples."
+            f"{super().methods()} A run is one training on each of {len(self.tasks)} tasks ({', '.join(self.tasks)}), "
+            f"and its score is the mean over the tasks of {self.of_metric}, scaled linearly so that these values count "
+            f"as 0 and 1: {ends}. Interquartile means, optimality gaps, performance profiles and probabilities of "
+            f"improvement (Agarwal et al., 2021) have {100 * self.level:g} % percentile intervals of {REPETITIONS:,} "
+            "stratified bootstrap resamples."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -300,9 +304,10 @@ class TasksReport(Report):
             *super()._legend(brief=brief),
             f"score: mean over {tasks} tasks of {self.of_metric}, where these values count as 0 and 1: {ends}. Seconds and steps "
             "are those of all tasks.",
-            f"Aggregates: of {seeds} x {tasks} scores; [{100 * self.level:g} % percentile intervals] of {REPETITIONS:,} "
-            "stratified bootstrap resamples, not adjusted, and too short with few seeds; verdicts do not rest on them. Tasks: in "
-            f"the unit of {self.of_metric}; intervals and adjusted p: jointly over {count(len(self.by_task), 'comparison')}.",
+            f"Aggregates: over {seeds} x {tasks} scores; [{100 * self.level:g} % percentile intervals] of "
+            f"{REPETITIONS:,} stratified bootstrap resamples. These intervals are not adjusted, are too short with few "
+            f"seeds, and decide no verdict. Tasks: in the unit of {self.of_metric}; intervals and adjusted p: jointly "
+            f"over {count(len(self.by_task), 'comparison')}.",
         ]
 
     def _scores_of(self, task: str, row: Row) -> dict[int, float]:

@@ -36,12 +36,16 @@ def task_builds(
     if tasks is None:
         return {}
     if not isinstance(tasks, Mapping) or not all(isinstance(name, str) and name for name in tasks):
-        raise TypeError(f"Study(tasks={tasks!r}): expected what build takes for each task, by the name of the task")
+        raise TypeError(
+            f"Study(tasks={tasks!r}): expected a mapping from the names of the tasks to the arguments of build"
+        )
     if len(tasks) < 2:
-        raise ValueError(f"Study(tasks={tasks!r}): expected two or more tasks; leave tasks= out for one")
+        raise ValueError(f"Study(tasks={tasks!r}): expected two or more tasks; for a single task, omit tasks=")
     for name, given in stages.items():
         if given is not None:
-            raise ValueError(f"Study({name}={given!r}): not together with several tasks; leave {name}= or tasks= out")
+            raise ValueError(
+                f"Study({name}={given!r}): {name}= does not work with several tasks; omit {name}= or tasks="
+            )
     return {name: _task_build(name, given, build) for name, given in tasks.items()}
 
 
@@ -51,7 +55,7 @@ def _task_build(name: str, given: Any, build: Callable[..., Any] | None) -> Call
     if callable(given) and build is None:
         own: Callable[..., Any] = given
         return own
-    expected = "a function of a seed, as there is no build" if build is None else "arguments of build by name"
+    expected = "a function of a seed, without build=" if build is None else "arguments of build by name"
     raise TypeError(f"Study(tasks={{{name!r}: {given!r}}}): expected {expected}")
 
 
@@ -63,17 +67,20 @@ def check_scores(scores: Mapping[str, Ends] | Ends | None, tasks: Mapping[str, o
     """
     if not tasks:
         if scores is not None:
-            raise ValueError(f"Study(scores={scores!r}): scores are for studies with tasks=")
+            raise ValueError(f"Study(scores={scores!r}): scores= needs tasks=")
         return {}
     if scores is None:
         raise TypeError(
             "Study(tasks=...): give scores=, the values of the metric that count as 0 and 1 for each task, such as "
-            f"{{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or one pair for all: it decides how much each task weighs"
+            f"{{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or one pair for all; the values decide how much each task "
+            "weighs"
         )
     given = scores if isinstance(scores, Mapping) else dict.fromkeys(tasks, scores)
     if set(given) != set(tasks):
         wrong = ", ".join(sorted({*given} ^ {*tasks}))
-        raise ValueError(f"Study(scores=...): expected one pair for each of {', '.join(tasks)}; they differ in {wrong}")
+        raise ValueError(
+            f"Study(scores=...): expected one pair for each of {', '.join(tasks)}; the names differ in {wrong}"
+        )
     return {name: _ends(name, given[name]) for name in tasks}
 
 
@@ -83,8 +90,8 @@ def ends_in_direction(task: str, ends: Ends, mode: Literal["min", "max"]) -> Non
     if (one > zero) != (mode == "max"):
         better = "larger" if mode == "max" else "smaller"
         raise ValueError(
-            f"Study(scores={{{task!r}: {ends!r}}}): {better} values are better, so that {one:g} cannot count as 1 and {zero:g} "
-            f"as 0; expected {(one, zero)!r}"
+            f"Study(scores={{{task!r}: {ends!r}}}): {better} values are better, so {one:g} cannot count as 1 and "
+            f"{zero:g} as 0; expected {(one, zero)!r}"
         )
 
 
@@ -96,8 +103,8 @@ def check_task(
     for variant in variants:
         if both := sorted({*own} & {name for name, _ in variant.arguments}):
             raise ValueError(
-                f"Study(tasks=...): the variant {variant.name!r} would replace {', '.join(both)} of the task {task!r}; give an "
-                "argument of build in the tasks or in the design, not in both"
+                f"Study(tasks=...): the variant {variant.name!r} would replace {', '.join(both)} of the task {task!r}; "
+                "give an argument of build either in the tasks or in the design"
             )
     if mode is not None:
         ends_in_direction(task, ends, mode)

@@ -43,7 +43,7 @@ def start(engine: Engine, run: Run, what: str) -> dict[str, str]:
     except _Started:
         return announced
     except Exception as error:
-        error.add_note(f"while {what} was checked by running it up to STARTED")
+        error.add_note(f"raised while {what} was checked by running it up to STARTED")
         raise
     finally:
         engine.dry_run = was_dry
@@ -160,8 +160,8 @@ def _changes_training(receiver: Subscription) -> bool:
 def _check_attached(engine: Engine, name: str) -> None:
     if name not in engine.handlers:
         raise ValueError(
-            f"build attaches no handler {name!r}; there are: {', '.join(engine.handlers) or 'none'}"
-            f"{did_you_mean(name, list(engine.handlers))}"
+            f"build attaches no handler {name!r}; attached handlers: "
+            f"{', '.join(engine.handlers) or 'none'}{did_you_mean(name, list(engine.handlers))}"
         )
 
 
@@ -169,4 +169,4 @@ def _check_enabled(engine: Engine, name: str) -> None:
     _check_attached(engine, name)
     if not engine.handlers[name].enabled:
         who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
-        raise ValueError(f"the handler {name!r} is already switched off, by {who}")
+        raise ValueError(f"the handler {name!r} is already switched off by {who}")

@@ -101,5 +101,7 @@ def check_margin(owner: str, margin: object) -> float | None:
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise TypeError(f"{owner}(margin={margin!r}): expected a number in the unit of the metric, such as 0.005")
     if not 0 < margin < math.inf:
-        raise ValueError(f"{owner}(margin={margin!r}): expected a positive number; None makes no claim of equivalence")
+        raise ValueError(
+            f"{owner}(margin={margin!r}): expected a positive number, or None to make no claim of equivalence"
+        )
     return float(margin)

@@ -33,7 +33,7 @@ __all__ = ["outcomes", "pickled"]
 
 T = TypeVar("T")
 
-_DIED = "the process that made this run died: it was killed, perhaps for lack of memory, or crashed in native code"
+_DIED = "the process of this run died, because it was killed, perhaps for lack of memory, or crashed in native code"
 
 
 def outcomes(tasks: Sequence[Task], workers: int | Executor) -> Iterator[tuple[int, Outcome]]:
@@ -70,8 +70,8 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
             made += 1
         if errors:
             errors[0].add_note(
-                f"{executor!r} could not make {len(tasks) - made} of {len(tasks)} runs of the study; the other {made} are in the "
-                "store, and run() makes only those that are missing"
+                f"{executor!r} failed to run {len(tasks) - made} of {len(tasks)} runs of the study; the other {made} "
+                "are in the store, and run() repeats only the missing ones"
             )
             raise errors[0]
     finally:
@@ -106,8 +106,8 @@ def pickled(task: Task) -> bytes:
         TypeError: if a worker process could not import one of its functions.
     """
     way_out = (
-        "a worker process must import it: use a module-level function, or functools.partial of one; or "
-        "workers=0, which runs everything in this process"
+        "a worker process must import the function; use a module-level function or a functools.partial of one, or set "
+        "workers=0 to run everything in this process"
     )
     functions: list[tuple[str, object]] = [("build", task.build), ("run", task.run)]
     for what, function in functions + [(f"the alternative to {name!r}", factory) for name, factory in task.swaps]:
@@ -158,9 +158,9 @@ def _processes(workers: int, task: bytes) -> Iterator[ProcessPoolExecutor]:
             _submit(pool, _receive, task).result()
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process could not start; its message is printed above. Each worker imports the script of the study, "
-                'which therefore needs the line `if __name__ == "__main__":` before its main code; or use '
-                "workers=0, which runs everything in this process"
+                "a worker process could not start; its message is printed above. Each worker imports the script of the "
+                'study, so the script needs the line `if __name__ == "__main__":` before its main code; or set '
+                "workers=0 to run everything in this process"
             ) from None
         yield pool
         pool.shutdown()
@@ -198,6 +198,6 @@ def _receive(task: bytes) -> None:
         pickle.loads(task)
     except Exception as error:
         raise RuntimeError(
-            f"a worker process cannot import a function of the study ({type(error).__name__}: {error}); it searches the "
-            "sys.path of this process"
+            f"a worker process cannot import a function of the study ({type(error).__name__}: {error}); the worker "
+            "searches the sys.path of this process"
         ) from None

@@ -87,7 +87,7 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
     Example:
         >>> check_function("Reporting", "report", lambda value: None, "value", "step")
         Traceback (most recent call last):
-        TypeError: Reporting(report=...): it is called as report(value, step): too many positional arguments
+        TypeError: Reporting(report=...): the function is called as report(value, step): too many positional arguments
     """
     if optional and function is None:
         return function
@@ -101,7 +101,7 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
     try:
         signature.bind(*takes)
     except TypeError as error:
-        raise TypeError(f"{_call(owner, argument, function)}: it is called as {call}: {error}") from None
+        raise TypeError(f"{_call(owner, argument, function)}: the function is called as {call}: {error}") from None
     return function
 
 
@@ -161,8 +161,8 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> P
         hint = f"write {url2pathname(urlsplit(address).path)!r}"
     else:
         hint = (
-            "crash-safe writes need a local or mounted file system. Give a folder there, and copy the files: 'Checkpoints in an "
-            "object store' in the guide shows how"
+            "crash-safe writes need a local or mounted file system. Pass a folder on such a file system, and copy the "
+            "files to the store; see 'Checkpoints in an object store' in the guide"
         )
     raise ValueError(f"{_call(owner, argument, address)}: a URL is not a path; {hint}")
 

@@ -52,7 +52,7 @@ class Support:
 
 _NAMES = {"cpu": "CPU", "cuda": "CUDA", "mps": "MPS", "xpu": "XPU"}
 _TESTED, _EXPECTED = Support("tested"), Support("expected")
-_PREFETCH = Support("refused", "prefetching uses streams of CUDA; omit prefetch=True")
+_PREFETCH = Support("refused", "prefetching uses CUDA streams; omit prefetch=True")
 
 DEVICES = tuple(_NAMES)
 """The devices of the table, by torch's name."""
@@ -69,7 +69,7 @@ TABLE: Mapping[str, Mapping[DeviceFeature, Support]] = {
     "mps": {
         **dict.fromkeys(_F, _EXPECTED),
         _F.PREFETCH: _PREFETCH,
-        _F.STATISTICS: Support("expected", "current memory; torch records no peaks"),
+        _F.STATISTICS: Support("expected", "current memory, because torch records no peaks"),
         _F.FLOAT64: Support("refused", "MPS has no float64; convert it to float32, or train on the CPU"),
         _F.COLLECTIVES: Support(
             "refused", "torch.distributed has no backend for MPS; train in a single process, or on the CPU with gloo"
@@ -142,7 +142,7 @@ def unavailable(device: str | torch.device) -> str | None:
         count = module.device_count()
         if device.index is None or device.index < count:
             return None
-        there = f"the only one is {kind}:0" if count == 1 else f"there are {kind}:0 to {kind}:{count - 1}"
+        there = f"the only device is {kind}:0" if count == 1 else f"the devices are {kind}:0 to {kind}:{count - 1}"
         return f"no device {str(device)!r} is available: {there}"
     try:
         torch.empty(0, device=device)

@@ -187,14 +187,14 @@ def misuse(call: str, unnamed: Sequence[Any], unknown: Iterable[str], own: Itera
         "run() got an unexpected keyword argument 'epochs'; write max_epochs="
     """
     if unnamed and isinstance(unnamed[0], int | float):
-        return f"{call} takes only the data by position; name the bound, such as max_epochs={unnamed[0]}"
+        return f"{call} takes only the data by position; pass the bound by name, such as max_epochs={unnamed[0]}"
     if unnamed:
         return f"{call} takes only the training data by position; to evaluate on other data, attach Validation(data)"
     name = next(iter(unknown))
     table = CONSTRUCTOR if call == "Engine()" else RUN
     hint = f"; {table[name]}" if name in table else did_you_mean(name, own)
     if call == "Engine()" and (name in RUN or name in BOUNDS) and name not in table:
-        hint = f"; it is for run: {RUN.get(name, f'engine.run(data, {name}=...)')}"
+        hint = f"; it is an argument of run: {RUN.get(name, f'engine.run(data, {name}=...)')}"
     return f"{call} got an unexpected keyword argument {name!r}{hint}"
 
 

@@ -77,12 +77,13 @@ class Interval:
             return text
         if not isinstance(text, str):
             raise TypeError(
-                f"{text!r} is not an interval: write a number with its unit, such as '10ep', '500it', '2000steps', '15min'"
+                f"{text!r} is not an interval; write a number with its unit, such as '10ep', '500it', '2000steps', "
+                "'15min'"
             )
         match = _FORM.fullmatch(text.strip())
         if match is None:
             raise ValueError(
-                f"{text!r} is not an interval: write a number and a unit, such as '10ep', '500it', '2000steps', '15min'"
+                f"{text!r} is not an interval; write a number and a unit, such as '10ep', '500it', '2000steps', '15min'"
             )
         number, unit = match.groups()
         unit = _OTHER_NAMES.get(unit, unit)
@@ -262,8 +263,8 @@ class _FractionOfEpoch:
         connections = [one for signal in engine.signals.all() for one in signal.connections]
         whose = next((repr(one) for one in connections if one.when is self), "an interval")
         return (
-            f"{whose}: {self}: the epoch length is unknown, since the data has no length; pass epoch_length= to run(), "
-            "or use an interval in iterations, such as '500it'"
+            f"{whose}: {self}: the epoch length is unknown, because the data has no length; pass epoch_length= to "
+            "run(), or use an interval in iterations, such as '500it'"
         )
 
     def __repr__(self) -> str:

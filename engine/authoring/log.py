@@ -132,7 +132,9 @@ class Log(Part["Engine"]):
         """
         if isinstance(name, Mapping):
             if value is not None:
-                raise TypeError(f"log({name!r}, {value!r}): give a name and a number, or numbers by name alone")
+                raise TypeError(
+                    f"log({name!r}, {value!r}): expected a name and a number, or a mapping from names to numbers"
+                )
             for one, number in name.items():
                 self(one, number)
             return
@@ -170,7 +172,7 @@ class Log(Part["Engine"]):
         try:
             pixels, problem = as_pixels(image, layout)
         except (ValueError, RuntimeError) as error:
-            way_out = "give 1 or 3 channels, and layout= if they do not come first"
+            way_out = "pass 1 or 3 channels, and layout= if the channels do not come first"
             self._report("image", name, f"it is not logged: {error}", way_out)
             return
         if problem is not None:
@@ -206,11 +208,11 @@ class Log(Part["Engine"]):
         try:
             histogram = Histogram.of(torch.as_tensor(values))
         except (ValueError, RuntimeError) as error:  # of a layout or a kind of tensor that torch cannot count
-            self._report("histogram", name, f"it is not logged: {error}", "give a dense tensor of numbers")
+            self._report("histogram", name, f"it is not logged: {error}", "pass a dense tensor of numbers")
             return
         if histogram.left_out or not histogram.counts:
             what = f"{histogram.left_out} values are not finite" if histogram.left_out else "there are no values"
-            way_out = "find their source, or do not log them"
+            way_out = "find the source of these values, or do not log them"
             self._report("histogram", name, f"{what}, which the histogram leaves out", way_out)
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)
@@ -293,8 +295,8 @@ def _as_number(name: str, value: object) -> float:
         raise TypeError(f"log({name!r}, ...): {value} is complex; log its real part, or its absolute value")
     shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
     raise TypeError(
-        f"log({name!r}, ...): a {type(value).__name__}{shape} is not one number; log its mean, or call log.histogram, log.image, "
-        "log.figure or log.text"
+        f"log({name!r}, ...): a {type(value).__name__}{shape} is not a single number; log its mean, or call "
+        "log.histogram, log.image, log.figure or log.text"
     )
 
 
@@ -312,7 +314,8 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(pixels.dim(), "") if layout is None else layout
     if layout not in get_args(Layout) or len(layout) != pixels.dim():
         raise ValueError(
-            f"an image of shape {tuple(pixels.shape)} with layout={layout!r}, which needs a letter for each dimension"
+            f"an image of shape {tuple(pixels.shape)} with layout={layout!r}, but the layout needs one letter for each "
+            "dimension"
         )
     pixels = pixels.permute([layout.index(letter) for letter in "NHWC" if letter in layout])
     pixels = pixels if "N" in layout else pixels.unsqueeze(0)
@@ -332,15 +335,15 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
 def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:
     """What is wrong about the values of an image, and the fix; None if nothing is."""
     if pixels.isnan().any():
-        return "some of its values are NaN, which are shown as 0", "look at where they come from"
+        return "some of its values are NaN, which are shown as 0", "find the source of the NaN values"
     low, high = (one.item() for one in pixels.aminmax())
     most, slack = (1, 0.5 / 255) if real else (255, 0)  # less than a step of what is shown
     if low >= -slack and high <= most + slack:
         return None
     return (
-        f"its values go from {low:.4g} to {high:.4g}; {'floats' if real else 'integers'} are shown from 0 to {most}, others are "
-        "clamped",
-        "scale it, e.g. (x - x.min()) / (x.max() - x.min())",
+        f"its values go from {low:.4g} to {high:.4g}; {'floats' if real else 'integers'} are shown from 0 to {most}, "
+        "and other values are clamped",
+        "scale the image, e.g. (x - x.min()) / (x.max() - x.min())",
     )
 
 

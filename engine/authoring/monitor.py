@@ -36,7 +36,7 @@ def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
     if validated not in metrics.owners:
         return metric
     if trained in metrics.owners:
-        raise KeyError(f"{by} asks for {metric!r}, which is ambiguous: write {validated!r} or {trained!r}")
+        raise KeyError(f"{by} asks for {metric!r}, which is ambiguous; write {validated!r} or {trained!r}")
     engine.findings.report(
         "C40",
         f"{by} reads {metric!r} as {validated!r}, which {metrics.owners[validated]!r} measures",
@@ -83,8 +83,8 @@ def _report_name(engine: Engine, metric: str, given: Direction, *, by: str, name
     if words and (smaller if given == "max" else greater):
         engine.findings.report(
             "W01",
-            f"{by}(mode={given!r}) monitors {metric!r}, but by its name, {'smaller' if smaller else 'greater'} "
-            "values are better",
+            f"{by}(mode={given!r}) monitors {metric!r}, but its name suggests that "
+            f"{'smaller' if smaller else 'greater'} values are better",
             f"write mode={'min' if smaller else 'max'!r}; if the name is misleading, rename the metric",
             *filter(None, [name]),
             key=(by, metric),
@@ -95,8 +95,9 @@ def no_direction(metric: str, by: str, mode_of: str = "") -> ValueError:
     """The error for a metric whose direction nobody knows; ``mode_of`` is what takes mode=, if not the handler itself."""
     taker = f"{mode_of} " if mode_of else ""
     return ValueError(
-        f"{by} monitors {metric!r}, but whether smaller or greater is better is not known; give {taker}mode='min' or "
-        f"mode='max', or declare it with the metric: Average(function, higher_is_better=True)"
+        f"{by} monitors {metric!r}, but it is not known whether smaller or greater values are better; give "
+        f"{taker}mode='min' or mode='max', or declare the direction with the metric: Average(function, "
+        "higher_is_better=True)"
     )
 
 
@@ -143,11 +144,11 @@ def _no_such(engine: Engine, metric: str, by: str, fact: str) -> str:
     metrics = engine.state.metrics
     there = sorted({*metrics, *metrics.owners})
     by_function = (
-        " If your function writes it after Phase.CONTROL, let it do so in Phase.PREPARE; if it does less often than every epoch, "
-        "announce it first: engine.state.metrics.announce('user', ['its_name'])"
+        " If your function writes the metric after Phase.CONTROL, write it in Phase.PREPARE. If it does not write the "
+        "metric in every epoch, announce the metric first: engine.state.metrics.announce('user', ['its_name'])"
     )
     return (
-        f"{by} {metric!r}, but {fact}. There are: {', '.join(there) or 'none; attach Metrics or Validation'}"
+        f"{by} {metric!r}, but {fact}. Available metrics: {', '.join(there) or 'none; attach Metrics or Validation'}"
         f"{did_you_mean(metric, there) or '.'}{by_function if users_may_write(engine) else ''}"
     )
 
@@ -276,9 +277,9 @@ class Monitor:
         """
         if self._other_read:
             raise KeyError(
-                f"{self.handler} asks for {self.asked!r}, which is ambiguous: it has read {self.metric!r} so far, and "
-                f"{self.asked!r} has a value now; write {self.metric!r}, or announce the other before the run: "
-                f"engine.state.metrics.announce('user', [{self.asked!r}])"
+                f"{self.handler} asks for {self.asked!r}, which is ambiguous. The handler has read {self.metric!r} so "
+                f"far, but {self.asked!r} has a value now; write {self.metric!r}, or announce {self.asked!r} before "
+                f"the run: engine.state.metrics.announce('user', [{self.asked!r}])"
             )
         self.metric = self.asked
 
@@ -289,9 +290,10 @@ class Monitor:
         if written < now:
             engine.findings.report(
                 "W41",
-                f"{self.metric!r} is written after {self.handler} reads it: in iteration {now} it read the value of "
-                f"iteration {written}, and the weights have changed since",
-                "write it in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)",
+                f"{self.metric!r} is written after {self.handler} reads it. In iteration {now}, {self.handler} read "
+                f"the value of iteration {written}, and the weights have changed since then",
+                "write the metric in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, "
+                "phase=Phase.PREPARE)",
                 key=self.metric,
             )
 
@@ -301,7 +303,7 @@ class Monitor:
             engine.findings.report(
                 "W02",
                 f"{self.handler}: the monitored metric {self.metric!r} is NaN, {effect}",
-                "find its source: NonFiniteGuard skips steps whose loss or gradients are not finite, and "
+                "find the source of the NaN: NonFiniteGuard skips steps whose loss or gradients are not finite, and "
                 "EarlyStopping stops at the first such value",
                 name,
             )
@@ -328,9 +330,10 @@ class Monitor:
         for rank, other in enumerate(values):
             if _differ(first, other):
                 raise ValueError(
-                    f"{self.handler} monitors {self.metric!r}, which differs between the ranks: rank 0 has {_shown(first)}, "
-                    f"rank {rank} has {_shown(other)}, so each would decide differently; measure it with Metrics or "
-                    "Validation, which merge over all ranks, or average it with engine.processes.sum"
+                    f"{self.handler} monitors {self.metric!r}, which differs between the ranks: rank 0 has "
+                    f"{_shown(first)}, rank {rank} has {_shown(other)}, so the ranks would decide differently; measure "
+                    "the metric with Metrics or Validation, which merge over all ranks, or average it with "
+                    "engine.processes.sum"
                 )
 
     def better(self, value: float, best: float | None) -> bool:

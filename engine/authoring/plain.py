@@ -79,9 +79,8 @@ def plain_value(where: str, value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain_value(f"{where}[{place}]", one) for place, one in enumerate(value)]
     raise TypeError(
-        f"{where}={value!r}): a {type(value).__name__} is not a plain value; give a str, a number, True, False, "
-        "None, or a list or "
-        "mapping of these"
+        f"{where}={value!r}): a {type(value).__name__} is not a plain value; give a str, a number, True, False, None, "
+        "or a list or mapping of such values"
     )
 
 
@@ -97,7 +96,8 @@ def _plain_array(where: str, value: np.ndarray[Any, Any] | Tensor) -> Any:
     count = value.numel() if isinstance(value, Tensor) else value.size
     if count > _MOST:
         raise TypeError(
-            f"{where}={type(value).__name__} of {count} numbers): this is data; store its shape or its name"
+            f"{where}={type(value).__name__} of {count} numbers): this is data, not configuration; store its shape or "
+            "its name"
         )
     return value.tolist()
 
@@ -124,7 +124,7 @@ def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:
             raise TypeError(f"{where}={mapping!r}): the key {key!r} is not a name")
         name = str(name)
         if name in found:
-            raise TypeError(f"{where}={mapping!r}): two keys are {name!r} as strings")
+            raise TypeError(f"{where}={mapping!r}): two keys become {name!r} as strings; rename one of them")
         found[name] = plain_value(f"{where}[{name!r}]", value)
     return found
 

@@ -42,8 +42,8 @@ def find_handler(name: str) -> type[Handler]:
     if name not in known:
         there = ", ".join(known) or "none"
         raise LookupError(
-            f"no installed package has an entry point {name!r} in the group {GROUP!r}{did_you_mean(name, known)}; there are: "
-            f"{there}"
+            f"no installed package has an entry point {name!r} in the group {GROUP!r}{did_you_mean(name, known)}; "
+            f"available entry points: {there}"
         )
     found: Any = known[name].load()
     if not isinstance(found, type) or not issubclass(found, Handler):

@@ -48,7 +48,7 @@ class Needed(NamedTuple):
 
 
 NEEDED: Mapping[str, Needed] = {
-    "FullyShardedDataParallel": Needed((2, 13), "FSDP2 frees gathered weights after an evaluation from there on"),
+    "FullyShardedDataParallel": Needed((2, 13), "FSDP2 then frees gathered weights after an evaluation"),
 }
 """Handlers that need a newer torch than the oldest one."""
 
@@ -63,8 +63,8 @@ def check_torch(handler: object) -> None:
     if needed is not None and needed.torch > TORCH:
         version = ".".join(map(str, needed.torch))
         raise RuntimeError(
-            f"{type(handler).__name__} needs torch {version} or newer, and this is torch {torch.__version__}: {needed.why}; "
-            f"install torch>={version}"
+            f"{type(handler).__name__} needs torch {version} or newer, but torch {torch.__version__} is installed: "
+            f"{needed.why}; install torch>={version}"
         )
 
 
@@ -131,8 +131,8 @@ def options_of_compile(recompile_limit: int | None) -> dict[str, Any]:
         return {"recompile_limit": recompile_limit, "isolate_recompiles": True}
     if recompile_limit is not None:
         raise RuntimeError(
-            f"Compile(recompile_limit={recompile_limit}) needs torch 2.13 or newer, and this is torch {torch.__version__}; set "
-            "torch._dynamo.config.recompile_limit, or install torch>=2.13"
+            f"Compile(recompile_limit={recompile_limit}) needs torch 2.13 or newer, but torch {torch.__version__} is "
+            "installed; set torch._dynamo.config.recompile_limit, or install torch>=2.13"
         )
     return {}
 

@@ -35,7 +35,7 @@ def _check_given(path: object, where: str) -> None:
     if path is None:
         call = f"{where.partition('(')[0]}(path=None)"
         raise TypeError(
-            f"{call}: expected a path; no checkpoint was saved yet if this is the handler's `best` or `last`"
+            f"{call}: expected a path, got None; a handler's `best` and `last` are None until it saves a checkpoint"
         )
 
 
@@ -76,5 +76,7 @@ def load_hyperparameters(
     if stored is None:
         raise ValueError(f"{where}: {found.name!r} was written without hyperparameters=")
     if unknown := [name for name in overrides if name not in stored]:
-        raise ValueError(f"{where}: no {unknown[0]!r} was stored; there are: {', '.join(stored) or 'none'}")
+        raise ValueError(
+            f"{where}: no {unknown[0]!r} was stored; stored hyperparameters: {', '.join(stored) or 'none'}"
+        )
     return {**stored, **overrides}

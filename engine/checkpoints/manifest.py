@@ -116,7 +116,8 @@ def warn_if_environment_changed(origin: Mapping[str, Any] | None, device: torch.
     ]
     if changes:
         warn(
-            f"the run resumes from {origin['path']!r} in a different environment ({', '.join(changes)}): it may not be bit-exact",
+            f"the run resumes from {origin['path']!r} in a different environment ({', '.join(changes)}), so it may not "
+            "be bit-exact",
             RuntimeWarning,
         )
 
@@ -140,7 +141,8 @@ def check_json(where: str, value: Any) -> Any:
             raise TypeError(f"{where}={value!r}: the key {wrong[0]!r} is not a str")
         return {key: check_json(f"{where}[{key!r}]", item) for key, item in value.items()}
     raise TypeError(
-        f"{where}={value!r}: JSON cannot store this; use a str, a number, True, False, None, or a list or mapping of these"
+        f"{where}={value!r}: JSON cannot store this; use a str, a number, True, False, None, or a list or mapping of "
+        "such values"
     )
 
 
@@ -158,12 +160,12 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except WrongSize as error:
-        raise Damaged(f"{MANIFEST} has {error.size} bytes, which is no manifest") from None
+        raise Damaged(f"{MANIFEST} is not a manifest: it has {error.size} bytes") from None
     except NotADirectoryError:
         raise Damaged("it is not a folder") from None
     manifest = _unsealed(content)
     if not isinstance(manifest, dict):
-        raise Damaged(f"{MANIFEST} is not what was written: its sha256 differs")
+        raise Damaged(f"{MANIFEST} has changed since it was written: its sha256 differs")
     if manifest.get("format") != FORMAT:
         raise Damaged(
             f"{MANIFEST} has the format {manifest.get('format')!r}, which this version of Signalfire does not support"
@@ -171,7 +173,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
     wrong = [key for key, kind in _ENTRIES.items() if type(manifest.get(key)) is not kind]
     wrong = wrong or [key for key, is_possible in _POSSIBLE.items() if not is_possible(manifest.get(key))]
     if wrong:
-        raise Damaged(f"{MANIFEST} is not what was written: {', '.join(wrong)}")
+        raise Damaged(f"{MANIFEST} has changed since it was written: {', '.join(wrong)}")
     return manifest
 
 
@@ -247,9 +249,9 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
     except FileNotFoundError:
         raise Damaged(f"{STATE} is missing") from None
     except WrongSize as error:
-        raise Damaged(f"{STATE} has {error.size} bytes and not the {entry['size']} that were written") from None
+        raise Damaged(f"{STATE} has {error.size} bytes, but {entry['size']} were written") from None
     if sha256 != entry["sha256"]:
-        raise Damaged(f"{STATE} is not what was written: its sha256 differs")
+        raise Damaged(f"{STATE} has changed since it was written: its sha256 differs")
     for file, shard in manifest["files"].items():
         if file != STATE:
             _verify_shard(path, file, shard)
@@ -258,7 +260,9 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
     if manifest["kind"] == "state":
         _check_position(state, manifest)
     if not isinstance(state, dict):
-        raise Damaged(f"{STATE} is a {type(state).__name__}, and no weights by name, as {MANIFEST} says")
+        raise Damaged(
+            f"{STATE} contains a {type(state).__name__}, but according to {MANIFEST} it contains weights by name"
+        )
     return dict(state)
 
 
@@ -266,7 +270,7 @@ def _check_position(state: Any, manifest: Mapping[str, Any]) -> None:
     """Raise an error unless this is the state of an engine at the position that the manifest gives."""
     position = state.get("engine") if isinstance(state, dict) else None
     if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():
-        raise Damaged(f"{STATE} is not the state of an engine, as {MANIFEST} says")
+        raise Damaged(f"{STATE} does not contain the state of an engine, but according to {MANIFEST} it does")
     for key in ("epoch", "iteration"):
         if position[key] != manifest[key]:
             raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
@@ -281,8 +285,8 @@ def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:
         if not stat.S_ISREG(found.st_mode):
             raise Damaged(f"{file!r} is not a regular file")
         if (size := found.st_size) != entry["size"]:
-            raise Damaged(f"{file} has {size} bytes and not the {entry['size']} that were written")
+            raise Damaged(f"{file} has {size} bytes, but {entry['size']} were written")
         if sha256_of(path / file) != entry["sha256"]:
-            raise Damaged(f"{file} is not what was written: its sha256 differs")
+            raise Damaged(f"{file} has changed since it was written: its sha256 differs")
     except FileNotFoundError:
         raise Damaged(f"{file} is missing") from None

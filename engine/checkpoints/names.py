@@ -75,7 +75,7 @@ class NameTemplate:
             if key not in metrics and key not in metrics.owners:
                 there = sorted({*self.counters, *metrics, *metrics.owners})
                 hint = did_you_mean(key, there)
-                raise KeyError(f"{self.where}: there is no {key!r}; there are: {', '.join(there)}{hint}")
+                raise KeyError(f"{self.where}: there is no {key!r}; available names: {', '.join(there)}{hint}")
 
     def fill(self, name: str, epoch: int, iteration: int, step: int, metrics: Mapping[str, Any]) -> str:
         """The name for a position in the run; a metric without a value yet is nan."""

@@ -97,7 +97,7 @@ def commit(
             files.sync(folder)
     except BaseException as error:
         if not isinstance(error, Taken):
-            error.add_note(f"while writing the checkpoint {str(target)!r}; the earlier ones are untouched")
+            error.add_note(f"while writing the checkpoint {str(target)!r}; earlier checkpoints are unchanged")
         # Each of these may also fail: a hidden folder is never read as a version, and `clean` removes it later.
         with contextlib.suppress(OSError):
             if placing and not files.exists(aside):
@@ -241,7 +241,7 @@ def find(folder: Path, files: Files, unreadable: list[OSError] | None = None) ->
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(_Changed):
             return _find(folder, files, unreadable)
-    raise OSError(errno.EBUSY, "the checkpoints are removed faster than they can be looked at", str(folder))
+    raise OSError(errno.EBUSY, "the checkpoints are removed faster than they can be listed", str(folder))
 
 
 def _find(folder: Path, files: Files, unreadable: list[OSError] | None) -> list[tuple[str, Path]]:
@@ -338,13 +338,13 @@ def _open_version(
                 raise _Changed from error
             if not isinstance(error, Damaged):
                 raise
-            raise ValueError(f"{where}: this is not an intact checkpoint: {error}") from error
+            raise ValueError(f"{where}: the checkpoint is damaged: {error}") from error
         _compare_names(version.name, manifest, where)
         return version, manifest, state, []
     if not given.is_dir():
         raise ValueError(
-            f"{where}: this is not a checkpoint, which is a folder with a {STATE} and a {MANIFEST}; to read a single file "
-            "without verification, use torch.load(path, weights_only=True)"
+            f"{where}: the path is not a checkpoint, which is a folder with a {STATE} and a {MANIFEST}; to read a "
+            "single file without verification, use torch.load(path, weights_only=True)"
         )
     return _open_newest(given, name=name, where=where, files=files, without=without)
 
@@ -399,7 +399,7 @@ def _open_newest(
                 raise _Changed from error  # the newest one now may be a newer one
             continue
         for problem in unreadable:
-            warn(f"{where}: this entry of the folder cannot be read and is skipped: {problem}", RuntimeWarning)
+            warn(f"{where}: an entry of the folder cannot be read and is skipped: {problem}", RuntimeWarning)
         _compare_names(label, manifest, where)
         return path, manifest, state, damaged
     if gone:

@@ -119,8 +119,8 @@ class Write:
         """Warn about superseded versions that could not be removed."""
         for problem in self.problems:
             warn(
-                f"{self.about['handler']!r}: an older checkpoint, which {self.name!r} replaces, could not be "
-                f"removed: {problem}",
+                f"{self.about['handler']!r}: an older checkpoint that {self.name!r} replaces could not be removed: "
+                f"{problem}",
                 RuntimeWarning,
             )
 

@@ -41,7 +41,7 @@ class _Moved(MetaPathFinder, Loader):
         old, new = module.__name__, MOVED[module.__name__]
         place = "signalfire.authoring" if new.startswith("signalfire.authoring") or old == "signalfire.acts" else new
         warnings.warn(
-            f"{old} has moved to {new}, and its old name goes with version 0.4.0: import from {place}",
+            f"{old} has moved to {new}, and the old name will be removed in version 0.4.0; import from {place}",
             DeprecationWarning,
             stacklevel=2,
         )

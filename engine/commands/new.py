@@ -29,8 +29,8 @@ def new_project(folder: str) -> list[Path]:
     name = path.resolve().name
     if not re.fullmatch(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?", name) or keyword.iskeyword(name):
         raise ValueError(
-            f"new {folder!r}: the name {name!r} is not one for a Python package: use ASCII letters, digits and underscores, "
-            "beginning with a letter and not ending with an underscore"
+            f"new {folder!r}: {name!r} is not a valid name for a Python package; use ASCII letters, digits and "
+            "underscores, start with a letter, and do not end with an underscore"
         )
     if name.lower() in _taken():
         raise ValueError(
@@ -38,7 +38,7 @@ def new_project(folder: str) -> list[Path]:
             "one"
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise FileExistsError(f"new {folder!r}: it exists already; choose a different name, or an empty folder")
+        raise FileExistsError(f"new {folder!r}: the folder already exists; choose a different name, or an empty folder")
     path.mkdir(parents=True, exist_ok=True)
     written = []
     for source in sorted(TEMPLATE.iterdir()):

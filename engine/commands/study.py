@@ -25,28 +25,28 @@ FORMATS = ("text", "markdown", "latex", "csv")
 
 def add_study(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command ``study``."""
-    parser.add_argument("build", help="function of a seed, as module:name or file.py:name, such as train:build")
+    parser.add_argument("build", help="function that takes a seed, as module:name or file.py:name, such as train:build")
     parser.add_argument("--metric", required=True, help="name of the metric to compare, such as accuracy")
     parser.add_argument(
-        "--mode", choices=("min", "max"), help="whether smaller or greater is better, if the metric does not say"
+        "--mode", choices=("min", "max"), help="whether smaller or larger values are better, if the metric does not say"
     )
     parser.add_argument("--seeds", default="8", help="number of seeds, or seeds such as 3,4,7 (default: 8)")
     parser.add_argument("--workers", type=int, default=1, help="worker processes; 0 for this process (default: 1)")
     parser.add_argument(
-        "--handlers", nargs="+", metavar="NAME", help="handlers to switch off (default: those that train)"
+        "--handlers", nargs="+", metavar="NAME", help="handlers to switch off (default: those that affect the training)"
     )
     parser.add_argument(
-        "--run", help="function that runs the engine, if build returns the engine only, such as train:run"
+        "--run", help="function that runs the engine, if build returns only the engine, such as train:run"
     )
     parser.add_argument(
         "--store", default="runs/study.jsonl", help="file of the finished runs (default: runs/study.jsonl)"
     )
     parser.add_argument("--plan", action="store_true", help="print the planned runs without running them")
-    parser.add_argument("--retry-failed", action="store_true", help="make failed runs again")
+    parser.add_argument("--retry-failed", action="store_true", help="repeat failed runs")
     parser.add_argument(
         "--verify", type=int, metavar="K", help="repeat K stored runs and compare them; run nothing else"
     )
-    parser.add_argument("--plot", metavar="FILE", help="write the picture of the report to a file, such as study.png")
+    parser.add_argument("--plot", metavar="FILE", help="write the plot of the report to a file, such as study.png")
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", help="file that a study has written, such as runs/study.jsonl")
     parser.add_argument("--metric", help="name of the metric to compare (default: that of the study)")
     parser.add_argument(
-        "--mode", choices=("min", "max"), help="whether smaller or greater is better (default: as in the study)"
+        "--mode", choices=("min", "max"), help="whether smaller or larger values are better (default: as in the study)"
     )
     parser.add_argument("--format", choices=FORMATS, default="text", help="format of the report (default: text)")
     parser.add_argument("--output", metavar="FILE", help="write the report to a file")
@@ -79,7 +79,7 @@ def _study(given: argparse.Namespace) -> int:
     design = LeaveOneOut(given.handlers)
     if given.verify is not None:
         done = made.verify(given.verify, design, workers=given.workers)
-        print(f"{len(done)} runs repeated: all match the store, bit for bit")
+        print(f"{len(done)} runs repeated, and all match the store bit for bit")
         return 0
     print(made.plan(design, retry_failed=given.retry_failed), flush=True)
     if given.plan:
@@ -101,7 +101,7 @@ def _report(given: argparse.Namespace) -> int:
 
     reports = read_reports(given.store, metric=given.metric, mode=given.mode)
     if given.output is not None and len(reports) > 1:
-        raise ValueError(f"--output {given.output}: the store has {len(reports)} studies; leave it out to see them")
+        raise ValueError(f"--output {given.output}: the store has {len(reports)} studies; omit --output to see them")
     for title, found in reports.items():
         if given.format == "text":
             if len(reports) > 1:
@@ -147,7 +147,7 @@ def find_function(name: str, argument: str, call: str, given: tuple[Any, ...] = 
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
-        raise ValueError(f"{argument} {name!r}: expected a module and a function of it, such as train:build")
+        raise ValueError(f"{argument} {name!r}: expected a module and a function in it, such as train:build")
     module = _on_path(module, name, argument)
     found = _attribute_of(_imported(module, name, argument), attribute, f"{argument} {name!r}: {module!r}")
     if isinstance(found, Engine) or not callable(found):
@@ -168,7 +168,7 @@ def _attribute_of(module: Any, attribute: str, where: str) -> Any:
         if not hasattr(found, part):
             there = [one for one, value in vars(found).items() if callable(value) and not one.startswith("_")]
             raise AttributeError(
-                f"{where} has no {attribute!r}{did_you_mean(attribute, there)}; its functions: "
+                f"{where} has no {attribute!r}{did_you_mean(attribute, there)}; available functions: "
                 f"{', '.join(sorted(there)) or 'none'}"
             )
         found = getattr(found, part)
@@ -196,8 +196,8 @@ def _imported(module: str, name: str, argument: str) -> Any:
             raise
         near = [path.stem for path in Path.cwd().glob("*.py")]
         raise ImportError(
-            f"{argument} {name!r}: there is no module {module!r}{did_you_mean(module, near)}; it is searched for in {Path.cwd()} "
-            "and in the environment"
+            f"{argument} {name!r}: there is no module {module!r}{did_you_mean(module, near)}; searched {Path.cwd()} "
+            "and the environment"
         ) from None
 
 

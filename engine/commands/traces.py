@@ -14,8 +14,8 @@ def add_compare(commands: Any) -> None:
     """Add the command to the parser's commands."""
     parser = commands.add_parser("compare", help="where do two traces differ first?")
     for name in ("a", "b"):
-        parser.add_argument(name, type=Path, help="a file that the handler Trace has written, that of rank 0")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the iterations, such as apart.png")
+        parser.add_argument(name, type=Path, help="a file that the handler Trace has written on rank 0")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="write a plot to a file, such as apart.png")
 
 
 def compare(given: argparse.Namespace) -> int:

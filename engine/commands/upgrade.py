@@ -89,11 +89,11 @@ def upgrade(paths: Iterable[Path]) -> tuple[list[OldName], list[str]]:
         try:
             found += old_names(file)
         except SyntaxError as error:
-            unread.append(f"{file}:{error.lineno or 1}: it is no Python: {error.msg}")
+            unread.append(f"{file}:{error.lineno or 1}: not valid Python: {error.msg}")
         except OSError as error:
-            unread.append(f"{file}: it cannot be read: {error.strerror}")
+            unread.append(f"{file}: cannot be read: {error.strerror}")
         except (ValueError, RecursionError, MemoryError) as error:
-            unread.append(f"{file}: it cannot be read: {error or 'it is nested too deeply'}")
+            unread.append(f"{file}: cannot be read: {error or 'it is nested too deeply'}")
     return found, unread
 
 
@@ -137,9 +137,7 @@ def _cells(path: Path) -> Iterator[tuple[int, ast.Module]]:
         cells = json.loads(path.read_bytes())["cells"]
         code = [(k, "".join(cell["source"])) for k, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
     except (LookupError, TypeError, ValueError):
-        raise ValueError(
-            "it is not a notebook of nbformat 4; convert it with jupyter nbconvert --to notebook"
-        ) from None
+        raise ValueError("not a notebook in nbformat 4; convert it with jupyter nbconvert --to notebook") from None
     for number, source in code:
         try:
             yield number, _parsed(source)

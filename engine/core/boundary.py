@@ -116,7 +116,7 @@ class Boundary(Part["Kernel"]):
         if not engine.running:
             raise RuntimeError(f"terminate({reason!r}): the engine is not running")
         if not isinstance(reason, str) or not reason:
-            raise TypeError(f"terminate({reason!r}): give the reason in a few words")
+            raise TypeError(f"terminate({reason!r}): expected a reason in a few words, such as 'loss is NaN'")
         self.stops.setdefault(by, reason)
         engine.signals.note_asker(engine)
         self.wake()
@@ -212,10 +212,10 @@ class Boundary(Part["Kernel"]):
         """What ended a run that makes no iteration, for its warning."""
         state, left = self.engine.state, self.seconds_left
         if state.stop_reason is not None:
-            return f"it was stopped ({state.stop_reason})"
+            return f"the run was stopped ({state.stop_reason})"
         if left is not None and left <= 0:
-            return f"its max_time of {state.max_seconds:g} s was over as soon as it had started,"
-        return "it reached its bounds"
+            return f"its max_time of {state.max_seconds:g} s ended during the start,"
+        return "the run reached its bounds"
 
     def stops_now(self) -> bool:
         """Whether a stop takes effect inside an iteration."""
@@ -241,8 +241,8 @@ class Boundary(Part["Kernel"]):
         self._empty_epochs = 0 if state.epoch_iteration else self._empty_epochs + 1
         if self._empty_epochs >= _MOST_EMPTY and state.max_epochs is state.max_seconds is None:
             raise RuntimeError(
-                f"{_MOST_EMPTY} epochs in a row were ended before their first iteration ({self.epoch_stop!r}): the run never "
-                "ends; call terminate_epoch() at ITERATION_COMPLETED, or give run() max_epochs="
+                f"{_MOST_EMPTY} epochs in a row ended before their first iteration ({self.epoch_stop!r}), so the run "
+                "would never end; call terminate_epoch() at ITERATION_COMPLETED, or pass max_epochs= to run()"
             )
 
     def _may_stop(self) -> bool:

@@ -41,7 +41,7 @@ class Bus(blinker.Namespace):
         if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
             raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
         if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
-            raise ValueError(f"register_events({catalogue!r}): another catalogue has this name; rename one of the two")
+            raise ValueError(f"register_events({catalogue!r}): two catalogues have this name; rename one of them")
         self._catalogues.add(catalogue)
 
     def of(self, event: EventEnum) -> Signal:
@@ -52,10 +52,10 @@ class Bus(blinker.Namespace):
         """
         if not isinstance(event, EventEnum):
             resolve(event)
-            raise TypeError(f"{event} is filtered; only an event without a filter has a signal")
+            raise TypeError(f"{event} has a filter; only an event without a filter has a signal")
         if type(event) not in self._catalogues:
             raise ValueError(
-                f"{event} is not known to this engine: call engine.register_events({type(event).__name__}) first"
+                f"{event} is not registered with this engine; call engine.register_events({type(event).__name__}) first"
             )
         signal = self.get(event.full_name)
         if not isinstance(signal, Signal):
@@ -188,7 +188,7 @@ class Bus(blinker.Namespace):
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
         """The existing signal of this name; unlike blinker's, it creates none."""
         if name not in self:
-            raise KeyError(f"no signal is named {name!r}; engine.signal(event) gives the signal of an event")
+            raise KeyError(f"no signal is named {name!r}; engine.signal(event) returns the signal of an event")
         return self[name]
 
 

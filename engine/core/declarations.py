@@ -14,7 +14,7 @@ Things = frozenset[str]
 
 THINGS: dict[str, str] = {
     "batch": "values of state.batch",
-    "device": "where the batch and the model are",
+    "device": "the devices of the batch and the model",
     "precision": "dtypes of batch and model, and contexts that convert, such as autocast",
     "output": "what the forward returned, and contexts and functions of the forward",
     "loss": "update.loss and backward_loss",
@@ -29,13 +29,13 @@ THINGS: dict[str, str] = {
     "rates": "learning rates of the optimizers, and a momentum that a schedule cycles with them",
     "groups": "other hyperparameters of the optimizers",
     "optimizer": "the optimizers and their state",
-    "step": "whether the step is made, the steps that were counted, and whether each batch is one",
-    "plan": "which updates an iteration makes, and micro-steps of one",
+    "step": "whether the step runs, the counted steps, and whether each batch is a step",
+    "plan": "which updates and micro-steps an iteration runs",
     "window": "the accumulation window",
-    "metrics": "state.metrics, also the announced names",
+    "metrics": "state.metrics, including announced names",
     "stop": "requests to stop the run or the epoch",
     "bounds": "the bounds of the run",
-    "state": "the engine's whole state, as it is saved",
+    "state": "the engine's whole state, as in a checkpoint",
     "files": "files, folders, the terminal and the network",
     "random": "the global random generators",
     "processes": "what the ranks exchange",
@@ -56,7 +56,7 @@ def check_things(where: str, things: Iterable[str] | None) -> Things | None:
     if things is None:
         return None
     if isinstance(things, str):
-        raise TypeError(f"{where}={things!r} is one string; write [{things!r}]")
+        raise TypeError(f"{where}={things!r}: expected a list of names: [{things!r}]")
     found = frozenset(things)
     if unknown := sorted(str(one) for one in found if one not in THINGS):
         raise ValueError(f"{where}: {unknown[0]!r} is not one of {', '.join(THINGS)}")

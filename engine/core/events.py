@@ -134,14 +134,14 @@ class EventEnum(Enum, metaclass=_Catalogue):
         """Raise an error for a filter that selects nothing, or everything."""
         if chosen.once is not None and chosen.every is not None:
             raise ValueError(
-                f"{self}: every={chosen.every} and once={sorted(chosen.once)} contradict each other; give only one of them"
+                f"{self}: every={chosen.every} and once={sorted(chosen.once)} contradict each other; give only one"
             )
         if chosen == Filter():
             raise TypeError(
-                f"{self}: give every, once, after, before or when; without a filter, write the event without parentheses"
+                f"{self}: expected every, once, after, before or when; without a filter, omit the parentheses"
             )
         if chosen.counts and self.counter is None:
-            raise ValueError(f"{self}: it has no count; filter it with when= instead of {chosen}")
+            raise ValueError(f"{self}: the event has no counter; filter it with when= instead of {chosen}")
         if chosen.counts and chosen.next_due(1) == NEVER:
             raise ValueError(f"{self}: {chosen} never fires")
 
@@ -161,7 +161,7 @@ def _whole(event: EventEnum, argument: str, number: Any) -> int | None:
     if isinstance(number, bool) or not isinstance(number, Integral):
         raise TypeError(f"{event}: {argument}={number!r}: expected an int")
     if number < (0 if argument == "after" else 1):
-        raise ValueError(f"{event}: {argument}={number} never fires: events are counted from 1")
+        raise ValueError(f"{event}: {argument}={number} never fires, because events are counted from 1")
     return int(number)
 
 
@@ -236,28 +236,28 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event, None)]
     if inspect.isroutine(event):
         raise TypeError(
-            f"{event!r} is a function, not an event: pass an event in parentheses, such as @engine.on(Events.EPOCH_STARTED)"
+            f"{event!r} is a function, not an event; write an event in parentheses: @engine.on(Events.EPOCH_STARTED)"
         )
     raise TypeError(
-        f"{event!r} is not an event: give a member of Events, or of your own EventEnum, such as Events.ITERATION_COMPLETED"
+        f"{event!r} is not an event; pass one of Events or your own EventEnum, such as Events.ITERATION_COMPLETED"
     )
 
 
 def check_receiver(receiver: object, where: str, *, returns: bool = False) -> None:
     """Raise TypeError for a receiver that cannot be called as ``receiver(engine)``, or does nothing, unless it ``returns``."""
     if isinstance(receiver, type) and not returns:
-        raise TypeError(f"{where}: {receiver!r} is a class; give a function, or a method of an instance")
+        raise TypeError(f"{where}: {receiver!r} is a class; pass a function, or a method of an instance")
     if not callable(receiver):
         attach = "; attach a handler with engine.attach(handler)" if hasattr(receiver, "subscriptions") else ""
         raise TypeError(f"{where}: {receiver!r} is not callable; pass a function that takes the engine{attach}")
     for function in (receiver, getattr(receiver, "__call__", None)):  # noqa: B004 (a coroutine may hide in __call__)
         if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
-                f"{where}: {receiver!r} is a coroutine function, which would never be awaited; give a plain function"
+                f"{where}: {receiver!r} is a coroutine function, which would never be awaited; pass a plain function"
             )
         if inspect.isgeneratorfunction(function):
             raise TypeError(
-                f"{where}: {receiver!r} is a generator function, whose body would never run; give a plain function"
+                f"{where}: {receiver!r} is a generator function, whose body would never run; pass a plain function"
             )
     try:
         signature = inspect.signature(receiver, follow_wrapped=False)
@@ -269,16 +269,16 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
         return  # a built-in without a signature
     if inspect.isfunction(receiver) and next(iter(signature.parameters), "") == "self":
         raise TypeError(
-            f"{where}: {receiver!r} takes self, but is not bound to an object, so the engine would be passed as self; connect "
-            "the method of an instance, or decorate it with @on(...) in a Handler"
+            f"{where}: {receiver!r} takes self but is not bound to an object, so the engine would be passed as self; "
+            "connect the method of an instance, or decorate the method with @on(...) in a Handler"
         )
     try:
         signature.bind(None)
     except TypeError as error:
         name, own = getattr(receiver, "__name__", repr(receiver)), "self, " * inspect.ismethod(receiver)
         raise TypeError(
-            f"{where}: {name}{signature} is called with the engine alone: {error}; write {name}({own}engine), and bind other "
-            "arguments with functools.partial"
+            f"{where}: {name}{signature} is called with only the engine: {error}; write {name}({own}engine), and bind "
+            "other arguments with functools.partial"
         ) from None
 
 

@@ -98,7 +98,7 @@ def on(
         declared: list[_Declared] = method.__dict__.setdefault("_signalfire_subscriptions", [])
         if any(event == one for one, *_ in declared):
             raise ValueError(
-                f"on({event}): {method.__name__} is declared with this event twice, and would be called twice"
+                f"on({event}): {method.__name__} is declared with this event twice, so it would be called twice"
             )
         declared.insert(0, (event, phase, rank, *known, repeatable))  # decorators are applied from the bottom up
         return method
@@ -197,7 +197,7 @@ class Handler:
 
     @name.setter
     def name(self, name: str) -> None:
-        raise AttributeError(f"{type(self).__name__}.name cannot be set: pass it to super().__init__(name={name!r})")
+        raise AttributeError(f"{type(self).__name__}.name cannot be set; pass it to super().__init__(name={name!r})")
 
     @property
     def enabled(self) -> bool:
@@ -228,8 +228,8 @@ class Handler:
     @engine.setter
     def engine(self, engine: object) -> None:
         raise AttributeError(
-            f"{type(self).__name__}.engine cannot be set: it is the engine that the handler is attached to; rename your "
-            "attribute"
+            f"{type(self).__name__}.engine cannot be set, because it is the engine that the handler is attached to; "
+            "rename your attribute"
         )
 
     def attached(self, engine: Any) -> None:

@@ -79,7 +79,7 @@ class Kernel:
 
     def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
         """The error about what `run` does not take; rooms say what is meant, too."""
-        return f"run() takes the data and its bounds by name, and not {[*unnamed, *unknown]}"
+        return f"run() takes the data, and its bounds by name, but got {[*unnamed, *unknown]}"
 
     def _furnish(self) -> None:
         self.boundary = Boundary(self)
@@ -160,7 +160,7 @@ class Kernel:
         """The update with this name; the first without one."""
         names = [update.name for update in self.updates]
         if name is not None and name not in names:
-            raise KeyError(f"no update is named {name!r}; there are: {', '.join(names)}")
+            raise KeyError(f"no update is named {name!r}; the updates are {', '.join(names)}")
         return self.updates[0 if name is None else names.index(name)]
 
     def signal(self, event: EventEnum) -> Signal:
@@ -230,5 +230,5 @@ class Kernel:
 def _trains(specs: Sequence[Any], training: bool | None) -> bool:
     trains = any(spec.optimizer is not None for spec in specs) if training is None else training
     if trains and (missing := [spec.name for spec in specs if spec.optimizer is None]):
-        raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs one")
+        raise ValueError(f"Engine: update {missing[0]!r} has no optimizer; to train, every update needs an optimizer")
     return trains

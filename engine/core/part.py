@@ -25,7 +25,7 @@ class Part(Generic[E]):
         """The engine that this is a part of."""
         engine = self._engine()
         if engine is None:
-            raise ReferenceError(f"the engine of this {type(self).__name__} does not exist any more")
+            raise ReferenceError(f"the engine of this {type(self).__name__} no longer exists")
         return engine
 
 

@@ -113,8 +113,8 @@ class Recomputation:
         """`average` of gradients that were computed again."""
         if not losses:
             raise RuntimeError(
-                f"update {update.name!r} returned no loss in evaluation {update.evaluation} of a step, but one in "
-                "the first; forward and loss must do the same each time a step computes its gradients"
+                f"update {update.name!r} returned a loss at first, but none when the step computed its gradients again "
+                f"(evaluation {update.evaluation}); forward and loss must return the same each time"
             )
         if not update.window.average(update.parameters):
             update.skip(NO_WEIGHT)

@@ -35,7 +35,7 @@ class Regions:
         """
         if not self._regions:
             raise RuntimeError(
-                f"enter({manager!r}): no region is open outside a run; call it from a handler during a run"
+                f"enter({manager!r}): no region is open outside a run; call enter() from a handler during a run"
             )
         value = manager.__enter__()
         self._entered.append(manager)

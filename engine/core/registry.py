@@ -117,22 +117,22 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
     def _attach(self, handler: Handler, place: int) -> None:
         if not isinstance(handler, Handler):
             hint = (
-                f"give an instance: {handler.__name__}(...)"
+                f"pass an instance: {handler.__name__}(...)"
                 if isinstance(handler, type)
-                else "give the handlers one by one, or in a list: attach(*handlers)"
+                else "pass the handlers one by one, or in a list: attach(*handlers)"
                 if isinstance(handler, list | tuple | dict | set)
                 else ("for a plain function use engine.on(event) or engine.connect(event, function)")
             )
-            raise TypeError(f"attach({handler!r}): not a Handler; {hint}")
+            raise TypeError(f"attach({handler!r}): expected a Handler; {hint}")
         if isinstance(handler, Service) and handler.name not in self._services:
             self.install(handler)  # one that was detached before
             return
         self._refuse_name(handler)
         if handler.engine is not None:
-            raise ValueError(f"{handler!r} is attached to a different engine; detach it there, or build a second one")
+            raise ValueError(f"{handler!r} is attached to a different engine; detach it there first")
         if handler.trains and not self.engine.training:
             raise ValueError(
-                f"{handler!r} is for training, but this engine only evaluates: its updates have no optimizer"
+                f"{handler!r} is for training, but this engine only evaluates, because its updates have no optimizer"
             )
         if self.engine.running:
             self._refuse_setup(handler)
@@ -151,16 +151,16 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
     def _refuse_name(self, handler: Handler) -> None:
         if (service := self._services.get(handler.name)) is not None:
             raise ValueError(
-                f"{handler!r}: the name {handler.name!r} is that of a service of the engine ({service.handler!r}); "
-                f"rename it: {type(handler).__name__}(..., name='...')"
+                f"{handler!r}: the name {handler.name!r} belongs to a service of the engine ({service.handler!r}); "
+                f"rename the handler: {type(handler).__name__}(..., name='...')"
             )
         other = self.get(handler.name)
         if other is handler:
-            raise ValueError(f"{handler!r} is attached already; to attach it again: engine.detach({handler.name!r})")
+            raise ValueError(f"{handler!r} is already attached; detach it first: engine.detach({handler.name!r})")
         if other is not None:
             raise ValueError(
-                f"{handler!r}: the name is taken by {other!r}; rename it: {type(handler).__name__}(..., name='...'), "
-                f"or detach that one first: engine.detach({other.name!r})"
+                f"{handler!r}: the name is taken by {other!r}; rename the handler: {type(handler).__name__}(..., "
+                f"name='...'), or detach the other one first: engine.detach({other.name!r})"
             )
 
     def install(self, *services: Service) -> None:
@@ -215,7 +215,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         """The one attached handler of a class; see `Engine.find`."""
         if not isinstance(kind, type):
             raise TypeError(
-                f"find({kind!r}): expected a class of handlers; by its name it is engine.handlers[{kind!r}]"
+                f"find({kind!r}): expected a class of handlers; to find by name, use engine.handlers[{kind!r}]"
             )
         found = [handler for handler in self.values() if isinstance(handler, kind)]
         if len(found) == 1:
@@ -223,11 +223,11 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         there = ", ".join(f"{name} ({type(handler).__name__})" for name, handler in self.items()) or "none"
         if not found:
             raise KeyError(
-                f"find({kind.__name__}): no handler of this class is attached; there are: {there}{self._earlier(kind)}"
+                f"find({kind.__name__}): no handler of this class is attached; attached: {there}{self._earlier(kind)}"
             )
         names = ", ".join(repr(handler.name) for handler in found)
         raise KeyError(f"find({kind.__name__}): {len(found)} handlers of this class are attached: {names}; "
-                       "choose one by its name: engine.handlers[name]")  # fmt: skip
+                       "choose one by name: engine.handlers[name]")  # fmt: skip
 
     def _earlier(self, kind: type) -> str:
         """A hint at a handler whose class was defined again since, by a notebook's cell or a reloaded module."""
@@ -237,8 +237,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
                 for one in type(handler).__mro__
             ):
                 return (
-                    f"; {name!r} is of an earlier definition of {kind.__name__}: detach it and attach one of the new class, or "
-                    f"take it by its name: engine.handlers[{name!r}]"
+                    f"; {name!r} belongs to an earlier definition of {kind.__name__}; attach a handler of the new "
+                    f"class instead, or find the old one by name: engine.handlers[{name!r}]"
                 )
         return ""
 
@@ -247,7 +247,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         record = self._record_of(name)
         if record is None or (isinstance(handler, Handler) and record.handler is not handler):
             hint = did_you_mean(str(name), self)
-            raise KeyError(f"no handler {handler!r} is attached; there are: {', '.join(self) or 'none'}{hint}")
+            raise KeyError(f"no handler {handler!r} is attached; attached handlers: {', '.join(self) or 'none'}{hint}")
         return record
 
     def _record_of(self, name: str) -> _Record | None:
@@ -258,8 +258,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             services = [record.handler for record in self._services.values()]
             optional = ", ".join(repr(one.name) for one in services if isinstance(one, Service) and not one.essential)
             raise ValueError(
-                f"{handler.name!r} is a service that every run depends on: it can be neither disabled nor detached; of the "
-                f"engine's services these can: {optional}"
+                f"{handler.name!r} is a service that every run depends on, so it can be neither disabled nor detached; "
+                f"the services that can be are {optional}"
             )
 
     def _refuse_setup(self, handler: Handler) -> None:
@@ -269,7 +269,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             ):
                 raise RuntimeError(
                     f"{handler!r} sets up the model or the optimizers before a run, so it cannot join or leave a run "
-                    "that has started; attach, detach or toggle it between two runs"
+                    "that has started; attach, detach or toggle the handler between two runs"
                 )
 
     # ---- joining and leaving --------------------------------------------------------------------------------------
@@ -454,8 +454,8 @@ class _Without:
         self._entered = True
         if (engine := self._engine()) is not None and engine.running:
             raise RuntimeError(
-                f"without({', '.join(map(repr, self._names))}) was called during a run, where a disabled handler stays disabled "
-                "until the next iteration boundary at least; set handler.enabled instead"
+                f"without({', '.join(map(repr, self._names))}) was called during a run, where a disabled handler stays "
+                "disabled at least until the next iteration boundary; set handler.enabled instead"
             )
         with ExitStack() as stack:
             for handler in [handler for handler in self._handlers if handler.enabled]:

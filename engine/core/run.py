@@ -105,8 +105,8 @@ class Run:
         engine.signals.notify(engine, Lifecycle.CONTINUING)
         if engine.boundary.limit_reached() and not self.completes and not engine.feed.only_its_end_is_missing():
             warn(
-                f"run(): nothing to do: {engine.boundary.why_ended()} at epoch {state.epoch}, iteration {state.iteration}. "
-                "Give larger bounds to continue, or call engine.reset() to start a new run",
+                f"run(): nothing to do, because {engine.boundary.why_ended()} at epoch {state.epoch}, iteration "
+                f"{state.iteration}. Pass larger bounds to continue, or call engine.reset() to start a new run",
             )
         engine.signals.notify(engine, Lifecycle.READY)
         ended = engine.boundary.stops and engine.feed.only_its_end_is_missing()
@@ -136,7 +136,7 @@ class Run:
         for update in engine.updates:
             update.end_micro_step()
         if not getattr(error, "__notes__", None):
-            begun = f"in epoch {state.epoch}, after iteration {state.iteration} had begun"
+            begun = f"in epoch {state.epoch}, after the start of iteration {state.iteration}"
             error.add_note(begun if state.epoch else "before the first epoch")
         state.exception = error
         event = Events.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Events.EXCEPTION_RAISED

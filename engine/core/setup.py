@@ -21,12 +21,12 @@ __all__ = ["build_optimizers", "check_initialized", "check_surroundings", "check
 def check_surroundings(engine: Kernel) -> None:
     """Raise RuntimeError for a run inside of a block of torch's in which nothing can be trained."""
     if engine.training and torch.is_inference_mode_enabled():
-        raise RuntimeError("run(): nothing can be trained inside torch.inference_mode(); call it outside of that block")
+        raise RuntimeError("run(): nothing can be trained inside torch.inference_mode(); call run() outside that block")
     attention = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
     if "_context_parallel" in attention:
         raise RuntimeError(
-            "run(): context parallelism is not supported: context_parallel() shards the sequences of a single batch in place, a "
-            "run reads many, and the backward pass needs the block, too; call run() outside of it, and split the model with "
+            "run(): context parallelism is not supported: context_parallel() shards the sequences of a single batch in "
+            "place, but a run reads many batches; call run() outside the block, and split the model with "
             "TensorParallel or FullyShardedDataParallel"
         )
 
@@ -38,9 +38,9 @@ def check_initialized(engine: Kernel, where: str) -> None:
     for root, model in engine.modules.items():
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise ValueError(
-                f"{where}: parameters of {root!r} are not initialized yet: {', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. "
-                "Lazy modules take their shapes from a first batch: call the model with one before the run, under "
-                "torch.no_grad()"
+                f"{where}: parameters of {root!r} are not initialized yet: "
+                f"{', '.join(lazy[:4])}{', ...' if lazy[4:] else ''}. Lazy modules take their shapes from the first "
+                "batch; call the model with a batch before the run, under torch.no_grad()"
             )
 
 
@@ -60,9 +60,9 @@ def build_optimizers(engine: Kernel) -> None:
             update.window.kept = []
         if own and set(own).isdisjoint(update.parameters):
             raise ValueError(
-                f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters; it was built "
-                "for a different model, or before the model's parameters were replaced: pass a factory instead, "
-                f"such as partial(torch.optim.{type(update.optimizer).__name__}, lr=...)"
+                f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters; the "
+                "optimizer was built for a different model, or before the model's parameters were replaced; pass a "
+                f"factory instead, such as partial(torch.optim.{type(update.optimizer).__name__}, lr=...)"
             )
 
 
@@ -76,8 +76,8 @@ def _parameters_of(engine: Kernel, update: UpdateState) -> Any:
         parameters = parameters if isinstance(parameters, Mapping) else list(parameters)
     if not parameters:
         raise ValueError(
-            f"update {update.name!r}: there is nothing to optimize; pass a model= with parameters to Engine, or parameters= to "
-            "Update"
+            f"update {update.name!r}: there are no parameters to optimize; pass a model with parameters to "
+            "Engine(model=), or parameters= to Update"
         )
     return parameters
 
@@ -92,6 +92,6 @@ def check_windows(engine: Kernel) -> None:
                 if other != update.name:
                     raise ValueError(
                         f"updates {other!r} and {update.name!r} share parameters, so gradients cannot be accumulated "
-                        "for one of them alone; give each its own with Update(..., parameters=), or "
+                        "for only one of them; give each update its own parameters with Update(..., parameters=), or "
                         "detach GradientAccumulation"
                     )

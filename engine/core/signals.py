@@ -118,13 +118,13 @@ class Signal(blinker.NamedSignal):
         """
         if sender is not ANY:
             raise ValueError(
-                f"{self.event}: sender={sender!r}: signals belong to one engine and take no sender; connect to the signal "
-                "of that engine"
+                f"{self.event}: sender={sender!r}: a signal belongs to one engine and takes no sender; connect to the "
+                "signal of that engine"
             )
         if weak:
             raise ValueError(
-                f"{self.event}: weak=True is not supported, since lambdas and closures would be collected at once; "
-                "disconnect the receiver when it is no longer needed"
+                f"{self.event}: weak=True is not supported, because lambdas and closures would be collected "
+                "immediately; disconnect the receiver when it is no longer needed"
             )
         check_receiver(receiver, str(self.event))
         connection = Connection(receiver, check_place(str(self.event), phase, rank), rank, filter, owner)

@@ -58,7 +58,7 @@ class MetricStore(dict[str, Any]):
         count = self.serials.get(name, 0)
         if not count:
             if (other := self.under(name)) != name:
-                raise ValueError(f"{name!r} and {other!r} are one metric for monitors and logs: write {other!r}")
+                raise ValueError(f"{name!r} and {other!r} are the same metric for monitors and logs; write {other!r}")
             self._plain[name.replace("/", "_")] = name
         self.serial += 1
         self.serials[name] = count + 1
@@ -84,13 +84,13 @@ class MetricStore(dict[str, Any]):
         known = sorted({*self, *self.owners})
         if name in self.owners:
             raise KeyError(
-                f"the metric {name!r} has no value yet: {self.owners[name]!r} announced it and writes it later, for example at "
-                "the end of an epoch or after a validation; read it after that, or with metrics.get()"
+                f"the metric {name!r} has no value yet: {self.owners[name]!r} writes it later, for example at the end "
+                "of an epoch or after a validation; read the metric after that, or with metrics.get()"
             )
         there = ", ".join(f"{one} (by {self.owners[one]!r})" if one in self.owners else one for one in known)
         raise KeyError(
-            f"there is no metric {name!r}; there are: {there or 'none; attach Metrics or Validation'}"
-            f"{did_you_mean(name, known)}"
+            f"there is no metric {name!r}; available metrics: "
+            f"{there or 'none; attach Metrics or Validation'}{did_you_mean(name, known)}"
         )
 
     def __contains__(self, name: object) -> bool:
@@ -147,7 +147,7 @@ class MetricStore(dict[str, Any]):
             written = self.under(name)
             other = self.owners.get(written, owner)
             if other != owner or (written != name and written in self.owners):
-                same = "" if written == name else f", which is also {written!r}"
+                same = "" if written == name else f", the same metric as {written!r}"
                 raise ValueError(
                     f"both {other!r} and {owner!r} write the metric {name!r}{same}; rename one of them, "
                     "for example with Validation(prefix='test_')"
@@ -312,7 +312,7 @@ class State:
             max_epochs = 1
         if not training and max_steps is not None:
             raise ValueError(
-                f"run(max_steps={max_steps}): an engine that evaluates makes no optimizer steps; omit max_steps"
+                f"run(max_steps={max_steps}): an engine that only evaluates runs no optimizer steps; omit max_steps"
             )
         self.planned = None
         self.max_epochs, self.max_iters, self.max_steps, self.max_seconds = max_epochs, max_iters, max_steps, seconds
@@ -341,7 +341,7 @@ class State:
         else:
             return
         raise ValueError(
-            f"{changed}: only the engine counts; to end a run or an epoch, call engine.terminate() or "
+            f"{changed}, but only the engine counts; to end a run or an epoch, call engine.terminate() or "
             "terminate_epoch(); to return to an earlier state, call engine.snapshots.restore(state)"
         )
 

@@ -254,7 +254,7 @@ def read_together(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def _not_again() -> Tensor:
-    raise RuntimeError("again(): the gradients of a step can be computed again inside the step only")
+    raise RuntimeError("again(): the gradients of a step can be recomputed only inside the step")
 
 
 def _options(optimizer: Optimizer | None) -> list[dict[str, Any]]:

@@ -46,7 +46,7 @@ class CombinedData:
         self.parts = list(parts.values() if isinstance(parts, Mapping) else parts)
         if all(length is None for length in self._measure()):
             raise TypeError(
-                "CombinedData(mode='min'): at least one part must have a length, for the length of the epoch"
+                "CombinedData(mode='min'): no part has a length; the length of the epoch needs at least one"
             )
 
     def _measure(self) -> list[int | None]:
@@ -59,7 +59,7 @@ class CombinedData:
             raise TypeError(f"CombinedData(parts[{name!r}]={part!r}): expected data that can be iterated repeatedly")
         if isinstance(part, ReloadedData):
             raise TypeError(
-                f"CombinedData(parts[{name!r}]): only the run reloads ReloadedData; combine what it loads: "
+                f"CombinedData(parts[{name!r}]): ReloadedData cannot be a part; combine the data that it loads: "
                 "ReloadedData(lambda epoch: CombinedData(...))"
             )
         try:
@@ -136,7 +136,7 @@ class ReloadedData:
 
     def __init__(self, load: Callable[[int], Any], *, every: int = 1) -> None:
         if not callable(load):
-            raise TypeError(f"ReloadedData(load={load!r}): expected a function of the number of the epoch")
+            raise TypeError(f"ReloadedData(load={load!r}): expected a function that takes the number of the epoch")
         self.load = load
         self.every = check_int(self, "every", every)
         self._loaded: tuple[int, Any] | None = None

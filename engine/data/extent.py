@@ -29,8 +29,8 @@ def length_of(data: Any) -> int | None:
         iter_ = getattr(type(data), "__getitem__", None)
     if iter_ is None:
         raise TypeError(
-            f"the data {data!r} cannot be iterated: pass a DataLoader, a list of batches or a similar iterable; for "
-            "a run without data, pass None and epoch_length="
+            f"the data {data!r} cannot be iterated; pass a DataLoader, a list of batches or a similar iterable, or, "
+            "for a run without data, None and epoch_length="
         )
     length = known_length(data)
     if length == 0:
@@ -70,7 +70,7 @@ def check_same_extent(saved: Mapping[str, Any], now: Mapping[str, Any], place: s
     for name, words in _WORDS.items():
         if name in saved and name in now and saved[name] != now[name]:
             raise ValueError(
-                f"the loaded state was saved inside an epoch ({place}) over data with {saved[name]} {words}, but this data "
-                f"({kind}) has {now[name]}, so its position does not apply: resume with the data of that run, load a "
-                "state saved at the end of an epoch, or load only the weights with engine.load_weights(state)"
+                f"the loaded state was saved inside an epoch ({place}) over data with {saved[name]} {words}, but this "
+                f"data ({kind}) has {now[name]}, so the position does not apply; resume with the data of that run, "
+                "load a state saved at the end of an epoch, or load only the weights with engine.load_weights(state)"
             )

@@ -103,11 +103,9 @@ class Feed(PlainFeed):
         same = same_data(earlier, data)
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
-                f"run(): the previous run stopped inside epoch {self.state.epoch}, after "
-                f"{self.state.epoch_iteration} iterations, "
-                f"but this data is a different {type(data).__name__}: it is read from its beginning. To continue "
-                "where that run "
-                "stopped, pass the same object",
+                f"run(): the previous run stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} "
+                f"iterations, but this data is a different {type(data).__name__}, so it is read from its beginning. To "
+                "continue where the run stopped, pass the same object",
             )
         return bool(same)
 
@@ -268,8 +266,8 @@ class Feed(PlainFeed):
             state.epoch_length = in_epoch
             return False
         raise DataError(
-            f"the data ({kind}) has length {source.length} but ended after {taken} batches: correct its __len__, or, where the "
-            f"length is an estimate, pass run(epoch_length={taken}), or a number that differs from its length"
+            f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__, or, "
+            f"if the length is an estimate, pass run(epoch_length={taken}) or a number that differs from the length"
             + (
                 f"; with epoch_length={source.length}, each epoch is one pass of that length"
                 if source.given_length

@@ -57,11 +57,11 @@ class DataRefusals(Service):
 def _refuse_no_batches(data: Any) -> None:
     if isinstance(data, Mapping) and all(isinstance(key, str) for key in data):
         raise TypeError(
-            f"run(): the data is a {type(data).__name__}, whose keys would be the batches; give one of its values, such as "
-            f"data[{next(iter(data), 'train')!r}]"
+            f"run(): the data is a {type(data).__name__}, whose keys would be the batches; pass one of its values, "
+            f"such as data[{next(iter(data), 'train')!r}]"
         )
     if isinstance(data, str | bytes):
-        raise TypeError(f"run(): the data is the text {data[:40]!r}; give an iterable of batches, such as a DataLoader")
+        raise TypeError(f"run(): the data is the text {data[:40]!r}; pass an iterable of batches, such as a DataLoader")
 
 
 def _refuse_endless(engine: Engine, data: Any) -> None:
@@ -76,8 +76,8 @@ def _refuse_endless(engine: Engine, data: Any) -> None:
     )
     if endless and engine.feed.current.epoch_length is None and not bounded and not may_end:
         raise ValueError(
-            f"run(): the data (itertools.{type(data).__name__}) never ends, and neither would the first epoch; give "
-            "epoch_length=, max_iters= or max_steps=, or the data itself, which is read again in each epoch"
+            f"run(): the data (itertools.{type(data).__name__}) never ends, so the first epoch would never end; pass "
+            "epoch_length=, max_iters= or max_steps=, or pass the data itself, which is read again in each epoch"
         )
 
 
@@ -118,7 +118,7 @@ def _compare_ranks(engine: Engine, data: Any) -> None:
         lengths = ", ".join(f"rank {rank}: {_in_words(one)}" for rank, (one, _) in enumerate(others))
         raise ValueError(
             f"the data ({type(data).__name__}) is {use_of_data(same)} ranks, but differs in length: {lengths}; give all ranks "
-            "the same data" + ("" if same else ", or let each keep its own with shard_policy='own'")
+            "the same data" + ("" if same else ", or let each rank keep its own data with shard_policy='own'")
         )
     engine.feed.contents = [content for _, content in others]
 

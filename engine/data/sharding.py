@@ -40,8 +40,8 @@ def shard_policy(data: Any, processes: Processes, wanted: str) -> ShardPolicy:
         return "all"
     if isinstance(processes, VirtualShards) and _sampler_of_rank(data) is not None:
         raise ValueError(
-            f"the data ({type(data).__name__}) has a sampler that gives each rank its part, but with shards each process reads "
-            "the batches of its shards: omit the sampler"
+            f"the data ({type(data).__name__}) has a sampler that gives each rank its part, but with shards, each "
+            "process reads the batches of its shards; omit the sampler"
         )
     if wanted != "auto":
         return "round_robin" if wanted == "round_robin" else "own"
@@ -50,9 +50,9 @@ def shard_policy(data: Any, processes: Processes, wanted: str) -> ShardPolicy:
     if skippable(data) or callable(getattr(data, "batches_from", None)) or _is_indexable(data):
         return "round_robin"
     raise TypeError(
-        f"the data ({type(data).__name__}) cannot be sharded over {processes.world_size} ranks by index: give "
-        "shard_policy='own' if each rank has its own data, or "
-        "shard_policy='round_robin' if all have the same"
+        f"the data ({type(data).__name__}) cannot be sharded over {processes.world_size} ranks by index; pass "
+        "shard_policy='own' if each rank has its own data, or shard_policy='round_robin' if all ranks have the same "
+        "data"
     )
 
 

@@ -86,13 +86,13 @@ class Source:
         data = inner(self.data)
         if isinstance(data, Iterator):
             raise DataError(
-                f"restore(): the data ({type(data).__name__}) is an iterator, which cannot go back; give run() an iterable, such "
-                "as a DataLoader or a list"
+                f"restore(): the data ({type(data).__name__}) is an iterator, which cannot go back; pass an iterable "
+                "to run(), such as a DataLoader or a list"
             )
         if keeps_position(data) and "random" not in (position or {}):
             raise DataError(
-                f"restore(): the state was taken before the first pass over the data ({type(data).__name__}), which keeps "
-                "its own position; take it at ITERATION_COMPLETED or later"
+                f"restore(): the state was taken before the first pass over the data ({type(data).__name__}), which "
+                "keeps its own position; take the state at ITERATION_COMPLETED or later"
             )
 
     def begun_again(self, epoch: int) -> Source:
@@ -400,15 +400,15 @@ class Source:
         if isinstance(self.data, FirstBatches) and wanted > self._limit(self.data):
             raise DataError(
                 f"the saved run had read {wanted} batches of its epoch, but a handler limits this data to the first "
-                f"{self.data.count}: start without the loaded state, or detach the handler that limits the data"
+                f"{self.data.count}; start without the loaded state, or detach the handler"
             )
         iterator = self._iterate(wanted if self.left_out is None else self.left_out.read(saved["number"], wanted))
         if self.skips:
             return iterator
         warn(
-            f"the data ({type(self.data).__name__}) cannot skip batches: {wanted} batches are read again. A DataLoader "
-            "over a map-style dataset skips them; other data can implement batches_from(start), or state_dict() and "
-            "load_state_dict()",
+            f"the data ({type(self.data).__name__}) cannot skip batches, so {wanted} batches are read again. A "
+            "DataLoader over a map-style dataset skips them; other data can implement batches_from(start), or "
+            "state_dict() and load_state_dict()",
             RereadingWarning,
         )
         for taken in range(wanted):

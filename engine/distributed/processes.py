@@ -172,7 +172,8 @@ class _LaunchedProcesses(Processes):
 
     def _not_joined(self, *args: Any, **options: Any) -> Any:
         raise RuntimeError(
-            f"rank {self.rank} of {self.world_size} has not joined the process group yet: attach the handler to the engine first"
+            f"rank {self.rank} of {self.world_size} has not joined the process group yet; attach the handler to the "
+            "engine first"
         )
 
     sum = any = any_later = gather = collect = broadcast = barrier = gather_samples = watch = _not_joined

@@ -104,11 +104,11 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"join(): rank 0 could not host the store at {address}: another process uses this port, perhaps that "
-                "of a different job; give each job on a machine its own MASTER_PORT"
+                f"join(): rank 0 could not host the store at {address}: a different process uses this port, perhaps "
+                "one of a different job; give each job on a machine its own MASTER_PORT"
             ) from error
         raise RuntimeError(
-            f"join(): rank {rank} could not use the store at {address}, which {host} hosts; check that {host} is running"
+            f"join(): rank {rank} could not use the store at {address}, hosted by {host}; check that {host} is running"
         ) from error
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout))
     atexit.register(_leave, os.getpid())
@@ -135,7 +135,7 @@ def bounded(timeout: float, who: str) -> Iterator[None]:
 
     def wait() -> None:
         deadline = time.monotonic() + timeout + GRACE
-        cause = f"within {timeout:g} s: one of them has ended or cannot be reached"
+        cause = f"within {timeout:g} s, because one of them has ended or cannot be reached"
         while not joined.wait(min(NOTICING, max(0.0, deadline - time.monotonic()))):
             ended = ended_peers()
             if ended and not cause.startswith("because"):
@@ -313,7 +313,7 @@ class _Membership:
             other = json.loads(self.store.get(key)) if self.store.check([key]) else None
             found = None if other is None else job.difference(self.job, other)
             if other is not None and found is not None:
-                found = f"pid {other['pid']} on {other['host']}, which has taken {_address()}: {found}"
+                found = f"pid {other['pid']} on {other['host']}, which uses {_address()}: {found}"
             self._differences[word] = found
         return self._differences[word]
 
@@ -381,7 +381,7 @@ def _follow_as(own: str, store: Store, rank: int, size: int, timeout: float) -> 
         lookout.living(dict(enumerate(fresh["words"])) if answers else {0: leader}, offered=answers)
     if not prefix:
         raise TimeoutError(
-            f"join(): rank {rank} of {size} waited {timeout:g} s, and rank 0 did not answer; check that it was started "
+            f"join(): rank {rank} of {size} waited {timeout:g} s, but rank 0 did not answer; check that it was started "
             f"with WORLD_SIZE={size}"
         )
     raise _missing_ranks(store, prefix, words, size, timeout)
@@ -400,11 +400,12 @@ def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int
     missing = [str(rank) for rank in range(size) if acknowledged[rank] is None and rank > 0]
     others = zip(missing, _read(store, [f"refused/{rank}" for rank in missing]), strict=True)
     refused = [
-        f"rank {rank} of another job ({where}) came to this address and was refused" for rank, where in others if where
+        f"rank {rank} of a different job ({where}) connected to this address and was "
+        "rejected" for rank, where in others if where
     ]
     return TimeoutError(
         f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "
-        f"{'; '.join([*refused, 'check that all were started and call join()'])}"
+        f"{'; '.join([*refused, 'check that all ranks were started and call join()'])}"
     )
 
 
@@ -444,8 +445,8 @@ def _take_gpu(local_rank: int) -> None:
     available = torch.cuda.device_count()
     if local_rank >= available:
         raise RuntimeError(
-            f"join(): LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs on this host, and there are {available}; start at most "
-            "one process per GPU (--nproc-per-node), or train on the CPU with backend='gloo'"
+            f"join(): LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs on this host, but only {available} are "
+            "available; start at most one process per GPU (--nproc-per-node), or train on the CPU with backend='gloo'"
         )
     torch.cuda.set_device(local_rank)
 

@@ -139,9 +139,9 @@ class Watch:
             return lines + self._consequences()
         if not answered:
             host = (
-                "the launcher is gone"
+                "the launcher has ended"
                 if self.gone
-                else "its host, the launcher or rank 0, is stopped or cannot be reached"
+                else "its host, which is the launcher or rank 0, has stopped or cannot be reached"
             )
             lines.append(f"the store of the process group does not answer: {host}")
         return lines + self._suspects()
@@ -181,16 +181,17 @@ class Watch:
                 lines.append(f"rank {other} has never reported")
             elif other in lost:
                 lines.append(
-                    f"{self._name(other)} has not reported for {age[other]:.1f} s: it is stopped or disconnected; "
+                    f"{self._name(other)} has not reported for {age[other]:.1f} s, so it is stopped or disconnected; "
                     f"its last reported event was {report['where']}"
                 )
             elif report.get("failed"):
                 lines.append(f"{self._name(other)} also failed, with {_error(report)} at {report['where']}")
             else:
                 line = (
-                    f"{self._name(other)} is alive, and at {report['where']} for {report['since'] + age[other]:.1f} s"
+                    f"{self._name(other)} is alive, and has been at {report['where']} for "
+                    f"{report['since'] + age[other]:.1f} s"
                 )
-                lines.append(f"{line}: the others waited for this rank" if other in missed else line)
+                lines.append(f"{line}; the others waited for this rank" if other in missed else line)
         return lines
 
     def _missed(self) -> list[int]:

@@ -49,7 +49,8 @@ class ResumableData:
     def __init__(self, data: Iterable[Any], seed: int = 0) -> None:
         if isinstance(data, Iterator):
             raise TypeError(
-                f"ResumableData({type(data).__name__}): an iterator has only one pass; give the data itself, such as a DataLoader"
+                f"ResumableData({type(data).__name__}): an iterator can be read only once; pass the data itself, such "
+                "as a DataLoader"
             )
         self._source = Source(data, None, check_seed("ResumableData", seed))
         self.epoch = 0
@@ -72,7 +73,7 @@ class ResumableData:
             self._total += 1
             yield batch
         if not self.batch:
-            raise DataError(f"the data ({type(self._source.given).__name__}) is empty: it yielded no batch")
+            raise DataError(f"the data ({type(self._source.given).__name__}) yielded no batch")
         self.epoch, self.batch = self.epoch + 1, 0
 
     def _begin(self) -> Iterator[Any]:
@@ -119,7 +120,7 @@ class ResumableData:
             ValueError: for what is no such state, and for data with another length or batch size.
         """
         if not isinstance(state, Mapping) or state.keys() != {"epoch", "batch", "total", "seed", "data"}:
-            raise ValueError("ResumableData.load_state_dict(): this is not a state of ResumableData")
+            raise ValueError("ResumableData.load_state_dict(): expected a state from ResumableData.state_dict()")
         if state["batch"]:
             place = f"epoch {state['epoch'] + 1}, batch {state['batch']}"
             self._source.check_extent(state["data"], place)

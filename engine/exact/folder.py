@@ -68,7 +68,9 @@ class CheckpointFolder:
         self.files = Files() if files is None else files
         check_parents(self, "path", self.path)
         if self.path.exists() and not self.path.is_dir():
-            raise NotADirectoryError(f"CheckpointFolder({str(path)!r}): this path exists and is not a folder")
+            raise NotADirectoryError(
+                f"CheckpointFolder({str(path)!r}): the path exists, but is not a folder; choose a different path"
+            )
 
     def save(self, state: Mapping[str, Any], *, step: int) -> Path:
         """Save a state; returns the folder of the version.
@@ -102,7 +104,8 @@ class CheckpointFolder:
             commit(self.path, name, version, files=self.files, may_replace=self._is_own, sync=self.sync)
         except Taken as error:
             raise FileExistsError(
-                f"CheckpointFolder.save(step={step}): {name!r} is there and is no checkpoint"
+                f"CheckpointFolder.save(step={step}): {name!r} exists in the folder, but is not a checkpoint; remove "
+                "it, or use a different folder"
             ) from error
         old = [] if self.keep is None else self.versions()[: -self.keep]
         prune(self.path, old, lambda _, manifest: manifest["handler"] == _HANDLER, self.files, sync=self.sync)
@@ -145,6 +148,6 @@ def check_readable(where: str, value: Any) -> None:
             check_readable(f"{where}[{place}]", one)
     elif not hasattr(value, "item") and not isinstance(value, Unsaved):  # NumPy's numbers are saved as plain ones
         raise TypeError(
-            f"{where}): a {type(value).__name__} cannot be read back by torch.load(weights_only=True); save its state_dict(), or "
+            f"{where}): torch.load(weights_only=True) rejects a {type(value).__name__}; save its state_dict(), or "
             "plain values"
         )

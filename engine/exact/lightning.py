@@ -59,14 +59,14 @@ class ExactResume(Callback):
         self._loaded = checkpoint.get(KEY)
         self._data = checkpoint["loops"]["fit_loop"]["state_dict"].get("combined_loader", [])
         if self._loaded is None:
-            warn("ExactResume: the checkpoint was saved without it; the run cannot be continued exactly")
+            warn("ExactResume: the checkpoint was saved without ExactResume, so the run cannot be resumed exactly")
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         data, kind = trainer.train_dataloader, type(trainer.train_dataloader).__name__
         mistakes = (
-            (not isinstance(data, ResumableData), f"the data is a {kind}; give fit() ResumableData(loader)"),
-            (trainer.num_training_batches == inf, "the training data has no length; Lightning saves a batch too many"),
-            (trainer.reload_dataloaders_every_n_epochs, "data that is reloaded every n epochs counts none"),
+            (not isinstance(data, ResumableData), f"the data is a {kind}; pass ResumableData(loader) to fit()"),
+            (trainer.num_training_batches == inf, "the data has no length, so Lightning saves one batch too many"),
+            (trainer.reload_dataloaders_every_n_epochs, "data that is reloaded every n epochs loses its position"),
             (trainer.world_size > 1, f"world_size={trainer.world_size}; expected a single process"),
         )
         for made, message in mistakes:

@@ -36,7 +36,7 @@ def restore_random_state(state: Mapping[str, Any]) -> None:
     """
     if not isinstance(state, Mapping) or not {"python", "numpy", "torch"} <= state.keys():
         raise ValueError(
-            "restore_random_state(): this is no state of random_state(), which has python, numpy and torch"
+            "restore_random_state(): expected a state from random_state(), with the keys python, numpy and torch"
         )
     randomness.set_random_state(dict(state))
 

@@ -54,17 +54,22 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
             if noted == _hashes(folder):
                 return folder
             damaged.append(folder)
-            warn(f"{folder}: this folder differs from its seal, and is skipped: it is damaged")
+            warn(
+                f"{folder}: the folder is damaged, because its content differs from its checksums; the folder is "
+                "skipped"
+            )
         except (FileNotFoundError, NotADirectoryError):
             warn(
-                f"{folder}: this folder has no seal, and is skipped: it is incomplete, or was saved without ExactResume"
+                f"{folder}: the folder has no checksums, because it is incomplete or was saved without ExactResume; "
+                "the folder is skipped"
             )
         except ValueError:
             damaged.append(folder)
-            warn(f"{folder}: its seal cannot be read, and the folder is skipped: it is damaged")
+            warn(f"{folder}: the folder is damaged, because its checksums cannot be read; the folder is skipped")
     if damaged:
         raise ValueError(
-            f"newest_sealed({str(path)!r}): all {len(damaged)} sealed folders are damaged; begin in another folder"
+            f"newest_sealed({str(path)!r}): all {len(damaged)} checkpoint folders are damaged; start in a different "
+            "folder"
         )
     return None
 

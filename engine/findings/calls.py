@@ -26,7 +26,7 @@ __all__ = ["FirstCalls", "MetricCalls"]
 _SAMPLES = 64  # of a batch whose values are looked at
 _PADDED = 0.05  # share of targets from which on they are padding, and not a class
 _ABOVE_GUESSING = 5.0
-_PADDING = "the end of the longest one, which is padding in others"
+_PADDING = "the last step of the longest sequence, which is padding in the others"
 
 
 @dataclass(frozen=True)
@@ -141,8 +141,8 @@ class FirstCalls(EagerMode):
         if largest > 1e-3:
             yield (
                 "W72",
-                f"kl_div expects the logarithms of probabilities, which are 0 at most, but its input reaches {largest:.3g}",
-                "give it log_softmax(logits, dim=1)",
+                f"kl_div expects log-probabilities, which are at most 0, but its input reaches {largest:.3g}",
+                "pass log_softmax(logits, dim=1)",
             )
 
     def _cross_entropy(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
@@ -165,10 +165,10 @@ class FirstCalls(EagerMode):
         if value > _ABOVE_GUESSING * guessing and not are_scaled(scores):
             yield (
                 "W97",
-                f"the first cross entropy is {value:.3g}, but {guessing:.3g} by guessing among {classes} classes: the first "
-                "outputs are far too large",
-                "normalize the inputs, and use the default initialization of PyTorch, or smaller weights; for "
-                "weights pretrained on other classes, allow W97",
+                f"the first cross entropy is {value:.3g}, but guessing among {classes} classes gives {guessing:.3g}, "
+                "so the first outputs are far too large",
+                "normalize the inputs, and use PyTorch's default initialization or smaller weights; for weights "
+                "pretrained on different classes, allow W97",
             )
 
     def _targets_given(self, target: Tensor) -> Iterator[Problem]:
@@ -179,7 +179,7 @@ class FirstCalls(EagerMode):
         if repeated and target.dim() > 1 and bool((target != target.flatten()[0]).any()):
             yield (
                 "W98",
-                "the targets are equal to an input of the same batch: a model that copies it has no loss",
+                "the targets are equal to an input of the same batch, so a model that copies this input has no loss",
                 "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]; for a model "
                 "that should reconstruct its inputs, allow W98",
             )
@@ -198,9 +198,9 @@ class FirstCalls(EagerMode):
             if share > _PADDED and target.numel() > 1:
                 yield (
                     "W95",
-                    f"{share:.0%} of the targets are {index}, the padding_idx of the model's embedding: the loss trains the "
-                    "padding",
-                    f"leave it out of the loss: ignore_index={index}",
+                    f"{share:.0%} of the targets are {index}, the padding_idx of the model's embedding, so the model "
+                    "learns to predict the padding",
+                    f"leave the padding out of the loss: ignore_index={index}",
                 )
 
     def _nll_loss(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
@@ -237,7 +237,7 @@ class FirstCalls(EagerMode):
             yield (
                 "W93",
                 f"a softmax is over dimension 0 of shape {shape}, so the samples of a batch compete with each other",
-                "apply it to the classes, or to the positions of each sample: dim=-1",
+                "apply the softmax over the classes, or over the positions of each sample: dim=-1",
             )
 
     def _reshape(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
@@ -282,8 +282,8 @@ def _term_without_gradient(value: float) -> Problem:
     return (
         "W99",
         f"a term of the loss ({value:.3g}) has no gradient, so it changes nothing in training",
-        "compute it from the parameters without .data, .detach(), .item() and no_grad(); gradients of gradients need "
-        "create_graph=True",
+        "compute the term from the parameters without .data, .detach(), .item() and no_grad(); second-order gradients "
+        "need create_graph=True",
     )
 
 
@@ -293,14 +293,14 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
         return
     steps = f"of {one.length} steps of a"
     if one.kind == "forward":
-        what = f"{steps} recurrent layer, only the first is used, which has seen no other step"
+        what = f"{steps} recurrent layer, only the first is used, and it has seen no other step"
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
-        what = f"{steps} bidirectional layer, only the last is used, whose backward direction has seen no other step"
+        what = f"{steps} bidirectional layer, only the last is used, but its backward direction has seen no other step"
         way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
     else:
         what, way_out = (
-            f"one step of padded sequences is used: {one.kind}",
+            f"the model uses one step of padded sequences: {one.kind}",
             "use the hidden state that the layer returns",
         )
     yield "W94", what, way_out
@@ -318,8 +318,9 @@ def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
     if len(inputs) >= _ENOUGH and inputs.shape[1] > 1 and len(targets.unique()) > 2 and bool(same.any()):
         yield (
             "W98",
-            f"the targets are equal to column {int(same.nonzero()[0])} of the inputs: a model that copies it has no loss",
-            "leave this column out of the inputs",
+            f"the targets are equal to column {int(same.nonzero()[0])} of the inputs, so a model that copies this "
+            "column has no loss",
+            "remove this column from the inputs",
         )
 
 
@@ -351,7 +352,7 @@ class MetricCalls(EagerMode):
                     (
                         "W73",
                         f"an output and targets of shapes {list(shapes[1])} and {list(shapes[0])} are broadcast to "
-                        f"{list(result.shape)}: every sample is compared with the targets of all",
+                        f"{list(result.shape)}, so every sample is compared with the targets of all samples",
                         "give output and targets the same shape, for example with squeeze(-1)",
                     )
                 )

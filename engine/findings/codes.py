@@ -31,12 +31,12 @@ _TEXTS = {
     "of values that cannot be averaged.",
     "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores are outside 0 to 1, as "
     "logits are.",
-    "W06": "A handler monitors a metric of the training data although a validation measures metrics, too. "
-    "Overfitting goes undetected.",
-    "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop it.",
+    "W06": "A handler monitors a metric of the training data although a validation also measures metrics. Overfitting "
+    "goes undetected.",
+    "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop the run.",
     "W08": "`min_delta` is larger than the metric itself, so no value can count as an improvement, and the run stops "
     "early.",
-    "W09": "A check raised an error and was skipped. The run continues and does not depend on it.",
+    "W09": "A check raised an error and was skipped. The run continues, because it does not depend on the check.",
     # W1x: steps and optimizers
     "W10": "Nothing is trained: no `Update` has an optimizer, but `run` was called with the bounds of a training run.",
     "W11": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
@@ -49,11 +49,12 @@ _TEXTS = {
     "are frozen.",
     "W15": "Weights or the loss are NaN. Training cannot recover from NaN weights.",
     "W16": "Gradients were cleared inside an accumulation window, so the step uses only the batches after that.",
-    "W17": "Your code calls `optimizer.step()`. The engine also calls it, so there are steps that it does not count.",
-    "W18": "The learning rate is 0 for a whole epoch, so nothing is learned, or negative, so steps increase the loss.",
+    "W17": "Your code calls `optimizer.step()`. The engine also calls it, so the engine does not count all steps.",
+    "W18": "The learning rate is 0 for a whole epoch, so nothing is learned, or it is negative, so steps increase the "
+    "loss.",
     "W19": "A guard skipped steps, because their gradients or losses are not finite or far above the usual.",
     # W2x: data
-    "W20": "An evaluation draws its samples with replacement: some count several times, others not at all.",
+    "W20": "An evaluation draws its samples with replacement, so some count several times and others not at all.",
     "W21": "The data yields more batches than its length says, or the data of an evaluation yields fewer. Schedules "
     "and progress rely on the length.",
     "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so its tensors stay on their "
@@ -66,7 +67,7 @@ _TEXTS = {
     "W26": "Every worker reads the whole iterable dataset, so each sample appears once per worker in an epoch.",
     "W27": "BatchNorm normalizes over the batch, but each batch has one sample, so its statistics are those of that "
     "sample.",
-    "W28": "Your code changed the batches of the data in place, so the next epoch trains on the changed ones.",
+    "W28": "Your code changed the batches of the data in place, so the next epoch trains on the changed batches.",
     "W29": "No optimizer step ran, because no function returned a loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming
     "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
@@ -80,8 +81,8 @@ _TEXTS = {
     "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
     "W37": "A run ended and its `Checkpoint` wrote nothing: its interval never occurred, or its metric never had a "
     "value.",
-    "W38": "The log was replaced or removed while the run writes to it, probably by a second process with the same "
-    "path. Its rows are lost.",
+    "W38": "The log was replaced or removed while the run was writing to it, probably by a second process with the "
+    "same path. The rows of this run are lost.",
     "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format has no "
     "place for it.",
     # W4x: how functions and handlers are attached and connected
@@ -94,7 +95,7 @@ _TEXTS = {
     "the usual cause.",
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
-    "process: every rank writes the same files.",
+    "process, so every rank writes the same files.",
     "W47": "A saved state cannot be resumed from, or not exactly: a handler has no `load_state_dict`, `torch.load` "
     "rejects an object, or what the forward or a handler changes is not saved.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
@@ -106,7 +107,7 @@ _TEXTS = {
     "training.",
     "W52": "Parts of the model are in eval mode when a training run begins, so their dropout is off and their batch "
     "statistics do not update.",
-    "W53": "An evaluator measures nothing: no metrics are attached to it.",
+    "W53": "An evaluator measures nothing, because no metrics are attached to it.",
     "W54": "Predictions are collected from shuffled data, so their order is not that of the dataset.",
     "W55": "After this run, an average of the weights still consists mostly of the initial weights, so the "
     "evaluation is worse than training was.",
@@ -115,18 +116,19 @@ _TEXTS = {
     "statistics may change.",
     "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",
     "W59": "`drop_last=True` leaves out samples of an evaluation or of the training.",
-    "W60": "The inputs of an evaluation are on a different scale than the training inputs: the normalization differs.",
+    "W60": "The inputs of an evaluation are on a different scale than the training inputs, so the normalization "
+    "differs.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar should show a metric that nothing measures.",
     "W62": "A logger is attached to an evaluator, so its log starts again with each evaluation.",
     "W63": "The interval of a logger is longer than the run, so it wrote nothing at that interval.",
-    "W64": "The accuracy never exceeded that of always predicting the most frequent class: the model seems to learn "
+    "W64": "The accuracy never exceeded that of always predicting the most frequent class, so the model seems to learn "
     "nothing about the labels.",
     "W65": "A loss depends on the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, "
     "so it computes a different loss.",
     "W66": "Other code replaced the signal handler of `Preemption`, so a preemption signal does not save the run.",
-    "W67": "`load_state_dict` received the model's own tensors: `state_dict()` returns references, and they changed "
-    "with the training.",
+    "W67": "`load_state_dict` received the model's own tensors. `state_dict()` returns references, which changed with "
+    "the training.",
     "W68": "A function changes the trained weights when a run continues, because it initializes them at `STARTED`, "
     "which every `run()` emits.",
     "W69": "With `TruncatedBPTT`, the forward never carries the hidden state over, so each chunk starts from zero.",
@@ -137,31 +139,30 @@ _TEXTS = {
     "slowly, or not at all.",
     "W73": "Output and targets have different shapes and broadcast in the loss, so every output is compared with "
     "every target.",
-    "W74": "The loss is divided by the length of the accumulation window, but the engine averages over the window "
-    "already: gradients are too small.",
+    "W74": "The loss is divided by the length of the accumulation window, but the engine already averages over the "
+    "window, so gradients are too small.",
     "W75": "Parameters have gradients before the first backward of a window, for example from your own `backward()`. "
-    "The step adds them.",
+    "The step includes them.",
     "W76": "Your code keeps losses or outputs with their graphs, so memory grows with each iteration.",
     "W77": "Targets are outside the range that the loss accepts, or that the last activation can reach.",
     "W78": "The global generator is seeded in each iteration, so dropout draws the same mask every time.",
     "W79": "The loss is over a single class, so it is constant and its gradients are zero.",
     # W8x: functions and handlers, studies, and more about losses
-    "W80": "A function changes the loss that is reported. Gradients come from `backward_loss`, which it leaves as it "
-    "was.",
+    "W80": "A function changes only the reported loss. Gradients come from `backward_loss`, which is unchanged.",
     "W81": "The runs of a study are identical although their seeds differ, so they are one result counted several "
     "times.",
-    "W82": "The runs of a study start with other handlers, weights or data than earlier runs of the same seed, so "
-    "the runs depend on each other.",
-    "W83": "The loss is a sum over the batch, but the engine averages the batches of a window: a short batch has "
+    "W82": "The runs of a study start with different handlers, weights or data than earlier runs with the same seed, "
+    "so the runs depend on each other.",
+    "W83": "The loss is a sum over the batch, but the engine averages the batches of a window, so a short batch has "
     "less weight than its samples.",
-    "W84": "Optimizer steps ran, but no weight changed: gradients are zero, or steps are below the precision of the "
-    "weights.",
+    "W84": "Optimizer steps ran, but no weight changed, because gradients are zero, or steps are below the precision "
+    "of the weights.",
     "W85": "A function returns a batch or a loss, but return values of connected functions are ignored.",
-    "W86": "A learning-rate scheduler was built for an optimizer, but nothing calls its `step()`: the learning rate "
+    "W86": "A learning-rate scheduler was built for an optimizer, but nothing calls its `step()`, so the learning rate "
     "stays at its initial value.",
     "W87": "A function steps the scheduler, so checkpoints do not contain its position, and a resumed run restarts "
     "the schedule.",
-    "W88": "A recurrent or attention layer treats the samples of a batch as time steps: it expects the time "
+    "W88": "A recurrent or attention layer treats the samples of a batch as time steps, because it expects the time "
     "dimension first.",
     "W89": "Something other than the schedule changes the learning rate.",
     "W90": "The loss is a negated distance, so minimizing it increases the distance.",
@@ -174,8 +175,8 @@ _TEXTS = {
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
     "W96": "The loss is a mean over targets, but the batches of a window have different numbers of them and count "
     "equally.",
-    "W97": "The first loss is far above the loss of guessing: the inputs or the initial weights are too large.",
-    "W98": "The inputs contain the targets, so the model can copy them and the loss says nothing.",
+    "W97": "The first loss is far above the loss of guessing, because the inputs or the initial weights are too large.",
+    "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
     "W99": "A term of the loss has no gradient, so it changes the reported loss but trains nothing.",
     # C: what `Engine.check` finds before a run
     "C01": "A handler monitors a metric that nothing measures.",
@@ -183,8 +184,8 @@ _TEXTS = {
     "C03": "Two handlers use the same thing at the same event, phase and rank, so the order in which you attach them "
     "matters.",
     "C04": "Gradients are clipped twice.",
-    "C05": "A schedule counts in a different unit than it was written for, such as epochs where it is stepped after "
-    "optimizer steps.",
+    "C05": "A schedule counts in a different unit than it was written for, such as in epochs although it steps after "
+    "each optimizer step.",
     "C06": "A schedule is longer than the run, so it never reaches its end, or shorter, so the learning rate is wrong "
     "for the rest. Omit its length (`T_max`, `total_steps`): `LRScheduling` fills it in.",
     "C07": "An optimizer holds parameters that are not the model's, such as those of an older model.",
@@ -195,31 +196,32 @@ _TEXTS = {
     "C12": "Batches and model are on different devices, and nothing moves the batches.",
     "C13": "The training data is not shuffled.",
     "C14": "The validation data contains training samples, so it cannot show overfitting.",
-    "C15": "An evaluator has a different model: it shares no parameters with the one being trained.",
+    "C15": "An evaluator has a different model, which shares no parameters with the one being trained.",
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
     "C17": "An interval is longer than this run, so what it triggers never happens.",
     "C18": "Weights are averaged only after the end of this run, so the averages are never used.",
-    "C19": "The patience is longer than the run, so it cannot stop it.",
-    "C20": "An evaluation measures nothing: no metrics are attached to the evaluator.",
-    "C21": "The last batch has one sample, over which BatchNorm has no variance. PyTorch may raise an error for it.",
+    "C19": "The patience is longer than the run, so it cannot stop the run.",
+    "C20": "An evaluation measures nothing, because no metrics are attached to the evaluator.",
+    "C21": "The last batch has one sample, for which BatchNorm has no variance. PyTorch may raise an error.",
     "C22": "An accumulation window is longer than an epoch. Windows end with the epoch, so steps use fewer batches.",
-    "C23": "A schedule changes the learning rates of some optimizers only.",
+    "C23": "A schedule changes the learning rates of only some optimizers.",
     "C24": "Data that can be iterated only once, such as a generator, is used for several epochs.",
     "C25": "A function clips gradients that are still scaled for float16, so the bound is far too small.",
-    "C26": "A function clips gradients where there are none, or before the accumulation window is complete.",
+    "C26": "A function clips gradients at an event where no gradients exist, or before the accumulation window is "
+    "complete.",
     "C27": "The model keeps trainable tensors or layers in a plain list or attribute, where PyTorch does not find "
     "them: they are neither trained, moved nor saved.",
     "C28": "An optimizer has an option with which no training converges. Use values such as `lr=1e-3, "
     "weight_decay=1e-2` with AdamW.",
     "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
-    "C30": "The process was launched as one of several, such as by `torchrun`, but no handler connects them: each "
-    "trains alone.",
+    "C30": "The process was launched as one of several, such as by `torchrun`, but no handler connects the processes, "
+    "so each one trains alone.",
     "C31": "`Preemption` would stop the run, but nothing would save it.",
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
     "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "
     "stay equal.",
-    "C34": "A BatchNorm layer keeps the statistics of almost no batch, or of the last one only: its `momentum` is "
-    "reversed.",
+    "C34": "A BatchNorm layer keeps the statistics of almost no batch, or only of the last one, because its `momentum` "
+    "is reversed.",
     "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
     "C36": "The same layer object appears at several places in the model, so they share its weights. `[layer] * n` "
     "does this.",
@@ -242,16 +244,16 @@ _TEXTS = {
     "G07": "Dropout is active in an evaluation, so its metrics are random.",
     "G08": "The running statistics of normalization layers change in an evaluation, so evaluating changes the model.",
     "G09": "The weights differ between ranks, so the ranks train different models.",
-    "G10": "Gradients remain from an earlier iteration because nothing cleared them. The step adds them.",
+    "G10": "Gradients remain from an earlier iteration because nothing cleared them. The step includes them.",
     "G11": "The data yields the same batch again and again.",
     "G12": "Labels are outside the range of the classes, from 0 to one less than their number.",
-    "G13": "The inputs are not normalized: their values are large.",
+    "G13": "The inputs have large values, so they do not seem normalized.",
     "G14": "The inputs or the loss are NaN or infinite.",
     "G15": "Each batch has labels of a single class. It is information if it is always the same class.",
     "G16": "The model gives the same output for all samples of a batch.",
     "G17": "The loss is exactly the same for different batches, so it does not depend on the data.",
-    "G18": "The learning rate is almost 0 before the middle of the run: the schedule counts in the wrong unit.",
-    "G19": "The gradient norm has grown a million times: training diverges.",
+    "G18": "The learning rate is almost 0 before the middle of the run, because the schedule counts in the wrong unit.",
+    "G19": "The gradient norm has grown by a factor of a million, so training diverges.",
     "G20": "Your code calls `optimizer.step()` in addition to the engine.",
     "G21": "Frozen normalization layers still update their running statistics.",
     "G22": "Only normalization layers are trained, and the last layer is frozen, so the model cannot learn new "

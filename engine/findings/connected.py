@@ -25,8 +25,8 @@ def report_handler(engine: Engine, handler: Handler) -> None:
     if kind.state_dict is not Handler.state_dict and kind.load_state_dict is Handler.load_state_dict:
         engine.remark(
             "W47",
-            f"{kind.__name__} overrides state_dict, but not load_state_dict: a resumed run could not load its state",
-            "override load_state_dict as well",
+            f"{kind.__name__} overrides state_dict but not load_state_dict, so a resumed run cannot load its state",
+            "also override load_state_dict",
             handler.name,
         )
 
@@ -52,14 +52,15 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
             and not _is_named(kind, name)
         ):
             return (
-                f"{kind.__name__}.{name} is never called: it is named after an event, but not decorated with @on(...)",
-                f"put @on(Events.{label.upper()}) above it, or rename it",
+                f"{kind.__name__}.{name} is never called, because it is named after an event but not decorated with "
+                "@on(...)",
+                f"put @on(Events.{label.upper()}) above the method, or rename it",
             )
     if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
         return None
     return (
         f"{kind.__name__} has no method decorated with @on(...), so it is never called",
-        "put @on(Events.EPOCH_COMPLETED), or a different event, above the methods to call",
+        "put @on(Events.EPOCH_COMPLETED), or a different event, above the methods that should be called",
     )
 
 
@@ -77,14 +78,14 @@ def report_double(engine: Engine, event: object, added: Connection, others: Iter
         if added.of(other.receiver):
             what = f"{added!r} is connected to {event} twice, so it is called twice"
         elif _replaces(added.receiver, other.receiver):
-            what = f"a second {added!r} is connected to {event} while the first still is: both are called"
+            what = f"a second {added!r} is connected to {event} while the first one still is, so both are called"
         else:
             continue
         engine.remark(
             "W44",
             what,
-            f"detach the earlier one first, with engine.detach({added!r}) or the handle of connect(); in a notebook, build the "
-            "engine in the same cell; in a loop, bind what differs with functools.partial",
+            f"detach the earlier one first, with engine.detach({added!r}) or the handle of connect(); in a notebook, "
+            "build the engine in the same cell; in a loop, bind the differing arguments with functools.partial",
             key=(event, repr(added)),
         )
         return

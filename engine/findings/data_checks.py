@@ -60,7 +60,7 @@ def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> Non
             f"have different data" + ("" if same else ", and a part of it is never used"),
             "give all ranks the same data"
             if same
-            else "give all ranks the same data, or let each keep its own with shard_policy='own'",
+            else "give all ranks the same data, or let each rank keep its own data with shard_policy='own'",
         )
 
 
@@ -73,7 +73,7 @@ def _check_own(engine: Engine, data: Any) -> None:
             "W70",
             f"with shard_policy='own', all {engine.processes.world_size} ranks start with the same batch, so they "
             "seem to train on the same samples",
-            "give each rank its own part of the data, or leave that to shard_policy='auto'",
+            "give each rank its own part of the data, or use shard_policy='auto'",
         )
 
 
@@ -92,7 +92,7 @@ def _report_samples(engine: Engine, data: Any) -> None:
         what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
         engine.findings.report(
             "W23",
-            f"the data is a {type(data).__name__}: each {what} is treated as a batch",
+            f"the data is a {type(data).__name__}, so each {what} is treated as a batch",
             "pass a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
         )
 
@@ -119,8 +119,8 @@ def _report_workers(engine: Engine, data: Any) -> None:
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(
             "W24",
-            f"{', '.join(held)}: each worker has a copy of this generator: workers and epochs draw the same numbers, "
-            "and a resumed run draws different ones",
+            f"{', '.join(held)}: each worker has a copy of this generator, so workers and epochs draw the same "
+            "numbers, and a resumed run draws different ones",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
@@ -224,7 +224,7 @@ def _check_versions(engine: Engine) -> None:
         if any(one is not None and id(one) in held and one._version != version for one, version in tensors):
             engine.findings.report(
                 "W28",
-                "the batches of the data were changed in place, so the next epoch reads the changed ones",
+                "the batches of the data were changed in place, so the next epoch reads the changed batches",
                 "copy a batch before you change it: inputs = inputs.clone()",
             )
         feed.versions = None
@@ -268,17 +268,17 @@ def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
 def _report_no_loss(engine: Engine, began: int) -> None:
     state, update = engine.state, engine.updates[0]
     if state.batch is None and engine.feed.has_data:
-        who, way_out = "the data as its batches", "let the data set or collate_fn return the batch"
+        who, way_out = "the data as its batches", "return the batch from the dataset or collate_fn"
     elif update.function is not None:
         who, way_out = f"the function {_name(update.function)}", "let it return the loss"
     elif update.output is None:
-        who, way_out = f"the forward {_name(update.forward)}", "let the model's forward return its output"
+        who, way_out = f"the forward {_name(update.forward)}", "return the output from the model's forward"
     else:
         who, way_out = f"the loss {_name(update.loss_function)}", "let it return the loss"
     engine.findings.report(
         "W29",
-        f"update {update.name!r} made no step in {state.completed - began} iterations, because no batch gave a loss: "
-        f"None, which skips a batch, was returned by {who}",
+        f"update {update.name!r} ran no step in {state.completed - began} iterations, because None, which skips a "
+        f"batch, was returned by {who}",
         way_out,
     )
 

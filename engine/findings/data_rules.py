@@ -46,7 +46,7 @@ def data_read_once(it: Composition) -> Iterator[Finding]:
     if isinstance(it.data, Iterator) and state.epoch_length is None and (state.max_epochs or 1) > 1:
         yield finding(
             "C24",
-            f"the data is a {type(it.data).__name__}, which is used up after the first of {state.max_epochs} epochs",
+            f"the data is a {type(it.data).__name__}, which is exhausted after the first of {state.max_epochs} epochs",
             "pass data that can be iterated again, such as a list or a DataLoader, or run(epoch_length=)",
         )
 
@@ -196,7 +196,7 @@ def _training_data(name: str, what: str) -> Finding:
     return finding(
         "C14",
         f"the data of {name!r} {what}, so it cannot show overfitting",
-        "evaluate data that you do not train on; if you mean this, name it: Validation(..., prefix='train_')",
+        "evaluate data that you do not train on; if this is intended, mark it with Validation(..., prefix='train_')",
         [name],
     )
 
@@ -230,9 +230,9 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
         if it.parameters and other and other.isdisjoint(it.parameters):
             yield finding(
                 "C15",
-                f"the evaluator of {one.handler.name!r} has a different model: it shares no parameters with the one "
-                "that is trained",
-                "build it on the same module: Engine(update.evaluation(), model=model)",
+                f"the evaluator of {one.handler.name!r} has a different model, which shares no parameters with the one "
+                "being trained",
+                "build the evaluator on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
                 severity="info" if is_meant(one.evaluator) else None,
             )
@@ -265,8 +265,8 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
     for path, generator in held.items():
         yield finding(
             "C16",
-            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has a copy of "
-            f"it: where samples draw from it, a run that resumes from {saves[0].name!r} draws different numbers",
+            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has a copy of it, "
+            f"so a run that resumes from {saves[0].name!r} draws different numbers if samples use it",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

@@ -104,7 +104,7 @@ class EpochChecks:
         if made > 1 and update.omitted_in == made and update.steps == 0 and update.raw_loss is None and not limited:
             engine.findings.report(
                 "C17",
-                f"update {update.name!r} ran in none of the {made} iterations of this run: every plan left it out",
+                f"update {update.name!r} ran in none of the {made} iterations of this run, because no plan included it",
                 "choose a smaller n for UpdateFrequency, or a longer run",
                 key=update.name,
             )
@@ -135,7 +135,7 @@ class EpochChecks:
         """Report parameters that the steps of an epoch left alone: all of them, or some."""
         engine, update = self.engine, before.update
         names = names_of(engine)
-        said = f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}"
+        said = f"update {update.name!r} ran {counted(steps, 'step')} in epoch {engine.state.epoch}"
         if len(left) == len(parameters):
             engine.remark(
                 "W12",
@@ -149,7 +149,8 @@ class EpochChecks:
             total, missing = (sum(p.numel() for p in several) for several in (parameters, left))
             engine.remark(
                 "W13",
-                f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) got no gradient",
+                f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) received no "
+                "gradient",
                 "if they should train, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
                 "them (requires_grad_(False), Freezing) or leave them out of the optimizer",
                 key=(update.name, 2 * missing >= total),
@@ -163,8 +164,8 @@ class EpochChecks:
             types = ", ".join(sorted({str(p.dtype) for p in before.sampled}))
             engine.remark(
                 "W84",
-                f"update {update.name!r} made {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight has changed: "
-                f"the gradients are zero, or the steps are below the precision of {types}",
+                f"update {update.name!r} ran {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight "
+                f"changed, because the gradients are zero, or the steps are below the precision of {types}",
                 "use a larger learning rate, check the clipping bound and the loss, or keep the weights in float32",
                 key=update.name,
             )
@@ -180,11 +181,11 @@ class EpochChecks:
             engine.remark(
                 "W11",
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
-                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained: "
+                f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained, "
                 + (
-                    "it was unfrozen after the optimizer was built"
+                    "because it was unfrozen after the optimizer was built"
                     if set(new) <= {*self._known} - known
-                    else "a layer was made or replaced after the optimizer was built"
+                    else "because a layer was created or replaced after the optimizer was built"
                 ),
                 "create all layers before run() and pass the Update an optimizer factory, such as "
                 "partial(torch.optim.AdamW, lr=1e-3); or "
@@ -200,8 +201,8 @@ class EpochChecks:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
                 "W14",
-                f"{what} was set to eval mode during training and stayed in it (seen at the end of epoch "
-                f"{engine.state.epoch}): dropout and batch statistics are off",
+                f"{what} was set to eval mode during training and stayed there (seen at the end of epoch "
+                f"{engine.state.epoch}), so dropout and batch statistics are off",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
 
@@ -231,8 +232,8 @@ class EpochChecks:
                 "W15",
                 f"at the end of epoch {engine.state.epoch}, "
                 + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
-                "attach NonFiniteGuard() to skip such steps and name their cause; look for NaN in the data, a logarithm or "
-                "division by zero, or too high a learning rate",
+                "attach NonFiniteGuard() to skip such steps and report their cause; look for NaN in the data, a "
+                "logarithm or division by zero, or a learning rate that is too high",
             )
 
     def _ignores_all(self, loss: Tensor) -> bool:
@@ -249,9 +250,9 @@ class EpochChecks:
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
             engine.remark(
                 "W17",
-                f"the optimizer of update {update.name!r} made {counted_now - before.counted} steps in epoch "
-                f"{engine.state.epoch}, but the engine made only {steps} of them",
-                "remove your optimizer.step(): the engine calls it once per accumulation window",
+                f"the optimizer of update {update.name!r} ran {counted_now - before.counted} steps in epoch "
+                f"{engine.state.epoch}, but the engine ran only {steps}",
+                "remove your optimizer.step(), because the engine calls it once per accumulation window",
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
@@ -395,7 +396,7 @@ def names_of(engine: Engine) -> dict[Tensor, str]:
 def shown(parameters: Sequence[Tensor], names: dict[Tensor, str], most: int = 3) -> str:
     """The names of a few parameters."""
     listed = [
-        repr(names[p]) if p in names else f"one of shape {tuple(p.shape)} outside of the model" for p in parameters
+        repr(names[p]) if p in names else f"one of shape {tuple(p.shape)} outside the model" for p in parameters
     ]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 

@@ -48,8 +48,8 @@ def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int],
         engine.state.metrics.last_values.add(prefix + name)
         engine.findings.report(
             "W04",
-            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches: its value is that "
-            "of the last batch, not the mean over the evaluation, unless the function computes the mean",
+            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches. Unless the function "
+            "computes the mean, the value is that of the last batch, not the mean over the evaluation",
             f"let Metrics compute the mean: evaluator.attach(Metrics({name}=Average(function)))",
             key=prefix + name,
             severity="info",
@@ -86,9 +86,9 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
         engine.findings.report(
             "W51",
             f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not "
-            "change: its metrics are not those of the model being trained",
-            "build it on the same module: Engine(update.evaluation(), model=trainer.model); or copy the weights at "
-            "EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
+            "change, so its metrics are not those of the model being trained",
+            "build the evaluator on the same module: Engine(update.evaluation(), model=trainer.model); or copy the "
+            "weights at EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
             severity="info" if is_meant(evaluator) else None,
         )
@@ -124,7 +124,8 @@ def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[st
     if not any(signal.connections for signal in evaluator.signals.all()):
         engine.findings.report(
             "W53",
-            f"the evaluator {evaluator!r} measures nothing: no handler is attached and no function is connected",
+            f"the evaluator {evaluator!r} measures nothing, because no handler is attached and no function is "
+            "connected",
             "attach Metrics to the evaluator, such as Metrics(loss=Average()); on the trainer, they measure the training",
             key=id(evaluator),
         )
@@ -145,10 +146,9 @@ def report_training_mode(engine: Engine) -> None:
         more = f" and {len(others)} more were" if others else " was"
         engine.findings.report(
             "W57",
-            f"the module {first!r}{more} in training mode at the end of an evaluation: your code called train() "
-            "during it, so "
-            f"{' and '.join(sorted({*effects.values()}))}",
-            "leave the modes to the engine, which sets and restores them",
+            f"the module {first!r}{more} in training mode at the end of an evaluation because your code called train() "
+            f"during the evaluation, so {' and '.join(sorted({*effects.values()}))}",
+            "do not call train() or eval(), because the engine sets and restores the modes",
         )
 
 
@@ -160,7 +160,7 @@ def _in_training(part: nn.Module) -> str | None:
     if isinstance(part, _NormBase):
         return "batch statistics were used"
     own = not type(part).__module__.startswith("torch.")
-    return "what it does in training was computed" if own and "training" in names_in(type(part).forward) else None
+    return "training-mode code ran" if own and "training" in names_in(type(part).forward) else None
 
 
 def report_dropped_samples(engine: Engine) -> None:
@@ -175,16 +175,17 @@ def report_dropped_samples(engine: Engine) -> None:
         drawn = not isinstance(data.sampler, SequentialSampler)
         engine.findings.report(
             "W59",
-            f"{'each epoch leaves out' if drawn else 'the training never uses the last'} {dropped} of {samples} samples: its "
-            "DataLoader has drop_last=True",
-            "give it drop_last=False, or a smaller batch_size=",
+            f"{'each epoch leaves out' if drawn else 'the training never uses the last'} {dropped} of {samples} "
+            "samples, because its DataLoader has drop_last=True",
+            "set drop_last=False, or use a smaller batch_size=",
             key=id(data),
         )
     elif dropped and not engine.training:
         engine.findings.report(
             "W59",
-            f"the evaluation leaves out the last {dropped} of {samples} samples: its DataLoader has drop_last=True",
-            "give it drop_last=False; metrics weight a smaller last batch by its size",
+            f"the evaluation leaves out the last {dropped} of {samples} samples, because its DataLoader has "
+            "drop_last=True",
+            "set drop_last=False; metrics weight a smaller last batch by its size",
             key=id(data),
             severity="warning" if dropped > _MANY * samples else "info",
         )
@@ -203,8 +204,8 @@ def report_drawn_samples(engine: Engine) -> None:
     if isinstance(sampler, WeightedRandomSampler | RandomSampler) and sampler.replacement:
         engine.findings.report(
             "W20",
-            f"the evaluation draws its samples with replacement ({type(sampler).__name__}): some come twice, and others not at "
-            "all",
+            f"the evaluation draws its samples with replacement ({type(sampler).__name__}), so some appear twice and "
+            "others not at all",
             "evaluate each sample once: DataLoader(dataset, batch_size) without a sampler",
             key=id(data),
         )
@@ -250,8 +251,8 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
     if others:
         evaluator.findings.report(
             "W60",
-            f"the first inputs of an evaluation have a mean of {found.mean:.3g} and a standard deviation of {found.spread:.3g}, "
-            f"those of the training {trained.mean:.3g} and {trained.spread:.3g}",
+            f"the first inputs of an evaluation have a mean of {found.mean:.3g} and a standard deviation of "
+            f"{found.spread:.3g}, but those of the training have {trained.mean:.3g} and {trained.spread:.3g}",
             "normalize both with the mean and the standard deviation of the training inputs",
         )
 
@@ -300,7 +301,7 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
                 "W56",
                 f"the state contains weight averages of its handler {name!r}, but the weights of the last step are "
                 "loaded",
-                "load what trainer.weights() gives; or load the state into a trainer with this handler, and evaluate with "
+                "load trainer.weights() instead; or load the state into a trainer with this handler, and evaluate with "
                 "trainer.evaluate(evaluator, data)",
                 name,
             )
@@ -340,8 +341,9 @@ def report_raw_weights(engine: Engine) -> None:
             continue
         engine.findings.report(
             "W56",
-            f"run() of an evaluator measures the weights of the last step, not the averages that {handler.name!r} keeps of them",
-            "let the trainer run it: trainer.evaluate(evaluator, data); or make the averages the weights: "
+            f"run() of an evaluator measures the weights of the last step, not the averages that {handler.name!r} "
+            "keeps",
+            "evaluate with the trainer: trainer.evaluate(evaluator, data); or load the averages as the weights: "
             "trainer.load_weights(trainer.weights())",
             handler.name,
         )

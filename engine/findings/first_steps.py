@@ -128,9 +128,9 @@ class FirstEvaluation:
         if dropout.seen and not any(part.training for _, part in engine.modules.parts()):  # else the end reports it
             engine.findings.report(
                 "W57",
-                f"the forward of update {update.name!r} computes dropout in an evaluation: it calls a dropout "
-                "function without passing the mode",
-                "pass the mode: F.dropout(x, training=self.training); allow W57 if you mean the randomness",
+                f"the forward of update {update.name!r} computes dropout in an evaluation, because it calls a dropout "
+                "function without the mode",
+                "pass the mode: F.dropout(x, training=self.training); allow W57 if the randomness is intended",
                 key=update.name,
             )
 
@@ -152,7 +152,7 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
         engine.findings.report(
             "W49",
             f"update {update.name!r}: {owner} receives {' and '.join(events)}, but {by!r} computes the gradients "
-            "without compute(), which emits these events: it has no effect there",
+            f"without compute(), which emits these events, so {owner} has no effect there",
             f"detach one of the two, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
@@ -244,9 +244,9 @@ class _Look:
         if update.raw_loss is not None and update.raw_loss.requires_grad:
             engine.findings.report(
                 "W80",
-                f"a function changed the loss of update {update.name!r}, but that changes only the reported loss: "
-                "the backward still starts from the original one",
-                "set engine.state.update.backward_loss as well, or instead",
+                f"a function changed the loss of update {update.name!r}, but that changes only the reported loss. The "
+                "backward still starts from the original loss",
+                "set engine.state.update.backward_loss to change the gradients",
                 key=update.name,
             )
 
@@ -281,9 +281,9 @@ class _Look:
             engine.findings.report(
                 "W75",
                 f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients "
-                "before the first backward of the window, which adds its gradients to them",
-                "leave backward() to the engine: do not call it in the forward, the loss or a connected function; "
-                "and clear gradients from before the run",
+                "before the first backward of the window, and the backward adds to them",
+                "do not call backward() in the forward, the loss or a connected function, because the engine calls it; "
+                "and clear old gradients before the run",
                 key=update.name,
             )
 
@@ -313,7 +313,7 @@ class _Look:
                 "W76",
                 f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
                 "held with their graphs, so memory grows with each iteration",
-                "keep loss.item() or output.detach(), also in sums over batches",
+                "store loss.item() or output.detach(), even in sums over batches",
                 key=update.name,
             )
         nodes.append(weakref.ref(node))
@@ -329,8 +329,8 @@ class _Look:
             engine.findings.report(
                 "W78",
                 f"the global generator is in the same state after each of the first {len(streams)} iterations, "
-                "although the model has dropout: it seems to be seeded in each iteration, so dropout draws the same "
+                "although the model has dropout. It seems to be seeded in each iteration, so dropout draws the same "
                 "masks",
-                "seed once, before the run: Engine(seed=), Seeding or seed_everything",
+                "seed once before the run, with Engine(seed=), Seeding or seed_everything",
                 key=update.name,
             )

@@ -26,7 +26,7 @@ def two_clips(it: Composition) -> Iterator[Finding]:
         if clipping and _clips(one.receiver):
             yield finding(
                 "C04",
-                f"the function {one!r} clips gradients, and {clipping[0].name!r} clips them, too",
+                f"the function {one!r} and the handler {clipping[0].name!r} both clip the gradients",
                 "remove one of the two",
                 [clipping[0].name],
             )
@@ -37,7 +37,7 @@ def two_clips(it: Composition) -> Iterator[Finding]:
                 yield finding(
                     "C04",
                     f"{handler.name!r} and {other.name!r} clip the same gradients, one after the other",
-                    "detach one of the two, unless both bounds are meant",
+                    "detach one of the two, unless both bounds are intended",
                     [handler.name, other.name],
                     "info",
                 )
@@ -87,9 +87,8 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
             if not is_users(one) or not _clips(one.receiver):
                 continue
             if signal.event not in _WITH_GRADIENTS:
-                yield finding(
-                    "C26", f"the function {one!r} clips gradients at an event where there are none, or not all", way_out
-                )
+                what = f"the function {one!r} clips gradients at an event where no gradients exist, or not all of them"
+                yield finding("C26", what, way_out)
             elif signal.event is Events.BACKWARD_COMPLETED and max(lengths) > 1:
                 what = f"the function {one!r} clips the gradients of each part of a window of {max(lengths)} batches"
                 yield finding("C26", f"{what}, not those of the whole step", way_out)
@@ -102,7 +101,8 @@ def steps_of_their_own(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "W17",
                 f"the function {one!r} calls optimizer.step(), so there are steps that the engine does not count",
-                "remove the call: the engine calls it once per accumulation window, before it clears the gradients",
+                "remove the call, because the engine calls step() once per accumulation window, before it clears the "
+                "gradients",
             )
 
 
@@ -182,9 +182,8 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                     yield finding(
                         "W65",
                         f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine "
-                        "that calls it: an evaluation counts from 1 each time, so its loss differs from that of "
-                        "training",
-                        "read the position of the trainer: trainer.state instead of the argument's",
+                        "that calls it. Each evaluation counts from 1, so its loss differs from that of the training",
+                        "read the position from trainer.state, not from the engine that is passed to the function",
                         [one.handler.name],
                     )
 

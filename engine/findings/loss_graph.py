@@ -86,8 +86,8 @@ def problems_of(
         elif name in _PROBABILITIES and _child(node).name() == name:
             yield (
                 "W72",
-                f"{_PROBABILITIES[name]} is applied twice, one after the other, in the loss or right before it",
-                "remove one of the two: the model's last layer, or the one that the loss function applies itself",
+                f"{_PROBABILITIES[name]} is applied twice in a row, in the loss or right before it",
+                "remove one of the two: the model's last layer, or the one inside the loss function",
             )
         elif name in _DISTANCES:
             yield from _out_of_reach(node)
@@ -222,7 +222,7 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
     if _child(node).name() == "ReluBackward0":
         yield (
             "W72",
-            "cross_entropy receives the output of relu: logits without their negative half",
+            "cross_entropy receives the output of relu, so the logits cannot be negative",
             "remove the relu after the last layer",
         )
     if (result := _saved(node, "result")) is None or not result.dim():
@@ -233,7 +233,7 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
             "W72",
             f"log_softmax is over dimension 0 of shape {list(result.shape)}, so the samples of a batch compete with "
             "each other, not the classes",
-            "apply it to the classes: dim=1",
+            "apply log_softmax over the classes: dim=1",
         )
     if result.shape[_dimension(node)] == 1:
         yield (
@@ -255,11 +255,11 @@ def _signed(number: int) -> int:
 
 def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
     if (found := _PROBABILITIES.get(_child(node).name())) is not None:
-        what = "cross_entropy, which begins with log_softmax," if function == "log_softmax" else function
+        what = "cross_entropy, which applies log_softmax first," if function == "log_softmax" else function
         yield (
             "W72",
-            f"{what} receives the output of {found}: probabilities, where it expects logits",
-            f"remove the {found}: the loss applies it itself",
+            f"{what} expects logits, but receives probabilities, the output of {found}",
+            f"remove the {found}, because the loss applies it",
         )
 
 
@@ -274,7 +274,8 @@ def _nll_loss(node: Any) -> Iterator[Problem]:
     if sums.numel() and not torch.allclose(sums, torch.ones_like(sums), atol=0.02):
         yield (
             "W72",
-            f"nll_loss expects the logarithms of probabilities, but those of its input add up to {float(sums.flatten()[0]):.3g}",
+            "nll_loss expects log-probabilities, but the probabilities of its input add up to "
+            f"{float(sums.flatten()[0]):.3g}",
             "use cross_entropy for logits, or apply log_softmax",
         )
 
@@ -324,9 +325,9 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
     if over_samples or getattr(node, "_saved_reduction", None) == _SUM:
         yield (
             "W83",
-            f"the loss is a sum over the {samples} samples of a batch, and the gradients of the {window} batches of a window are "
-            "averaged: the step is neither that of the sum nor that of the mean over the window",
-            "use reduction='mean'; or give GradientAccumulation(weight=)",
+            f"the loss is a sum over the {samples} samples of a batch, and the gradients of the {window} batches of a "
+            "window are averaged, so the step matches neither the sum nor the mean over the window",
+            "use reduction='mean', or pass GradientAccumulation(weight=)",
         )
 
 
@@ -345,8 +346,8 @@ def _broadcast(node: Any) -> Iterator[Problem]:
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
     yield (
         "W73",
-        f"in the loss, the output, of shape {list(before)}, meets a tensor of shape {other}, and both are "
-        f"broadcast to {list(own)}: every sample meets the targets, or weights, of all",
+        f"in the loss, the output, of shape {list(before)}, meets a tensor of shape {other}, and both are broadcast to "
+        f"{list(own)}, so every sample meets the targets or weights of all samples",
         "give both the same shape, for example with squeeze(-1) or unsqueeze(-1)",
     )
 
@@ -383,8 +384,9 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
     if abs(factor - window) < 1e-6:
         yield (
             "W74",
-            f"the loss is divided by {window}, the length of the accumulation window, over which gradients are averaged already",
-            "return the undivided loss: now the gradients are divided twice",
+            f"the loss is divided by {window}, the length of the accumulation window, although the engine already "
+            "averages the gradients over the window",
+            "return the undivided loss, because the gradients are now divided twice",
         )
 
 

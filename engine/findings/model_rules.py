@@ -43,22 +43,20 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
     if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
         return (
             "C27",
-            f"computed from a parameter of shape {made_of}, which is not part of the model: it is neither trained, "
-            "moved nor "
-            "saved, and its graph is freed by the first backward",
+            f"computed from a parameter of shape {made_of} that is not part of the model, so it is neither trained, "
+            "moved nor saved, and the first backward frees its graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):
-        what = "a tensor that requires a gradient, but is not a parameter: it is neither trained, moved nor saved"
-        return "C27", what, "make it a parameter: nn.Parameter(...)"
+        what = "a tensor that requires a gradient but is not a parameter, so it is neither trained, moved nor saved"
+        return "C27", what, "wrap the tensor in nn.Parameter(...)"
     if hidden:
         return (
             "C27",
-            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters, which are not part of the "
-            "model: they "
-            "are neither trained, moved nor saved",
-            "use nn.ModuleList or nn.ModuleDict; or freeze what should not train: requires_grad_(False)",
+            f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters that are not part of the "
+            "model, so they are neither trained, moved nor saved",
+            "use nn.ModuleList or nn.ModuleDict; or freeze layers that should not train with requires_grad_(False)",
         )
     return None
 
@@ -97,8 +95,9 @@ def attributes_without_effect(it: Composition) -> Iterator[Finding]:
         if "requires_grad" in vars(part) and "requires_grad" not in names_in(type(part).forward):
             yield finding(
                 "C35",
-                f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect: a module has no such attribute",
-                "call module.requires_grad_(False), which sets it for all of its parameters; or attach Freezing",
+                f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect, because a module has no "
+                "such attribute",
+                "call module.requires_grad_(False), which freezes all of its parameters, or attach Freezing",
             )
 
 
@@ -111,15 +110,15 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
         if (places := _most_places(layers)) > 1:
             yield finding(
                 "C36",
-                f"{name or 'the model'} ({type(part).__name__}) uses one layer object at {places} places, which "
+                f"{name or 'the model'} ({type(part).__name__}) uses one layer object at {places} places, so they "
                 "share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
         if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):
             yield finding(
                 "C37",
-                f"in {name or 'the model'}, {chain} Linear layers follow each other without an activation between them: together "
-                "they are one linear map",
+                f"in {name or 'the model'}, {chain} Linear layers follow each other without an activation between "
+                "them, so together they are one linear map",
                 "put an activation between them, such as nn.ReLU()",
             )
 
@@ -184,9 +183,9 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
                  "use a learning rate such as 0.1 for SGD or 1e-3 for Adam"),
                 (lr >= 1 and kind in _ADAPTIVE, f"lr={lr:g} moves each weight by about {lr:g} in every step",
                  "use a learning rate such as 1e-3"),
-                (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients, where it outweighs them",
-                 "use AdamW, which applies it to the weights directly, or use 1e-4"),
-                (momentum >= 1, f"momentum={momentum:g} does not forget: the steps grow without bounds",
+                (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients and outweighs them",
+                 "use AdamW, which applies the decay directly to the weights, or weight_decay=1e-4"),
+                (momentum >= 1, f"momentum={momentum:g} never decays, so the steps grow without bounds",
                  "use a momentum below 1, such as 0.9"),
                 (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
                  f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} from each weight in every step",
@@ -225,7 +224,8 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
     """The finding about weights that are trained in float16."""
     return finding(
         "C32",
-        f"{what}: gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and Adam's eps is 0",
+        f"{what}, so gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and "
+        "Adam's eps becomes 0",
         "keep the weights in float32, and attach MixedPrecision('fp16') or MixedPrecision('bf16')",
         handlers,
     )
@@ -237,12 +237,12 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
         if not 0 < part.momentum < 0.9:
-            keeps = "its initial ones" if part.momentum <= 0 else "almost only those of the last batch"
+            keeps = "the initial values" if part.momentum <= 0 else "almost only those of the last batch"
             yield finding(
                 "C34",
-                f"the running statistics of the layer {name!r} are {keeps}: momentum={part.momentum:g}",
-                "in PyTorch, momentum is the share of the new batch: 0.1, or 0.01 where other libraries say 0.99; to keep "
-                "statistics as they are, put the layer in eval mode",
+                f"the running statistics of the layer {name!r} are {keeps}, because momentum={part.momentum:g}",
+                "in PyTorch, momentum is the weight of the new batch, such as 0.1, or 0.01 where other libraries use "
+                "0.99; to freeze the statistics, put the layer in eval mode",
             )
 
 
@@ -269,9 +269,9 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
     yield finding(
         "C33",
-        f"all units of the layer {found!r} start with equal weights, and the next layer weights them equally: "
-        + ("only their biases tell them apart" if bias else "they get the same gradients, and stay equal"),
-        "initialize weights at random; constants are for biases",
+        f"all units of the layer {found!r} start with equal weights, and the next layer weights them equally, "
+        + ("so they differ only in their biases" if bias else "so they get the same gradients and stay equal"),
+        "initialize weights at random, and use constants only for biases",
     )
 
 

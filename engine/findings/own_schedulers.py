@@ -52,11 +52,11 @@ class OwnSchedulers:
             optimizer = f"the optimizer of update {update.name!r}"
             if all(one.last_epoch == before for one, before in found):
                 what = f"{optimizer} was given a scheduler ({names}) before the run, but nothing has called its step()"
-                engine.remark("W86", f"{what}: the learning rate stays at its initial value", way_out, key=update.name)
+                engine.remark("W86", f"{what}, so the learning rate stays constant", way_out, key=update.name)
             elif engine.signal(Events.CHECKPOINT_SAVED).fired:
-                what = f"{optimizer} has a scheduler ({names}) that a function steps"
+                what = f"a function steps the scheduler ({names}) of {optimizer}"
                 effect = "checkpoints lack its position, and a resumed run would restart it"
-                engine.remark("W87", f"{what}: {effect}", way_out, key=update.name)
+                engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
 
 
 def _is_wrapped(optimizer: Optimizer | None) -> bool:

@@ -53,7 +53,7 @@ def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: s
     if all(one.data_ptr() == own[name].data_ptr() for name, one in given.items() if one.numel()):
         engine.findings.report(
             "W67",
-            "load_state_dict() received the model's own tensors: state_dict() returns no copies, and they have "
+            "load_state_dict() received the model's own tensors. state_dict() does not return copies, so they have "
             "changed with the model",
             "keep a copy: copy.deepcopy(model.state_dict()); or attach EarlyStopping(restore_best=True), or a Checkpoint",
         )
@@ -72,7 +72,7 @@ def changed_at_start(engine: Engine, before: list[float] | None) -> None:
             "W68",
             f"the run continues after iteration {engine.state.iteration}, and a function at STARTED "
             f"({' or '.join(map(repr, _functions(engine)))}) overwrites the trained weights",
-            "initialize the weights before the first run(): each run() emits STARTED",
+            "initialize the weights before the first run(), because each run() emits STARTED",
         )
 
 

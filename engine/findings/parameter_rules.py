@@ -28,8 +28,9 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
         if foreign:
             yield finding(
                 "C07",
-                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that are not the model's, of shape "
-                f"{listed(str(tuple(one.shape)) for one in foreign)}: they are neither moved nor averaged with the model",
+                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that are not the model's, of "
+                f"shape {listed(str(tuple(one.shape)) for one in foreign)}, so they are neither moved nor averaged "
+                "with the model",
                 "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
                 severity="warning" if replaced and update.spec.parameters is None else "info",
             )
@@ -74,8 +75,8 @@ def frozen_parameters(it: Composition) -> Iterator[Finding]:
     yield finding(
         "C09",
         f"{len(frozen)} of {len(it.parameters)} parameters are frozen: {listed(frozen)}"
-        + (", and nothing after them is trained" if last else ""),
-        "unfreeze what should train with requires_grad_(True); usually that includes the last layers",
+        + (", and no layer after them is trained" if last else ""),
+        "unfreeze the layers that should train, usually the last ones, with requires_grad_(True)",
         severity="warning" if last and not meant else "info",
     )
 
@@ -116,7 +117,7 @@ def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
 
 def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) -> Finding:
     over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
-    what = f"of which BatchNorm ({listed(norms)}) takes the mean and the variance"
+    what = f"over which BatchNorm ({listed(norms)}) computes the mean and the variance"
     if over_samples:
         what = f"for which BatchNorm ({listed(over_samples)}) has no variance"
     # Places have a variance, too, and a handler may freeze the statistics as the run starts.
@@ -150,9 +151,10 @@ def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
     if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
         yield finding(
             "C30",
-            f"this process was launched as one of {launched.world_size}, but nothing connects them: each trains alone"
-            f"{'' if shares else ' on all of the data'}, and all write the same files",
-            "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch one process, without torchrun",
+            f"this process was launched as one of {launched.world_size}, but nothing connects the processes, so each "
+            f"one trains alone{'' if shares else ' on all of the data'}, and all write the same files",
+            "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch a single process, without "
+            "torchrun",
         )
 
 
@@ -164,8 +166,8 @@ def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
         if length is not None and longest > length and update.one_step_per_batch:  # time chunks count, too
             yield finding(
                 "C22",
-                f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}: "
-                "windows end with the epoch, so each step uses fewer",
+                f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}. Windows "
+                "end with the epoch, so each step uses fewer batches",
                 "accumulate at most one epoch of batches, or make epochs longer than the data with run(epoch_length=)",
             )
 

@@ -72,8 +72,8 @@ def failed_look(name: str, error: Exception) -> Finding:
     text = str(error).partition("\n")[0][:200]
     return finding(
         "W09",
-        f"the check {name} raised {type(error).__name__}: {text}; it is skipped",
-        "nothing in the run depends on it; please report it, with the kind of data and model",
+        f"the check {name} raised {type(error).__name__}: {text}; the check is skipped",
+        "the run does not depend on the check; please report the error, with the kind of data and model",
     )
 
 
@@ -171,7 +171,7 @@ def check_codes(where: str, codes: Iterable[str]) -> frozenset[str]:
         ValueError: for what is not a code.
     """
     if isinstance(codes, str):
-        raise TypeError(f"{where}: {codes!r} is one string; write [{codes!r}]")
+        raise TypeError(f"{where}: {codes!r} is a single string; write [{codes!r}]")
     if not isinstance(codes, Iterable):
         raise TypeError(f"{where}: {codes!r} is not a sequence of codes, such as ['W10']")
     found = frozenset(codes)

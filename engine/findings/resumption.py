@@ -34,9 +34,10 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     if changed:
         engine.findings.report(
             "W35",
-            "the weights were changed after load_state_dict(): those of the loaded state overwrite the changes",
-            "to start with different weights, do not load the state; to change weights in the resumed run, do it at "
-            "CHECKPOINT_LOADED",
+            "the weights were changed after load_state_dict(), but the weights of the loaded state overwrite the "
+            "changes",
+            "to start with different weights, do not load the state; to change weights in a resumed run, change them "
+            "at CHECKPOINT_LOADED",
         )
     position, origin = saved["engine"], saved.get("origin")
     source = "a loaded state" if origin is None else f"the checkpoint {origin['path']!r}"
@@ -54,7 +55,7 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
         *_different_data(engine, saved),
     ]
     if engine.seed_given and seed != engine.seed:
-        differences.append(f"seed={seed} is not used, since the state has seed={engine.seed}")
+        differences.append(f"seed={seed} is not used, because the state has seed={engine.seed}")
     for update in engine.updates:  # what was saved is what applies from now on
         update.options = before.get("options", {}).get(update.name, update.options)
     if differences:
@@ -79,9 +80,9 @@ def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
         return
     engine.findings.report(
         "W24",
-        f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers do not continue "
-        "their random numbers: samples that draw any differ from those of the uninterrupted run",
-        "give a DataLoader, whose samples are seeded one by one; or num_workers=0; or save at the end of epochs",
+        f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers do "
+        "not continue their random numbers, so augmented samples differ from those of the uninterrupted run",
+        "use a DataLoader, which seeds each sample, or num_workers=0, or save at the end of epochs",
         key="resumed",
     )
 
@@ -98,8 +99,8 @@ def say_left_out(engine: Engine) -> None:
     if all(one.requires_grad for one in engine.modules.parameters()):
         engine.findings.say(
             f"load_weights() received a whole state, of epoch {position['epoch']} and iteration "
-            f"{position['iteration']}, and loaded only its weights: the optimizer is new, and the run starts at "
-            "epoch 1. To continue the saved run, call engine.load_state_dict(state)"
+            f"{position['iteration']}, but loaded only its weights. The optimizer is new, and the run starts at epoch "
+            "1. To continue the saved run, call engine.load_state_dict(state)"
         )
 
 
@@ -112,7 +113,7 @@ def _different_options(engine: Engine, options: Mapping[str, Any]) -> list[str]:
         for number, (then, here) in enumerate(zip(before, now, strict=True)):
             where = f" of group {number}" if len(now) > 1 else ""
             found += [
-                f"{key}={here[key]!r}{where} is not used, since the state has {key}={then[key]!r}"
+                f"{key}={here[key]!r}{where} is not used, because the state has {key}={then[key]!r}"
                 for key in here
                 if key in then and then[key] != here[key]
             ]
@@ -126,7 +127,8 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
     left_out = [f"{name!r} ({kind})" for name, kind in before.items() if name not in now and name not in allowed]
     added = [f"{name!r} ({kind})" for name, kind in now.items() if name not in before and name not in allowed]
     other = [
-        f"{name!r} is a {kind} and was a {before[name]}" for name, kind in now.items() if before.get(name, kind) != kind
+        f"{name!r} is a {kind}, but was a "
+        f"{before[name]}" for name, kind in now.items() if before.get(name, kind) != kind
     ]
     return [
         *([f"this run lacks {', '.join(left_out)}"] if left_out else []),
@@ -142,7 +144,7 @@ def _different_settings(engine: Engine, before: Mapping[str, Any], allowed: froz
         if "monitor" in then:
             then = then | {"monitor": renamed.get(then["monitor"], then["monitor"])}
         found += [
-            f"{name!r} has {key}={_shown(now[key])}, and had {key}={_shown(then[key])}"
+            f"{name!r} has {key}={_shown(now[key])}, but had {key}={_shown(then[key])}"
             for key in now
             if key in then
             and now[key] != then[key]
@@ -179,7 +181,8 @@ def report_frozen(engine: Engine, before: list[str]) -> None:
         engine.findings.report(
             "W32",
             f"the setup differs from that of the run that saved the state: {'; '.join(different)}",
-            "freeze and unfreeze before the run, in Freezing, or at each EPOCH_STARTED, by the number of the epoch",
+            "freeze and unfreeze parameters before the run, with Freezing, or at every EPOCH_STARTED depending on the "
+            "epoch's number",
             key="frozen",
         )
 
@@ -206,7 +209,7 @@ def _different_types(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
         for name, parameter in module.named_parameters()
         if (before := values.get((root, bare_name(name)))) is not None and before.dtype != parameter.dtype
     }
-    return [f"weights are {now}, and were {then}" for now, then in sorted(types, key=str)]
+    return [f"weights are {now}, but were {then}" for now, then in sorted(types, key=str)]
 
 
 def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
@@ -218,10 +221,10 @@ def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
         return []
     before, now = data.get("extent_now") or {}, source.extent_at(data)
     found = [
-        f"the data has {now[key]} {key}, and had {before[key]}"
+        f"the data has {now[key]} {key}, but had {before[key]}"
         for key in ("samples", "batches")
         if key in now and key in before and now[key] != before[key]
     ][:1]
     if before.get("sampler", now.get("sampler")) != now.get("sampler"):
-        found.append(f"the data is drawn by a {now.get('sampler')}, and was by a {before['sampler']}")
+        found.append(f"the data has a {now.get('sampler')}, but had a {before['sampler']}")
     return found

@@ -51,6 +51,6 @@ def _report(engine: Engine, signal: Signal, connection: Connection, returned: An
         engine.remark(
             "W85",
             f"{connection!r} returns {what} at {signal.event}, but return values are ignored",
-            f"assign it: {'engine.state.batch' if batch else 'engine.state.update.backward_loss'} = ...",
+            f"assign the value: {'engine.state.batch' if batch else 'engine.state.update.backward_loss'} = ...",
             key=repr(connection),
         )

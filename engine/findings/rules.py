@@ -39,15 +39,16 @@ def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C01",
                 f"{handler.name!r} monitors {monitor.metric!r}, which no handler announces (announced: {there})",
-                f"if your own function writes it, announce it: engine.state.metrics.announce('user', [{monitor.metric!r}])",
+                "if your own function writes the metric, announce it: engine.state.metrics.announce('user', "
+                f"[{monitor.metric!r}])",
                 [handler.name],
                 "info",
             )
         else:
             yield finding(
                 "C01",
-                f"{handler.name!r} monitors {monitor.metric!r}, which nothing measures; there are: {there}",
-                "attach Metrics or Validation with this metric, or monitor one of those",
+                f"{handler.name!r} monitors {monitor.metric!r}, which nothing measures; available metrics: {there}",
+                "attach Metrics or Validation with this metric, or monitor one of the available metrics",
                 [handler.name],
             )
 
@@ -64,7 +65,7 @@ def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:
         yield finding(
             "C02",
             f"{name!r} produces {listed(metrics)}, but no handler monitors, logs or shows it during the run",
-            "attach a logger, ProgressBar or History to see every value; the last is in engine.state.metrics",
+            "attach a logger, ProgressBar or History to see every value; the last value is in engine.state.metrics",
             [name],
         )
 
@@ -86,8 +87,9 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                     if thing is not None:
                         yield finding(
                             "C03",
-                            f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in {one.phase.name} and with "
-                            f"rank {one.rank}; one of them writes it, so the order in which you attach them matters",
+                            f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in {one.phase.name} "
+                            f"and with rank {one.rank}, and at least one writes it, so the order in which you attach "
+                            "them matters",
                             "give one of the two a different phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
                         )
@@ -196,7 +198,7 @@ def best_of_nothing(it: Composition) -> Iterator[Finding]:
         if named and handler.name not in monitored and not _is_chosen(getattr(handler, "every", None)):
             yield finding(
                 "C11",
-                f"{handler.name!r} is named best, but keeps the latest checkpoints, because it monitors no metric",
+                f"{handler.name!r} is named 'best' but keeps the latest checkpoints, because it monitors no metric",
                 "name the metric that selects the best: Checkpoint(..., monitor='accuracy')",
                 [handler.name],
             )
@@ -217,7 +219,7 @@ def hyperparameters_written_by_nobody(it: Composition) -> Iterator[Finding]:
         yield finding(
             "W39",
             f"log.hyperparameters() was given {listed(given)}, but no attached handler writes hyperparameters",
-            "attach a logger that does, such as TensorBoardLogger, or connect a function to "
+            "attach a logger that writes them, such as TensorBoardLogger, or connect a function to "
             "Events.HYPERPARAMETERS_LOGGED",
         )
 

@@ -49,7 +49,7 @@ def report_parts_in_eval(engine: Engine, found: tuple[Parts, Parts] | None) -> N
     """Report parts of the model that were in eval mode before a training: frozen ones, and others, which it has changed."""
     frozen, others = found if found is not None and engine.training else ({}, {})
     others = {path: part for path, part in others.items() if part.training}
-    for parts, what in ((frozen, "frozen, and stay so"), (others, "not frozen, and are put in training mode")):
+    for parts, what in ((frozen, "frozen, and stay in it"), (others, "not frozen, and are set to training mode")):
         if parts:
             engine.findings.report(
                 "W52",
@@ -101,9 +101,9 @@ def report_never_emitted(engine: Engine) -> None:
 def _never_emitted(engine: Engine) -> dict[EventEnum, str]:
     """The events that an engine never emits, and why."""
     of_training = () if engine.training else _OF_TRAINING
-    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an engine that evaluates makes no backward and no steps")
+    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an evaluation runs no backward and no steps")
     if all(update.forward is None for update in engine.updates):
-        never[Events.FORWARD_COMPLETED] = "its updates are single functions, without an output"
+        never[Events.FORWARD_COMPLETED] = "its updates are single functions without an output"
     if all(update.loss_function is None and update.function is None for update in engine.updates):
         never[Events.LOSS_COMPUTED] = "its updates have no loss"
     return never
@@ -116,8 +116,9 @@ def report_wrapped(engine: Engine) -> None:
     if dist.is_initialized() and (size := dist.get_world_size()) > 1:
         engine.findings.report(
             "W46",
-            f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single process: "
-            f"every rank {'' if _shares(engine) else 'reads all of the data, and '}writes checkpoints and logs",
+            f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single "
+            f"process, so every rank {'' if _shares(engine) else 'reads all of the data, and '}writes checkpoints and "
+            "logs",
             "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
         )
 
@@ -142,7 +143,7 @@ def report_loss_parameters(engine: Engine) -> None:
                 "W42",
                 f"the loss {kind} has parameters that no optimizer holds and that are not trained: {', '.join(missing)}",
                 "pass the optimizer as a factory, or include these parameters: [*model.parameters(), "
-                f"*{name}.parameters()]; if they are constant, call requires_grad_(False) on them",
+                f"*{name}.parameters()]; if these are constant, call requires_grad_(False) on them",
                 key=name,
             )
         elif trained:

@@ -72,10 +72,10 @@ def _report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
         engine.remark(
             "W47",
             f"the state holds a {kind} ({place}), which torch.load rejects, so no run can resume from it",
-            f"if you trust {', '.join(refused)}, pass it to torch.serialization.add_safe_globals before the run, and before "
-            "it resumes"
+            f"if you trust {', '.join(refused)}, pass it to torch.serialization.add_safe_globals before the run, and "
+            "again before resuming"
             if _loads(content, refused)
-            else "keep lists, tuples, dicts, numbers, strings and tensors only",
+            else "use only lists, tuples, dicts, numbers, strings and tensors",
             key="unloadable",
         )
 

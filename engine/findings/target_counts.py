@@ -115,18 +115,19 @@ class TargetCounts:
     @staticmethod
     def _report(engine: Engine, update: UpdateState, one: Mean, other: Mean, what: str, weight: float) -> None:
         own = float(update.weight)
-        count = "alike" if own == weight else f"as {weight:.3g} and {own:.3g}"
+        count = "equally" if own == weight else f"with weights {weight:.3g} and {own:.3g}"
         ranks = engine.group.data.world_size
         alike = f"they count {count}" if ranks == 1 else f"those of {ranks} ranks count {count}"
         over, number = (
-            ("the weights of the classes of its targets", "weights[targets].sum()")
+            ("the class weights of its targets", "weights[targets].sum()")
             if other.weight is not None
             else (f"the targets that are not {other.ignored}", f"(targets != {other.ignored}).sum()")
         )
         engine.findings.report(
             "W96",
-            f"update {update.name!r}: the loss is a mean over {over}: two {what} have {one.number:.6g} and "
+            f"update {update.name!r}: the loss is a mean over {over}. Two {what} have {one.number:.6g} and "
             f"{other.number:.6g}, but {alike}",
-            f"weight them by that number: GradientAccumulation({update.window.length}, weight=lambda engine: {number})",
+            f"weight the batches by that number: GradientAccumulation({update.window.length}, weight=lambda engine: "
+            f"{number})",
             key=update.name,
         )

@@ -77,7 +77,7 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         ways_out.append(
             "register the buffers with persistent=True"
             if of_models
-            else "give the engine the loss as well: Engine(model={'model': model, 'criterion': loss})"
+            else "pass the loss to the engine: Engine(model={'model': model, 'criterion': loss})"
         )
     if attributes:
         what.append(f"the attributes {listed(attributes)}")

@@ -51,8 +51,8 @@ def check_modules(engine: Engine) -> None:
         sharded = [p for p in root.parameters() if is_sharded(p) and p.device_mesh.size() > 1]  # type: ignore[attr-defined]
         if sharded and not engine.processes.distributed:
             raise ValueError(
-                f"the model {name!r} is sharded over ranks, but the handler that sharded it is not attached: attach it again, or "
-                "call handler.unshard(engine) before detaching it"
+                f"the model {name!r} is sharded over ranks, but the handler that sharded it is not attached; attach "
+                "the handler again, or call handler.unshard(engine) before detaching it"
             )
         meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
         if meta is not None:

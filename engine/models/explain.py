@@ -34,7 +34,7 @@ _OUT_OF_MEMORY = "can't allocate memory", "bad_alloc", "CUDA error: out of memor
 def _meaning_without_model(error: Exception, part: str, engine: Engine) -> str | None:
     if part != "forward" or engine.model is not None or "NoneType" not in str(error):
         return None
-    return "the engine has no model, which this forward calls; pass model= to Engine"
+    return "this forward calls the engine's model, but the engine has none; pass model= to Engine"
 
 
 def _meaning_without_update(error: Exception, engine: Engine) -> str | None:
@@ -49,7 +49,7 @@ def _meaning_without_update(error: Exception, engine: Engine) -> str | None:
         return None
     names = ", ".join(repr(update.name) for update in engine.updates)
     return (
-        f"the engine that evaluates has only update {names} of the trainer's; build one with all that this needs: "
+        f"the evaluator has only the trainer's update {names}; build an evaluator with all updates that it needs: "
         "Validation(evaluator, data)"
     )
 
@@ -68,7 +68,7 @@ def _meaning_of_devices(engine: Engine) -> str | None:
     if not batch or not weights or batch == weights:
         return None
     batches, model = ", ".join(sorted(batch)), ", ".join(sorted(weights))
-    return f"the batch is on {batches} and the model on {model}; attach DeviceTransfer() to bring them together"
+    return f"the batch is on {batches} and the model is on {model}; attach DeviceTransfer() to move the batches"
 
 
 def _meaning_of_dtypes(error: Exception, engine: Engine) -> str | None:
@@ -79,8 +79,8 @@ def _meaning_of_dtypes(error: Exception, engine: Engine) -> str | None:
     if not batch or not weights or batch == weights:
         return None
     return (
-        f"the batch is {', '.join(sorted(batch))} and the model {', '.join(sorted(weights))}; attach TruePrecision() with the "
-        "model's dtype, or let the trainer run the evaluator: trainer.evaluate(evaluator, data)"
+        f"the batch is {', '.join(sorted(batch))} and the model is {', '.join(sorted(weights))}; attach "
+        "TruePrecision() with the model's dtype, or evaluate with the trainer: trainer.evaluate(evaluator, data)"
     )
 
 

@@ -20,7 +20,7 @@ __all__ = ["check_parameters", "parameter_names"]
 _MOST_NAMED = 3
 
 _WAY_OUT = (
-    "build the optimizer as the run that saved the state did, or start a new run with its weights: load_weights(state)"
+    "build the optimizer as in the run that saved the state, or start a new run with its weights: load_weights(state)"
 )
 
 
@@ -46,20 +46,20 @@ def check_parameters(engine: Engine, update: UpdateState, part: Mapping[str, Any
         return  # one side has no optimizer: nothing to compare
     where = f"the loaded state does not fit: update {update.name!r}"
     if part["kind"] != update.kind:
-        raise ValueError(f"{where} was optimized by {part['kind']}, here by {update.kind}")
+        raise ValueError(f"{where} was optimized by {part['kind']}, but is now optimized by {update.kind}")
     then, here = part["parameters"], parameter_names(engine, update, modules)
     groups_then, groups_here = _groups_saved(part["optimizer"]), _groups_of(update)
     if groups_then is None or _decides_itself(update.optimizer):
         groups_then = groups_here  # the optimizer itself decides
     if problem := _different_groups(groups_then, groups_here, then, here):
-        raise ValueError(f"{where} {problem}: {_WAY_OUT}")
+        raise ValueError(f"{where} {problem}; {_WAY_OUT}")
     if not _same(then, here, modules, update.parameters):
-        raise ValueError(f"{where} optimized {then}, here it optimizes {here}")
+        raise ValueError(f"{where} optimized {then}, but now optimizes {here}")
     for place, value in part["own_parameters"].items():
         if (shape := update.parameters[place].shape) != value.shape:
             raise ValueError(
-                f"{where} optimized a parameter of no module of shape {tuple(value.shape)} (its number {place}), and here one of "
-                f"shape {tuple(shape)}: {_WAY_OUT}"
+                f"{where} optimized a parameter outside all modules (number {place}) with shape {tuple(value.shape)}, "
+                f"but now with shape {tuple(shape)}; {_WAY_OUT}"
             )
 
 
@@ -90,27 +90,27 @@ def _different_groups(
 ) -> str:
     """How the parameters are split over groups in another way; empty if they are not."""
     if len(groups_then) != len(groups_here):
-        return f"had {_sizes(groups_then)}, and here has {_sizes(groups_here)}"
+        return f"had {_sizes(groups_then)}, but now has {_sizes(groups_here)}"
     for number, (before, now) in enumerate(zip(groups_then, groups_here, strict=True)):
         if len(before) != len(now):
             return (
-                f"had {_sizes(groups_then)}, and here has {_sizes(groups_here)}; group {number} held "
-                f"{_listed(before, then)}, and here holds {_listed(now, here)}"
+                f"had {_sizes(groups_then)}, but now has {_sizes(groups_here)}; group {number} held "
+                f"{_listed(before, then)}, but now holds {_listed(now, here)}"
             )
         if sorted(then) == sorted(here) and {then[place] for place in before} != {here[place] for place in now}:
-            return f"had other parameters in group {number}: {_listed(before, then)}, and here {_listed(now, here)}"
+            return f"had different parameters in group {number}: {_listed(before, then)}, but now {_listed(now, here)}"
     return ""
 
 
 def _sizes(groups: Sequence[Sequence[int]]) -> str:
     sizes = [str(len(group)) for group in groups]
     if len(sizes) == 1:
-        return f"1 parameter group, of {sizes[0]} parameters"
-    return f"{len(sizes)} parameter groups, of {', '.join(sizes[:-1])} and {sizes[-1]} parameters"
+        return f"1 parameter group with {sizes[0]} parameters"
+    return f"{len(sizes)} parameter groups with {', '.join(sizes[:-1])} and {sizes[-1]} parameters"
 
 
 def _listed(places: Sequence[int], names: Sequence[str]) -> str:
-    found = [names[place] or "one of no module" for place in places if place < len(names)]
+    found = [names[place] or "one outside all modules" for place in places if place < len(names)]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return f"{', '.join(found[:_MOST_NAMED]) or 'none'}{more}"
 

@@ -59,8 +59,9 @@ class Modules(dict[str, nn.Module]):
             name = "loss" if len(updates) == 1 else f"{update.name}_loss"
             if name in self:
                 raise ValueError(
-                    f"Engine: the model {name!r} has the name of the loss {type(loss).__name__} of update {update.name!r}, whose "
-                    "parameters are trained, too: rename the model, or put the loss into model= as well"
+                    f"Engine: the model {name!r} has the name of the loss {type(loss).__name__} of update "
+                    f"{update.name!r}, whose parameters are also trained; rename the model, or also pass the loss in "
+                    "model="
                 )
             self[name] = loss
             self.losses.append(name)
@@ -96,8 +97,8 @@ def _named(model: Any) -> dict[str, nn.Module]:
     if isinstance(model, nn.Module):
         return {"model": model}
     if not isinstance(model, Mapping) or not all(isinstance(m, nn.Module) for m in model.values()):
-        hint = "; give an instance, not the class" if isinstance(model, type) else ""
-        raise TypeError(f"Engine: model={model!r} is not a torch module, or a mapping from names to modules{hint}")
+        hint = "; pass an instance, not the class" if isinstance(model, type) else ""
+        raise TypeError(f"Engine: model={model!r} is neither a torch module nor a mapping from names to modules{hint}")
     return dict(model)
 
 
@@ -106,9 +107,9 @@ def _refuse_pipeline(model: Any) -> None:
     kind = model if isinstance(model, type) else type(model)
     if any(base.__module__.startswith("torch.distributed.pipelining") for base in kind.__mro__):
         raise TypeError(
-            f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported: their "
-            "schedule makes forward, loss and backward of all micro-batches in one call, in which no event could be emitted; "
-            "give the whole model, and split it with TensorParallel or FullyShardedDataParallel"
+            f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported, "
+            "because their schedule runs forward, loss and backward of all micro-batches in one call, in which no "
+            "event could be emitted; pass the whole model, and split it with TensorParallel or FullyShardedDataParallel"
         )
 
 
@@ -182,7 +183,7 @@ def differences(own: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     named = [
         f"{key} (only in the state)" if key not in shapes
         else f"{key} (not in the state)" if key not in others
-        else f"{key} ({others[key]} in the state, {shapes[key]} here)"
+        else f"{key} ({others[key]} in the state, {shapes[key]} in the model)"
         for key in different[:_MOST_NAMED]
     ]  # fmt: skip
     more = [f"and {len(different) - _MOST_NAMED} more"] if len(different) > _MOST_NAMED else []

@@ -103,15 +103,15 @@ def given_parameters(
     trained = own_parameters(engine)
     if missing := sorted(values.keys() - trained.keys()):
         warn(
-            f"load_weights(): {', '.join(missing)}, which is in no module, is not loaded, because no optimizer holds "
-            "it yet. If a factory builds the optimizer in the run, load the weights at STARTED, or pass a whole "
-            "state to load_state_dict()"
+            f"load_weights(): {', '.join(missing)} is in no module and is not loaded, because no optimizer holds it "
+            "yet. If a factory builds the optimizer in the run, load the weights at STARTED, or pass a whole state to "
+            "load_state_dict()"
         )
     for name in values.keys() & trained.keys():
         if values[name].shape != trained[name].shape:
             raise ValueError(
-                f"load_weights(): {name} has the shape {list(values[name].shape)} in the weights, and "
-                f"{list(trained[name].shape)} here"
+                f"load_weights(): {name} has shape {list(values[name].shape)} in the weights, but shape "
+                f"{list(trained[name].shape)} in this engine"
             )
     return [(trained[name], values[name]) for name in values.keys() & trained.keys()]
 

@@ -140,7 +140,7 @@ def load_modules(states: Mapping[nn.Module, Mapping[str, Any]]) -> None:
 def load_each(states: Mapping[nn.Module, Mapping[str, Any]]) -> None:
     """Let each module load its state, as strictly as it does itself."""
     for module, state in states.items():
-        with naming(f"the {type(module).__name__} refuses it"):
+        with naming(f"the {type(module).__name__} rejects it"):
             module.load_state_dict(spread_over(module, state))
 
 

@@ -136,9 +136,9 @@ class Past(Part["Engine"]):
         fitting = [one for one in self._states if one < iteration]
         if not fitting:
             have = (
-                f"the oldest state that is kept is that of iteration {self.oldest}"
+                f"the oldest stored state is from iteration {self.oldest}"
                 if self._states
-                else "no states are kept: attach a handler that keeps them, such as SpikeGuard(policy='rewind') or Rewindable()"
+                else "no states are stored; attach a handler that stores states, such as Rewindable()"
             )
             raise RuntimeError(f"iteration {iteration} cannot be repeated: {have}")
         return max(fitting), self._states[max(fitting)]
@@ -160,18 +160,20 @@ class Past(Part["Engine"]):
         """
         engine, now = self.engine, self.engine.state.iteration
         if not engine.running:
-            raise RuntimeError(f"rewind(to={to!r}): the engine is not running; between runs, load a state")
+            raise RuntimeError(f"rewind(to={to!r}): the engine is not running; between runs, call load_state_dict()")
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < now:
-            raise ValueError(f"rewind(to={to!r}): expected an iteration from 0 to {now - 1}, which the run has made")
+            raise ValueError(
+                f"rewind(to={to!r}): expected an iteration from 0 to {now - 1}, which the run has completed"
+            )
         leave_out = self._places(to, leave_out)
         if not leave_out and not changes:
             self._check_repeats(now, to)
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
-                f"rewind(to={to}): without the batches that are left out, iteration {to} is the last of its epoch, "
-                f"and must run again as such; but the oldest state that is kept is that of iteration {to}. Keep more "
-                "states (keep=)"
+                f"rewind(to={to}): without the batches that are left out, iteration {to} becomes the last of its epoch "
+                f"and has to be repeated, but the oldest stored state is from iteration {to}; store more states with "
+                "keep="
             )
         _, state = self.before(to if last else to + 1)
         engine.snapshots.restore(self._changed(state, leave_out, changes or {}))
@@ -196,7 +198,8 @@ class Past(Part["Engine"]):
             return self.places_of(range(to + 1, min(to + leave_out, self.engine.state.iteration) + 1))
         if isinstance(leave_out, str) or not all(isinstance(one, Place) for one in leave_out):
             raise TypeError(
-                f"rewind(leave_out={leave_out!r}): expected a number of batches, or places that replay(iteration).place gives"
+                f"rewind(leave_out={leave_out!r}): expected a number of batches, or a list of places, such as "
+                "replay(iteration).place"
             )
         return leave_out
 
@@ -220,9 +223,9 @@ class Past(Part["Engine"]):
         self._repeated = (count + 1 if way == (now, to) else 1), (now, to)
         if self._repeated[0] > _MOST_REPEATS:
             raise RuntimeError(
-                f"rewind(to={to}): the run goes back from iteration {now} for the {self._repeated[0]}th time, with "
-                "no batch left out, and would do so forever: the function that calls this is called again when the "
-                "run reaches this iteration; let it remember that it was called, or pass leave_out="
+                f"rewind(to={to}): the run goes back from iteration {now} for the {self._repeated[0]}th time without "
+                "leaving out a batch, and would do so forever. The function that calls rewind() is called again when "
+                "the run reaches this iteration; let the function remember its call, or pass leave_out="
             )
 
     def places_of(self, iterations: Iterable[int]) -> list[Place]:

@@ -174,7 +174,7 @@ def _described(engine: Engine, name: str, saved: Mapping[str, Any]) -> str:
     """A handler by its name, with its class where that was another one."""
     then = saved.get("composition", {}).get("handlers", {}).get(name)
     here = type(engine.handlers[name]).__name__ if name in engine.handlers else then
-    return repr(name) if then in (None, here) else f"{name!r}, which was a {then} and is a {here} here"
+    return repr(name) if then in (None, here) else f"{name!r}, which was a {then} and is now a {here}"
 
 
 def _put_position_back(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -234,16 +234,16 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if before == processes.world_size and shares == engine.group.data.world_size:
         if own["rank"] != processes.rank:
             raise ValueError(
-                f"the loaded state holds only rank {own['rank']}, not rank {processes.rank}: load the state saved by rank 0, "
-                "which holds all ranks"
+                f"the loaded state holds only rank {own['rank']}, not rank {processes.rank}; load the state saved by "
+                "rank 0, which holds all ranks"
             )
         return own
     size = engine.group.data.world_size
     warn(
         f"the loaded state was saved with world size {before} and resumes with {processes.world_size}"
-        + (f", the data sharded over {shares} then and {size} now" if before == processes.world_size else "")
-        + ": the resume is not exact. "
-        "Open accumulation windows are discarded, and inside an epoch batches may be repeated, also those that were left out",
+        + (f", and the data shards change from {shares} to {size}" if before == processes.world_size else "")
+        + ". The resume is not exact: open accumulation windows are discarded, "
+        "and inside an epoch batches may be repeated, even those that were left out",
         RuntimeWarning,
     )
     return _for_new_world_size(own, shares, engine)
@@ -254,10 +254,10 @@ def _part_with_shards(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, 
     shards = saved.get(STEP_SHARDS), engine.group.shards and engine.group.shards.world_size
     if shards[0] == shards[1]:
         return saved
-    then, now = ("steps without shards" if one is None else f"steps of {one} shards" for one in shards)
+    then, now = ("steps without shards" if one is None else f"steps with {one} shards" for one in shards)
     warn(
-        f"the loaded state was saved with {then}, and resumes with {now}: the resume is not exact. Open accumulation windows are "
-        "discarded, and inside an epoch batches may be repeated",
+        f"the loaded state was saved with {then} and resumes with {now}. The resume is not exact: open accumulation "
+        "windows are discarded, and inside an epoch batches may be repeated",
         RuntimeWarning,
     )
     before = shards[0] or saved.get("shares", saved.get("processes", 1))
@@ -274,7 +274,7 @@ def _check_same_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     read = [files for _, files, _ in loaded if files is not None]
     if different or any(files != read[0] for files in read):
         which = ", ".join(
-            f"rank {rank} epoch {place[0]}, iteration {place[1]}" + ("" if path is None else f" from {path!r}")
+            f"rank {rank} is at epoch {place[0]}, iteration {place[1]}" + ("" if path is None else f" from {path!r}")
             for rank, (place, _, path) in enumerate(loaded)
         )
         raise ValueError(f"the ranks have loaded different states: {which}; load the same checkpoint on all ranks")
@@ -375,11 +375,12 @@ def _check_names(engine: Engine, modules: list[str], saved: Mapping[str, Any], a
         missing = own[part] - set(saved[part])
         unknown = there[part] - (set(engine.handlers) if part == "handlers" else own[part])
         if missing or unknown:
-            problems = [f"without a saved state: {', '.join(sorted(missing))}"] if missing else []
-            problems += [f"saved but not here: {', '.join(sorted(unknown))}"] if unknown else []
+            problems = [f"that only this engine has: {', '.join(sorted(missing))}"] if missing else []
+            problems += [f"that only the state has: {', '.join(sorted(unknown))}"] if unknown else []
             names = sorted(missing | unknown)
             way_out = (
-                f"; to let them differ: engine.load_state_dict(state, allow={names})" if part == "handlers" else ""
+                "; to allow the difference, call engine.load_state_dict(state, "
+                f"allow={names})" if part == "handlers" else ""
             )
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
 
@@ -426,7 +427,7 @@ def copied(value: Any, tensor: Callable[[Tensor], Tensor] = _cloned) -> Any:
         return value.item()
     if isinstance(value, np.ndarray):
         raise TypeError(
-            f"a NumPy array of shape {value.shape} cannot be saved, since torch.load(weights_only=True) does not accept it: "
+            f"a NumPy array of shape {value.shape} cannot be saved, because torch.load(weights_only=True) rejects it; "
             "convert it to a tensor (torch.from_numpy) or a list"
         )
     if isinstance(value, list | tuple):

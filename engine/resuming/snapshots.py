@@ -86,9 +86,8 @@ class Snapshots(Part["Engine"]):
         self.check_trained_weights("state_dict()")
         if engine.state.completed != engine.state.iteration:
             raise RuntimeError(
-                "state_dict() was called inside an iteration, and would save half of it; call it at "
-                "ITERATION_COMPLETED or "
-                "later"
+                "state_dict() was called inside an iteration, so the state would be incomplete; call state_dict() at "
+                "ITERATION_COMPLETED or later"
             )
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
@@ -98,7 +97,7 @@ class Snapshots(Part["Engine"]):
             state = gather(engine, at_once=at_once)
         except Exception as error:
             if lost_another(error):
-                error.add_note("state_dict() joins the parts of all ranks: call it on each of them")
+                error.add_note("state_dict() gathers the parts of all ranks; call it on every rank")
             raise
         engine.signals.notify(engine, Lifecycle.STATE_TAKEN, state, at_once)
         return state
@@ -125,9 +124,8 @@ class Snapshots(Part["Engine"]):
         """Raise RuntimeError while the model has the weights that evaluations see, which may be averages."""
         if self._evaluations:
             raise RuntimeError(
-                f"{call} was called while the model holds the weights of an evaluation, averages instead of the "
-                "trained ones; "
-                "call it after the `with engine.evaluating()` block, or after the evaluation"
+                f"{call} was called during an evaluation, while the model holds averages instead of the trained "
+                "weights; call it after the evaluation, or after the `with engine.evaluating()` block"
             )
 
     def own_state(self) -> dict[str, Any]:
@@ -238,7 +236,7 @@ class Snapshots(Part["Engine"]):
         self.check_trained_weights("load_state_dict()")
         _check_is_state(state, "load_state_dict()")
         if isinstance(allow, str):
-            raise TypeError(f"load_state_dict(allow={allow!r}): give a list of names: [{allow!r}]")
+            raise TypeError(f"load_state_dict(allow={allow!r}): expected a list of names: [{allow!r}]")
         if not self.engine.training and _is_of_training(state):
             self.load_weights(state)  # its position and its handlers are those of the training
             return
@@ -309,8 +307,8 @@ class Snapshots(Part["Engine"]):
         others = engine.processes.gather(loaded is not None)
         if len(set(others)) > 1:
             raise ValueError(
-                f"a state was loaded by rank {others.index(True)}, and not by rank {others.index(False)}: let all load the same "
-                "checkpoint"
+                f"rank {others.index(True)} loaded a state, but rank {others.index(False)} did not; load the same "
+                "checkpoint on all ranks"
             )
         if loaded is None:
             return False
@@ -369,7 +367,8 @@ class Snapshots(Part["Engine"]):
             check_fit(engine, unwrapped(engine.modules, state), frozenset(allow), goes_back=True)
         if engine.training and any(part["optimizer"] is None for part in state["updates"].values()):
             raise ValueError(
-                "restore(): the state was taken before the first run, when there were no optimizers; take it at STARTED or later"
+                "restore(): the state was taken before the first run, when the engine had no optimizers; take the "
+                "state at STARTED or later"
             )
         engine.feed.check_can_go_back(state.get("data"))
         engine.boundary.go_back(partial(self.apply_restored, copied(dict(state)), frozenset(allow)))
@@ -381,7 +380,7 @@ class Snapshots(Part["Engine"]):
             saved = put_back(engine, saved, allowed=allowed, goes_back=True)
         except RuntimeError as error:
             if engine.processes.distributed:
-                error.add_note("rewind() and restore() have to be called on all ranks, in the same iteration")
+                error.add_note("rewind() and restore() must be called on all ranks in the same iteration")
             raise
         engine.past.load_state_dict(saved.get("past", {}))
         engine.feed.begin_again_at(saved["data"], engine.seed)
@@ -452,7 +451,10 @@ class Snapshots(Part["Engine"]):
         unknown = {name for name in weights if name != "loss" and not name.endswith("_loss")} - modules.keys()
         if unknown or modules.keys() - weights.keys():
             wanted = ", ".join(f"{name!r}: {name}.state_dict()" for name in sorted(modules))
-            raise ValueError(f"load_weights(): weights of {listed(sorted(weights))}; write load_weights({{{wanted}}})")
+            raise ValueError(
+                f"load_weights(): got the entries [{listed(sorted(weights))}], which do not match the engine's "
+                f"modules; write load_weights({{{wanted}}})"
+            )
         for name, root in modules.items():
             if different := refusal(root, weights[name]):
                 raise ValueError(f"load_weights(): module {name!r} differs in {different}")
@@ -485,7 +487,7 @@ def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:
 
 def _check_is_state(state: object, where: str) -> None:
     if not isinstance(state, Mapping) or state.get("format") != FORMAT:
-        raise ValueError(f"{where}: this is not the state of a Signalfire engine, which Engine.state_dict() gives")
+        raise ValueError(f"{where}: expected the state of a Signalfire engine, as returned by Engine.state_dict()")
 
 
 def _differ(root: nn.Module, loaded: Mapping[str, Any]) -> bool:

@@ -85,8 +85,9 @@ class Unfinished(Part["Engine"]):
         rest = [] if self._cut is None else [one for one, _ in self._cut.rest if self._matters(one)]
         if lost := [*self._unrepeated(), *([f"{_listed(rest)} not called"] if rest else [])]:
             warn(
-                f"state_dict(): an error or Ctrl-C has ended the run inside an event or an iteration: {'; '.join(lost)}. "
-                "A run that resumes from this state goes without; Checkpoint(on_exception=True) saves the last complete state"
+                f"state_dict(): an error or Ctrl-C ended the run inside an event or an iteration: {'; '.join(lost)}. A "
+                "run that resumes from this state does not make up for that; Checkpoint(on_exception=True) saves the "
+                "last complete state"
             )
 
     def _report_uncalled(self, signal: Signal, plan: Plan, place: int) -> None:
@@ -103,8 +104,9 @@ class Unfinished(Part["Engine"]):
             where = signal.event if inside is None else f"{inside} inside {signal.event}"
             before = _named(rest or [plan.connections[place]])
             warn(
-                f"state_dict() was called at {where}, before the end of {before}: a run that resumes from this state goes "
-                f"without what these still do there. Take it in the last phase: @engine.on({signal.event}, phase=Phase.PERSIST)"
+                f"state_dict() was called at {where}, before {before} finished. A run that resumes from this state "
+                f"lacks the rest of their work. Call state_dict() in the last phase: @engine.on({signal.event}, "
+                "phase=Phase.PERSIST)"
             )
 
     def _matters(self, connection: Connection, *, metrics: bool = True) -> bool:
@@ -167,8 +169,8 @@ class Unfinished(Part["Engine"]):
         """What is lost of an iteration whose updates were under way, and which is repeated."""
         yield from self._lost_windows(made)
         if parts := _changed_by_forward(self.engine):
-            again = f"iteration {self.engine.state.iteration} is repeated, and what its first forward"
-            yield f"{again} has drawn or changed stays so: {', '.join(parts)}"
+            again = f"iteration {self.engine.state.iteration} is repeated, but the changes by its first forward remain"
+            yield f"{again}: {', '.join(parts)}"
 
     def _lost_windows(self, made: int) -> Iterator[str]:
         engine = self.engine
@@ -250,7 +252,7 @@ class Unfinished(Part["Engine"]):
             self.reset()
         self._lost, self._requests = [], ({}, None)
         if lost:
-            warn(f"run(): the run continues where an error or Ctrl-C has ended it: {'; '.join(lost)}")
+            warn(f"run(): the run continues after an error or Ctrl-C: {'; '.join(lost)}")
 
     def _unrepeated(self) -> list[str]:
         """What is lost; not of a receiver that was disconnected since."""
@@ -293,8 +295,8 @@ def _changed_by_forward(engine: Engine) -> list[str]:
     draws = any(isinstance(one, _DropoutNd) and one.p > 0 for one in modules)
     changes = any(isinstance(one, _NormBase) and one.track_running_stats for one in modules)
     return [
-        *(["random numbers of dropout"] if draws else []),
-        *(["running statistics of normalization"] if changes else []),
+        *(["random numbers for dropout"] if draws else []),
+        *(["running statistics of normalization layers"] if changes else []),
     ]
 
 
@@ -331,4 +333,4 @@ def _listed(connections: Iterable[Connection]) -> str:
 
 def _lost_window(update: UpdateState, micro_steps: int) -> str:
     steps = "batch" if micro_steps == 1 else f"{micro_steps} batches"
-    return f"the gradients of the {steps} before it in the accumulation window of update {update.name!r} are discarded"
+    return f"the gradients of the earlier {steps} in the accumulation window of update {update.name!r} are discarded"

@@ -162,7 +162,7 @@ def check_evaluable(engine: Engine, evaluator: Engine, data: Any, where: str) ->
         return
     if empty:
         kind = type(given).__name__
-        raise DataError(f"{where}: the data ({kind}) is empty: it has length 0; give data with at least one batch")
+        raise DataError(f"{where}: the data ({kind}) is empty: it has length 0; pass data with at least one batch")
 
 
 def prepare_batch(engine: Engine, batch: Any) -> Any:

@@ -66,12 +66,12 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
         raise RuntimeError(f"{where} was called during a run; call it between runs")
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(
-            f"{where}: the data is a {type(data).__name__}; give what has batches: a DataLoader, or a list of them"
+            f"{where}: the data is a {type(data).__name__}; pass data with batches, such as a DataLoader or a list"
         )
     if isinstance(data, Iterator):
         raise TypeError(
-            f"{where}: the data is a {type(data).__name__}, which would be used up; give data that can be iterated again, such "
-            "as a DataLoader or a list"
+            f"{where}: the data is a {type(data).__name__}, which would be exhausted; pass data that can be iterated "
+            "again, such as a DataLoader or a list"
         )
     check_initialized(engine, where)
     interrupts = Interrupts()
@@ -99,7 +99,7 @@ def check_engine(engine: object, where: str) -> None:
     """Raise an error for what is no engine, such as a model, or data in its place."""
     if not hasattr(engine, "updates"):
         raise TypeError(
-            f"{where}: the first argument is a {type(engine).__name__}; expected an Engine, and then the data"
+            f"{where}: the first argument is a {type(engine).__name__}; expected an Engine, followed by the data"
         )
 
 

@@ -141,16 +141,16 @@ class Replay:
         if engine.running:
             raise RuntimeError(f"replay({iteration!r}) was called during a run; call it between runs")
         if engine.processes.distributed:
-            raise RuntimeError(f"replay({iteration!r}): one process cannot replay an iteration of several processes")
+            raise RuntimeError(
+                f"replay({iteration!r}): a single process cannot replay an iteration with several processes"
+            )
         if (
             isinstance(iteration, bool)
             or not isinstance(iteration, int)
             or not 1 <= iteration <= engine.state.iteration
         ):
             made = engine.state.iteration
-            wanted = (
-                f"expected an iteration from 1 to {made}" if made else "it has made none since it was built or reset"
-            )
+            wanted = f"expected an iteration from 1 to {made}" if made else "the engine has run no iteration yet"
             raise ValueError(f"replay({iteration!r}): {wanted}")
         self.engine = engine
         self.iteration = iteration
@@ -238,8 +238,8 @@ class Replay:
         count = self.engine.updates[0].samples_in(batch)
         if not any(count in one.shape for one in tensors_in(batch)):
             raise TypeError(
-                f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor with these "
-                "along a dimension, so none can be left out"
+                f"replay({self.iteration}).rank_samples(): the batch has {count} samples, but no tensor has a "
+                "dimension of this size, so no sample can be left out"
             )
         if count < 2:
             raise ValueError(

@@ -63,8 +63,8 @@ class Bisection:
             lines.append(f"repeated {begun}, the runs do not differ")
             if self.compared is not None:
                 lines.append(
-                    "  so that what made the difference is not in what was repeated: other scripts, data, seeds, settings of "
-                    "the process such as PYTHONHASHSEED, or another number of processes"
+                    "  so the cause is outside the repeated code, such as a different script, data, seed, number of "
+                    "processes, or a setting of the process like PYTHONHASHSEED"
                 )
             return "\n".join(lines)
         things = listed([in_words(one) for one in self.things], most=3)
@@ -110,7 +110,10 @@ def _seen_from(name: str, begun: str | None, look: Look[T], engine: Engine, run:
     if engine.dry_run:  # which it has been since it was repeated
         raise ValueError(f"bisect(build_{name}=...) returned an engine that has run; build a new one in each call")
     if engine.processes.distributed:
-        raise ValueError("bisect() makes runs of a single process again; those of shards are the same on one process")
+        raise ValueError(
+            "bisect() repeats only runs with a single process; a run with shards gives the same results in a single "
+            "process"
+        )
     if begun is not None:
         state = _state_in(begun)
         saved = state["handlers"].keys()
@@ -176,7 +179,7 @@ def bisect(
         (1, 'GRADIENTS_READY', 'gradient_clipping.clip')
     """
     if until is not None and until < 1:
-        raise ValueError(f"bisect(until={until!r}): expected the number of an iteration, from 1")
+        raise ValueError(f"bisect(until={until!r}): expected the number of an iteration, 1 or more")
     compared = None
     since, last = 0, 10**9 if until is None else until
     if traces:
@@ -194,7 +197,7 @@ def _compared(traces: Sequence[StrPath]) -> Comparison:
     """The comparison of two traces that differ."""
     compared = compare(*traces)
     if compared.first is None:
-        raise ValueError(f"bisect(traces={[str(one) for one in traces]}): there is no difference: {compared}")
+        raise ValueError(f"bisect(traces={[str(one) for one in traces]}): the traces do not differ: {compared}")
     return compared
 
 
@@ -222,13 +225,13 @@ def _made_again(compared: Comparison | None, a: _Side, b: _Side, since: int, las
     failed = [f"run {side.name!r} ended with {one.error}" for side, one in zip((a, b), seen, strict=True) if one.error]
     if not all(any(step.event == "ITERATION_COMPLETED" for step in one.steps) for one in seen):
         why = f": {'; '.join(failed)}" if failed else ""
-        raise ValueError(f"bisect(): a repeated run ended without an iteration that could be compared{why}")
+        raise ValueError(f"bisect(): a repeated run ended before an iteration that could be compared{why}")
     found, result = _first(seen[0].steps, seen[1].steps), Bisection(compared, a.begun)
     if found is not None:
         at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)
         return _explained(at, found, a, b)
     if failed:
-        raise ValueError(f"bisect(): {'; '.join(failed)}; up to there, the runs do not differ")
+        raise ValueError(f"bisect(): {'; '.join(failed)}; the runs do not differ before that")
     return result
 
 
@@ -295,19 +298,19 @@ def _explained(found: Bisection, first: _First, a: _Side, b: _Side) -> Bisection
     """What made the difference."""
     if first.alone is not None:
         name = first.alone.receiver
-        cause = f"made by {name}, which only run {first.of!r} calls here"
+        cause = f"caused by {name}, which only run {first.of!r} calls here"
         if name is None:
-            cause = f"only run {first.of!r} comes to {first.alone.event} here"
+            cause = f"only run {first.of!r} reaches {first.alone.event} here"
         return replace(found, event=first.alone.event, receiver=name, cause=cause)
     if first.at.receiver is not None:
         return replace(
-            found, receiver=first.at.receiver, cause=f"made by {first.at.receiver}, which both runs call here"
+            found, receiver=first.at.receiver, cause=f"caused by {first.at.receiver}, which both runs call here"
         )
     if first.before is None:
-        return replace(found, cause="the runs differ where they begin")
+        return replace(found, cause="the runs differ from their beginning")
     begin, end = first.before, first.at
     part = _PARTS.get(begin.event, "code that runs beside the engine, such as a hook or a thread")
-    found = replace(found, cause=f"made between {begin.event} and {end.event}: {part}")
+    found = replace(found, cause=f"caused between {begin.event} and {end.event}: {part}")
     if begin.event not in _PARTS:
         return found
     return _by_operations(found, a, b, begin, end)
@@ -324,7 +327,7 @@ def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step)
             continue
         if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
-    return replace(found, cause=f"{found.cause}; its operations are the same when they are looked at one by one")
+    return replace(found, cause=f"{found.cause}; compared one by one, its operations are the same")
 
 
 def _is_unknown(one: Operation | None, other: Operation | None, itself: Operation | None) -> bool:
@@ -354,7 +357,7 @@ def _of_operation(found: Bisection, place: int, one: Operation | None, other: Op
             module=known.module,
             cause=f"{found.cause}; operation {place} is {names[0]} in a and {names[1]} in b{_in(known)}",
         )
-    why = "has the same arguments and another result" if one.given == other.given else "has other arguments"
+    why = "has the same arguments but a different result" if one.given == other.given else "has different arguments"
     return replace(
         found,
         operation=one.name,

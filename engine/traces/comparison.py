@@ -21,7 +21,7 @@ __all__ = ["Comparison", "Difference", "compare"]
 Key = tuple[int, str, str | None, int | None, int]
 
 _ENDS = ("ITERATION_COMPLETED", "EPOCH_COMPLETED")
-_NUMBERS = {"loss": "losses", "gradients": "norms of gradients", "parameters": "norms of parameters"}
+_NUMBERS = {"loss": "losses", "gradients": "gradient norms", "parameters": "parameter norms"}
 
 
 @dataclass(frozen=True)
@@ -66,18 +66,18 @@ class Comparison:
         """What is said of the two traces, a line each."""
         lines: list[str] = []
         lines += [f"not comparable: {one}" for one in self._shortened(self.unlike, 4)]
-        lines += [f"composed differently: {one}" for one in self._shortened(self.composed, 4)]
+        lines += [f"different setup: {one}" for one in self._shortened(self.composed, 4)]
         if not self.compared:
-            return [*lines, "the traces have no record in common: record the same iterations (every=)"]
+            return [*lines, "the traces have no record in common; record the same iterations with every="]
         if self.first is None:
             lines.append(f"equal: {self.compared} records, up to iteration {self.rows[-1].iteration}")
         else:
             if self.unseeded:
-                lines.append(f"not seeded alike: the random numbers of {', '.join(self.unseeded)}")
-            before = "nothing before it was recorded"
+                lines.append(f"seeded differently: the random numbers of {', '.join(self.unseeded)}")
+            before = "nothing was recorded before it"
             if self.last_equal is not None:
                 iteration, event = self.last_equal
-                before = f"all before it is equal, up to {event} of iteration {iteration}"
+                before = f"everything before it is equal, up to {event} of iteration {iteration}"
             lines += [f"first difference: {self.first}", f"  {before}", *self._further(self.first)]
         if self.ends[0] != self.ends[1]:
             longer, shorter = ("a", "b") if self.ends[0] > self.ends[1] else ("b", "a")
@@ -98,7 +98,7 @@ class Comparison:
             (words, max((row.apart.get(name, 0.0) for row in later), default=0.0)) for name, words in _NUMBERS.items()
         ]
         if shown := [f"{words} up to {value:.2g}" for words, value in far if value]:
-            yield f"  how far apart, as a fraction: {', '.join(shown)}"
+            yield f"  relative differences: {', '.join(shown)}"
 
     def _repr_html_(self) -> str:
         return preformatted(self)

@@ -125,10 +125,12 @@ class TraceFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         if path.is_dir():
-            raise ValueError(f"{str(path)!r} is a folder; give the file in it, such as {str(path / 'trace.jsonl')!r}")
+            raise ValueError(
+                f"{str(path)!r} is a folder; give the file in the folder, such as {str(path / 'trace.jsonl')!r}"
+            )
         self.environments: list[dict[str, Any]] = []
         if next(self._lines(), None) is None:
-            raise ValueError(f"{str(path)!r} is not a trace: it has no complete line")
+            raise ValueError(f"{str(path)!r} is not a trace, because it has no complete line")
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def draw(rows: Sequence[Row], first: Difference | None) -> Any:
         axes.set_ylim(top=max(apart) * 2)
     axes.set_ylim(bottom=0)
     axes.set_xlabel("iteration")
-    axes.set_ylabel("difference, as a fraction")
+    axes.set_ylabel("relative difference")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

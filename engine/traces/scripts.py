@@ -67,7 +67,7 @@ class Script:
                 [sys.executable, "-c", program, str(given), str(found)], stdout=subprocess.DEVNULL, check=False
             )
             if not found.exists():
-                raise ValueError(f"{self.command!r}: its process ended with the status {done.returncode}")
+                raise ValueError(f"{self.command!r}: the process ended with exit status {done.returncode}")
             seen, error = pickle.loads(found.read_bytes())
         if error is not None:
             raise error
@@ -86,14 +86,14 @@ class Script:
             raise _Seen
 
         sys.argv, sys.path[0] = [path, *arguments], str(Path(path).resolve().parent)
-        why = "ends without a training: it calls run() of no engine that trains"
+        why = "ends without a training run, because it calls run() on no training engine"
         with _in_place_of_run(see) as run:
             try:
                 runpy.run_path(path, run_name="__main__")
             except _Seen:
                 pass
             except SystemExit as error:
-                why = f"ended before a training, with the exit status {error.code!r}"
+                why = f"ended before a training run, with exit status {error.code!r}"
         if not seen:
             raise _NoTraining(why)
         return seen[0]

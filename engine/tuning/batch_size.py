@@ -148,8 +148,8 @@ def find_batch_size(
         raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
     if (owner := engine.overrides.owner_of(Override.GRADIENTS)) is not None:
         raise ValueError(
-            f"{_NAME}(): {owner!r} computes the gradients in pieces of its own size, so the size of the batch has no "
-            f"effect; detach it, or disable it: with engine.without({owner!r})"
+            f"{_NAME}(): {owner!r} computes the gradients in pieces of a fixed size, so the batch size has no effect; "
+            f"detach the handler, or disable it: with engine.without({owner!r})"
         )
     limit = _samples_of(loader_of(start))
     why = "" if limit is None else f"the data has {limit} samples"
@@ -163,14 +163,14 @@ def find_batch_size(
 def _check_functions(loader_of: object, evaluation: object) -> None:
     if not callable(loader_of):
         raise TypeError(
-            f"{_NAME}(loader_of={type(loader_of).__name__}): expected a function from a batch size to data, such as "
-            "partial(DataLoader, dataset)"
+            f"{_NAME}(loader_of={type(loader_of).__name__}): expected a function that takes a batch size and returns "
+            "data, such as partial(DataLoader, dataset)"
         )
     pair = isinstance(evaluation, tuple) and len(evaluation) == 2 and callable(evaluation[1])
     if evaluation is not None and not pair:
         raise TypeError(
-            f"{_NAME}(evaluation={type(evaluation).__name__}): expected an evaluator, and a function from a batch size to its "
-            "data, as a pair"
+            f"{_NAME}(evaluation={type(evaluation).__name__}): expected a pair: an evaluator, and a function that "
+            "takes a batch size and returns its data"
         )
 
 
@@ -205,8 +205,8 @@ class _Search:
         trial = self._trial(size)
         if trial.size > size or trial.size <= self.fitting < size:
             raise ValueError(
-                f"{_NAME}(): loader_of({size}) gives batches of {trial.size} samples; return data in batches of the size that it "
-                "is called with, such as partial(DataLoader, dataset); where samples are not along the first dimension, give "
+                f"{_NAME}(): loader_of({size}) returns batches of {trial.size} samples; return data in batches of the "
+                "given size, such as partial(DataLoader, dataset); if samples are not along the first dimension, pass "
                 "Update(..., samples=)"
             )
         if trial.size < size:
@@ -219,7 +219,7 @@ class _Search:
         size = start if self.limit is None else min(start, self.limit)
         while not self.fits(size):
             if size == 1:
-                raise torch.OutOfMemoryError(f"{_NAME}(): the memory does not suffice for a batch of a single sample")
+                raise torch.OutOfMemoryError(f"{_NAME}(): out of memory with a batch of one sample")
             size //= 2
         while self.too_large is None and self.fitting != self.limit:
             size = 2 * self.fitting
@@ -388,4 +388,4 @@ def _check(start: int, mode: str, margin: float, maximum: int | None, steps: int
             raise ValueError(f"{_NAME}({name}={value!r}): expected an int of {least} or more")
     check_choice(_NAME, "mode", mode, ("power", "bisect"))
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < 1:
-        raise ValueError(f"{_NAME}(margin={margin!r}): expected a share of 0 up to less than 1")
+        raise ValueError(f"{_NAME}(margin={margin!r}): expected a fraction of at least 0 and less than 1")

@@ -66,13 +66,13 @@ class LearningRateCurve:
         rates, losses = self._finite()
         if self.losses and not losses:
             raise ValueError(
-                f"no loss of the sweep is finite, not even the first, {self.losses[0]}, before any step: no learning "
-                "rate can help; check the data and the loss"
+                f"no loss of the sweep is finite, not even the first ({self.losses[0]}, before any step), so no "
+                "learning rate can help; check the data and the loss"
             )
         if len(rates) < 3:
             raise ValueError(
-                f"the sweep has {len(rates)} finite losses of {len(self.losses)}, which are too few for a "
-                f"suggestion: start at a lower learning rate than low={self.low:g}, or take more steps"
+                f"only {len(rates)} of the {len(self.losses)} losses of the sweep are finite, which is too few for a "
+                f"suggestion; start at a lower learning rate than low={self.low:g}, or take more steps"
             )
         losses = _smoothed(losses, smoothing)
         lowest = losses.index(min(losses))
@@ -83,9 +83,8 @@ class LearningRateCurve:
         steepest = min(range(lowest + 1), key=slopes.__getitem__)
         if slopes[steepest] >= 0:
             raise ValueError(
-                f"the loss never falls between the learning rates {rates[0]:g} and {rates[-1]:g}: raise "
-                f"high={self.high:g}, lower "
-                f"low={self.low:g}, or check that the update trains the model"
+                f"the loss never falls between the learning rates {rates[0]:g} and {rates[-1]:g}; raise "
+                f"high={self.high:g}, lower low={self.low:g}, or check that the update trains the model"
             )
         return rates[steepest]
 
@@ -148,7 +147,7 @@ class LearningRateCurve:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ImportError("the plot of a curve needs Matplotlib: pip install 'signalfire[ablation]'") from error
+            raise ImportError("plotting a curve needs Matplotlib: pip install 'signalfire[ablation]'") from error
         rates, losses = self._finite()
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()

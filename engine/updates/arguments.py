@@ -35,17 +35,19 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
     if optimizer is None:
         hint = did_you_mean(next(iter(options)), own)
-        raise TypeError(f"{where}: {given} without an optimizer to give it to{hint}")
+        raise TypeError(
+            f"{where}: {given} needs an optimizer; pass the optimizer's class, such as torch.optim.AdamW{hint}"
+        )
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Mapping | Sequence)):
         raise TypeError(
-            f"{where}: {given} beside optimizer={optimizer!r}, which is not an optimizer; give its class: "
-            "torch.optim.AdamW"
+            f"{where}: {given} with optimizer={optimizer!r}, which is not an optimizer; pass the optimizer's class, "
+            "such as torch.optim.AdamW"
         )
     _check_options(where, optimizer, options, own)
     if (why := _why_not_a_factory(optimizer)) is not None:
-        raise TypeError(f"{where}: {given} beside {why}")
+        raise TypeError(f"{where}: {given} with {why}")
     if isinstance(optimizer, partial) and (twice := [name for name in options if name in optimizer.keywords]):
-        raise TypeError(f"{where}: {twice[0]}= is given twice: to the partial, and beside it; omit one of them")
+        raise TypeError(f"{where}: {twice[0]}= is given twice, in the partial and as an argument; omit one of them")
     return partial(optimizer, **options)
 
 
@@ -55,7 +57,7 @@ def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iter
     unknown = None if names is None else next((name for name in options if name not in names), None)
     if unknown is None:
         return
-    there = f"its options are {', '.join(names)}" if names else "it takes none; give them where it builds the optimizer"
+    there = f"its options are {', '.join(names)}" if names else "it has no options; set them inside the factory"
     hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {there}"
     raise TypeError(f"{where}: {unknown}= is neither an option of {_name_of(optimizer)} nor an argument{hint}")
 
@@ -63,9 +65,9 @@ def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iter
 def _why_not_a_factory(optimizer: Any) -> str | None:
     """What an optimizer is that takes no options, and what to write; None for a factory."""
     if isinstance(optimizer, Optimizer):
-        return "an optimizer that is built; give the options where it is built"
+        return "an optimizer that is already built; give the options where you build it"
     if not callable(optimizer):
-        return "several optimizers; give each its own: partial(torch.optim.AdamW, lr=1e-3)"
+        return "several optimizers; give each optimizer its own options: partial(torch.optim.AdamW, lr=1e-3)"
     return None
 
 
@@ -138,7 +140,8 @@ def _part(engine: Engine, name: str) -> nn.Module:
         return next(iter(readings))
     there = [child for child, _ in models[0].named_children()] if len(models) == 1 else [*modules]
     raise ValueError(
-        f"Update(parameters={name!r}): the engine has no such module; there are: {', '.join(there)}{did_you_mean(name, there)}"
+        f"Update(parameters={name!r}): the engine has no such module; the modules are "
+        f"{', '.join(there)}{did_you_mean(name, there)}"
     )
 
 
@@ -168,8 +171,9 @@ def parameters_named(
     names = [parameters] if isinstance(parameters, str) else parameters
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise TypeError(
-            f"{where}: parameters={_shown(parameters)}; expected the name of a module, several in a list, or a function of the "
-            "engine that returns parameters or groups, such as lambda engine: engine.model.head.parameters()"
+            f"{where}: parameters={_shown(parameters)}; expected the name of a module, a list of names, or a function "
+            "that takes the engine and returns parameters or groups, such as lambda engine: "
+            "engine.model.head.parameters()"
         )
     if not names or not all(names):
         raise ValueError(f"{where}: parameters={parameters!r} names no module")

@@ -35,8 +35,8 @@ def call_by_keyword(model: nn.Module, batch: Any, where: str) -> Any:
     arguments = keyword_arguments(batch)
     if arguments is None:
         raise TypeError(
-            f"{where} passes its batches to the model by keyword, but this one is {described(batch)}; yield mappings, or use "
-            "Update.supervised for batches of (input, target)"
+            f"{where} passes its batches to the model by keyword, but this batch is {described(batch)}; yield "
+            "mappings, or use Update.supervised for batches of (input, target)"
         )
     try:
         return model(**arguments)
@@ -49,8 +49,8 @@ def _note_arguments(error: TypeError, arguments: Mapping[str, Any]) -> None:
     """Say what the batch holds, if the model does not take it."""
     if "argument" in str(error):
         error.add_note(
-            f"the batch is passed to the model by keyword: {', '.join(map(str, arguments.keys()))}; leave out of the batch what "
-            "the model's forward does not take, or pass Update your own forward"
+            f"the batch is passed to the model by keyword: {', '.join(map(str, arguments.keys()))}; remove from the "
+            "batch the keys that the model's forward does not take, or pass your own forward to Update"
         )
 
 
@@ -73,7 +73,7 @@ def loss_in_output(engine: Kernel, output: Any, batch: Any) -> Tensor | None:
     if not engine.training:
         return None
     raise ValueError(
-        f"update {engine.state.update.name!r} takes the loss from the model's output, but there is none in {described(output)}, "
-        f"for {described(batch)}; put the targets into the batch under the name that the model takes, such as 'labels', or pass "
-        "Update.from_model(loss=)"
+        f"update {engine.state.update.name!r} takes the loss from the model's output, but {described(output)} has no "
+        f"loss, for {described(batch)}; put the targets into the batch under the name that the model expects, such as "
+        "'labels', or pass Update.from_model(loss=)"
     )

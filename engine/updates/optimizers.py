@@ -40,14 +40,15 @@ class JointOptimizer(Optimizer):
         for name, optimizer in self.optimizers.items():
             if needs_closure(optimizer):
                 raise ValueError(
-                    f"the optimizer {name!r}, {type(optimizer).__name__}, computes gradients inside its step, and cannot step "
-                    "together with others; give it its own Update"
+                    f"the optimizer {name!r} ({type(optimizer).__name__}) computes gradients inside its step, so it "
+                    "cannot step together with other optimizers; give it its own Update"
                 )
             for parameter in _parameters_of(optimizer):
                 if (other := held.setdefault(parameter, name)) != name:
                     raise ValueError(
-                        f"the optimizers {other!r} and {name!r} hold the same parameter of shape {tuple(parameter.shape)}, which "
-                        "each of them would move; give it to one of them: signalfire.groups does"
+                        f"the optimizers {other!r} and {name!r} hold the same parameter of shape "
+                        f"{tuple(parameter.shape)}, so each of them would change it; give each parameter to one "
+                        "optimizer, for example with signalfire.groups"
                     )
 
     @property
@@ -82,7 +83,10 @@ class JointOptimizer(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise TypeError("several optimizers step together without a closure")
+            raise TypeError(
+                "step(closure): optimizers that step together cannot use a closure; give an optimizer that needs one, "
+                "such as LBFGS, its own Update"
+            )
         for optimizer in self.optimizers.values():
             optimizer.step()
 
@@ -95,8 +99,8 @@ class JointOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise TypeError(
-            f"add the group to one of the optimizers that step together: update.optimizer.optimizers[name], which are "
-            f"{', '.join(self.optimizers)}"
+            "these optimizers step together; add the group to one of them: update.optimizer.optimizers[name], where "
+            f"the names are {', '.join(self.optimizers)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -127,7 +131,7 @@ class JointOptimizer(Optimizer):
         names = {*(own_form or ()), *(group.get("optimizer", "?") for group in saved_groups)}
         if names != set(self.optimizers):
             raise ValueError(
-                f"the loaded state is one of the optimizers {', '.join(sorted(names))}, here there are "
+                f"the loaded state is for the optimizers {', '.join(sorted(names))}, but this update has "
                 f"{', '.join(self.optimizers)}"
             )
         for name, optimizer in self.optimizers.items():
@@ -143,7 +147,9 @@ class JointOptimizer(Optimizer):
         return f"JointOptimizer({', '.join(f'{name}={one!r}' for name, one in self.optimizers.items())})"
 
     def _refuse_hook(self, *_: Any, **__: Any) -> Any:
-        raise TypeError("register the hook with one of the optimizers that step together: update.optimizer.optimizers")
+        raise TypeError(
+            "these optimizers step together; register the hook with one of them: update.optimizer.optimizers[name]"
+        )
 
     register_step_pre_hook = register_step_post_hook = _refuse_hook
     register_state_dict_pre_hook = register_state_dict_post_hook = _refuse_hook
@@ -161,8 +167,8 @@ class JointFactory:
         if not isinstance(parameters, Mapping) or set(parameters) != set(self.factories):
             found = f"the names {', '.join(map(str, parameters))}" if isinstance(parameters, Mapping) else "no mapping"
             raise TypeError(
-                f"{self.where}: parameters= returned {found}; expected the parameters of the optimizers "
-                f"{', '.join(self.factories)} by name: lambda engine: groups(engine.model, {{...}})"
+                f"{self.where}: parameters= returned {found}; expected parameters for the optimizers "
+                f"{', '.join(self.factories)}, by name: lambda engine: groups(engine.model, {{...}})"
             )
         made = {}
         for name, factory in self.factories.items():
@@ -188,7 +194,7 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
         return optimizers
     named = dict(optimizers) if isinstance(optimizers, Mapping) else {str(i): one for i, one in enumerate(optimizers)}
     if not named:
-        raise ValueError(f"{where}: optimizer={optimizers!r} is empty; give at least one")
+        raise ValueError(f"{where}: optimizer={optimizers!r} is empty; give at least one optimizer")
     built = [isinstance(one, Optimizer) for one in named.values()]
     if all(built):
         return JointOptimizer(named)
@@ -200,7 +206,7 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
         )
     if not with_parameters:
         raise ValueError(
-            f"{where}: several optimizer factories need the parameters of each: parameters=lambda engine: "
+            f"{where}: with several optimizer factories, give the parameters of each one: parameters=lambda engine: "
             f"groups(engine.model, {{{', '.join(f'{name!r}: ...' for name in named)}}})"
         )
     return JointFactory(where, named)
@@ -227,7 +233,7 @@ def groups(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, list[nn.Para
         [(8, 4), (2,)]
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"groups({model!r}): expected a model; give engine.model, or a part of it")
+        raise TypeError(f"groups({model!r}): expected a model; pass engine.model, or a part of it")
     if not isinstance(rules, Mapping) or not rules:
         raise TypeError(f"groups(rules={rules!r}): expected a mapping from names of groups to rules")
     matches = {name: _matcher(name, rule) for name, rule in rules.items()}
@@ -246,8 +252,8 @@ def groups(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, list[nn.Para
         )
     if empty := [name for name, parameters in found.items() if not parameters]:
         raise ValueError(
-            f"groups(): no parameter is left for {', '.join(map(repr, empty))}: its rule matches none, or earlier rules have "
-            "taken them"
+            f"groups(): no parameter is left for {', '.join(map(repr, empty))}: its rule matches no parameter, or only "
+            "parameters that earlier rules match"
         )
     return found
 

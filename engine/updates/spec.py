@@ -153,9 +153,10 @@ class Update:
         try:
             return value_at(value, place)
         except PlaceError as error:
-            what = "what its forward returned" if argument == "output" else "a batch"
+            what = "the value that its forward returned" if argument == "output" else "a batch"
             raise TypeError(
-                f"update {self.name!r} has no {argument} in {what}: {error}; say where it is: Update(..., {argument}=)"
+                f"update {self.name!r} has no {argument} in {what}: {error}; tell Update where to find it: Update(..., "
+                f"{argument}=)"
             ) from None
 
     @classmethod
@@ -186,11 +187,11 @@ class Update:
         kind = getattr(loss, "func", loss)  # of a partial
         if isinstance(kind, Optimizer) or (isinstance(kind, type) and issubclass(kind, Optimizer)):
             raise TypeError(
-                f"Update.supervised({loss!r}): an optimizer as the loss; write Update.supervised(loss, optimizer)"
+                f"Update.supervised({loss!r}): got an optimizer as the loss; write Update.supervised(loss, optimizer)"
             )
         if isinstance(kind, type) and issubclass(kind, nn.Module):
             raise TypeError(
-                f"Update.supervised({loss!r}): a class of modules as the loss; give an instance: {kind.__name__}(...)"
+                f"Update.supervised({loss!r}): got a class as the loss; pass an instance: {kind.__name__}(...)"
             )
         _check_signature(f"Update {name!r}: loss", loss, 2)
         optimizer = with_options("Update.supervised", optimizer, options, _ARGUMENTS)
@@ -315,8 +316,8 @@ def _model_of_input(engine: Kernel, batch: Any) -> Any:
         )
     ):
         raise TypeError(
-            f"update {engine.state.update.name!r} takes batches of (input, target), but this one is "
-            f"{described(batch)}; for other batches say where these are: Update.supervised(..., input='image', "
+            f"update {engine.state.update.name!r} takes batches of (input, target), but this batch is "
+            f"{described(batch)}; for other batches, pass the places of both: Update.supervised(..., input='image', "
             "target='label'), or pass forward(engine, batch) and loss(engine, output, batch) to Update"
         )
     return engine.model(batch[0])

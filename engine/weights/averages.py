@@ -59,13 +59,13 @@ def find_averaging(engine: Engine, average: str | Literal[False] | None, where: 
     names = ", ".join(map(repr, found))
     if average is None and len(found) > 1:
         raise ValueError(
-            f"{where}: {names} keep averages of the weights; choose which to export: average={next(iter(found))!r}, or "
-            "average=False for the weights themselves"
+            f"{where}: {names} keep averages of the weights; choose the one to export: average={next(iter(found))!r}, "
+            "or average=False for the weights themselves"
         )
     if isinstance(average, str) and average not in found:
         raise ValueError(
-            f"{where}: average={average!r} is not an attached handler that averages weights; there are: "
-            f"{names or 'none'}"
+            f"{where}: average={average!r} is not an attached handler that averages weights; attached averaging "
+            f"handlers: {names or 'none'}"
         )
     if average is False or not found:
         return None
@@ -94,7 +94,9 @@ def averages_in_place(engine: Engine, average: str | Literal[False] | None, wher
     with engine.regions.region():
         averaging.swap(engine)
         if average and not averaging.parameter_copies():
-            raise ValueError(f"{where}: {average!r} has no averages yet; it makes the first one at an optimizer step")
+            raise ValueError(
+                f"{where}: {average!r} has no averages yet; the handler starts averaging at an optimizer step"
+            )
         yield
 
 
@@ -103,8 +105,7 @@ def _report_own_parameters(engine: Engine, where: str) -> None:
     if own := own_parameters(engine):
         engine.findings.report(
             "W39",
-            f"{where}: the file contains the models, but not these parameters, which are in no module: "
-            f"{', '.join(own)}",
-            "make it a parameter of the model to export it; or save it with Checkpoint, or engine.weights()",
+            f"{where}: the file contains the models, but not the parameters that are in no module: {', '.join(own)}",
+            "make these parameters part of the model, or save them with Checkpoint or engine.weights()",
             key="own parameters",
         )

@@ -62,7 +62,7 @@ def average_weights(sources: Iterable[str | os.PathLike[str] | Mapping[str, Any]
                 total += _wide(tensors[name])
         count += 1
     if count < 2:
-        raise ValueError(f"{_WHERE}(): expected two sources at least, got {count}")
+        raise ValueError(f"{_WHERE}(): expected at least two sources, got {count}")
     return {
         name: (sums[name] / count).to(tensor.dtype) if name in sums else tensor.clone()
         for name, tensor in tensors.items()
@@ -85,9 +85,9 @@ def _compare(first: WeightFile, label: str, tensors: Mapping[str, Tensor]) -> No
         if own is None:
             differences.append(f"{name} is only in {label!r}")
         elif own.shape != tensor.shape:
-            differences.append(f"{name} has the shape {list(own.shape)} and {list(tensor.shape)}")
+            differences.append(f"{name} has shapes {list(own.shape)} and {list(tensor.shape)}")
         elif own.dtype != tensor.dtype:
-            differences.append(f"{name} has the dtype {own.dtype} and {tensor.dtype}")
+            differences.append(f"{name} has dtypes {own.dtype} and {tensor.dtype}")
     if differences:
         more = f"; and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
         raise ValueError(

@@ -37,7 +37,7 @@ def test(
 ) -> dict[str, Any]:
     """Measure data as a validation does, with the weights of a checkpoint; see `Engine.test`."""
     if engine.running:
-        raise RuntimeError("test() was called during a run; call engine.evaluate(evaluator, data) there")
+        raise RuntimeError("test() was called during a run; during a run, call engine.evaluate(evaluator, data)")
     measures = _validation_of(engine, validation)
     evaluator = measures.evaluator_for(engine, metrics, named)
     data_sets = measures.data_sets_of(data)
@@ -70,7 +70,9 @@ def _validation_of(engine: Engine, name: str | None) -> Any:
         return found[name]
     if name is not None:
         why = "this Validation is disabled" if name in known else "no Validation has this name"
-        raise ValueError(f"test(validation={name!r}): {why}; there are: {', '.join(map(repr, found)) or 'none'}")
+        raise ValueError(
+            f"test(validation={name!r}): {why}; available validations: {', '.join(map(repr, found)) or 'none'}"
+        )
     raise ValueError(_none_or_several(list(found)))
 
 
@@ -78,7 +80,7 @@ def _none_or_several(names: list[str]) -> str:
     """What is wrong where no validation, or several of these names, could say what is measured."""
     if names:
         shown = ", ".join(map(repr, names))
-        return f"test(): several validations are attached, {shown}; choose one: validation={names[0]!r}"
+        return f"test(): several validations are attached: {shown}; choose one: validation={names[0]!r}"
     return (
         "test(): no Validation is attached to define what to measure; attach Validation(data, accuracy=Accuracy()), "
         "or build "
@@ -94,12 +96,12 @@ def _path_of(engine: Engine, weights: Any) -> Path:
         return _existing(weights)
     if not hasattr(weights, "best") or not hasattr(weights, "last"):
         kind = type(weights).__name__
-        raise TypeError(f"test(weights=a {kind}): expected 'best', a Checkpoint, or the path of one")
+        raise TypeError(f"test(weights=a {kind}): expected 'best', a Checkpoint handler, or the path of a checkpoint")
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
     if path is None:
         raise ValueError(
-            f"test(weights={weights!r}): it has written no checkpoint in this process; give the path of one in "
-            f"{os.fspath(weights.folder)!r}"
+            f"test(weights={weights!r}): the handler has written no checkpoint in this process; give the path of a "
+            f"checkpoint in {os.fspath(weights.folder)!r}"
         )
     return Path(path)
 
@@ -108,9 +110,10 @@ def _only_one_that_chooses(engine: Engine) -> Any:
     """The one enabled handler that writes checkpoints of which a metric chooses the best."""
     writers = {name: one for name, one in engine.handlers.items() if one.enabled and _chooses(one)}
     if len(writers) != 1:
-        found = f"there are {listed(map(repr, writers))}" if writers else "there is none"
+        found = f"found {listed(map(repr, writers))}" if writers else "found none"
         raise ValueError(
-            f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; give weights= one, or a path"
+            f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; pass one of them, or a path, "
+            "as weights="
         )
     return next(iter(writers.values()))
 
@@ -118,7 +121,7 @@ def _only_one_that_chooses(engine: Engine) -> Any:
 def _existing(weights: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint; a word that is no path may be a slip."""
     if isinstance(weights, str) and not os.path.lexists(weights):
-        way_out = did_you_mean(weights, ["best"]) or "; give 'best', an attached Checkpoint, or the path of one"
+        way_out = did_you_mean(weights, ["best"]) or "; pass 'best', a Checkpoint handler, or the path of a checkpoint"
         raise FileNotFoundError(f"test(weights={weights!r}): no such checkpoint{way_out}")
     return Path(weights)
 
@@ -153,8 +156,9 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
         return state  # what `Engine.weights` gave, with averages in place
     if has_modes(engine):
         raise ValueError(
-            f"test(weights={str(path)!r}): evaluations put the optimizer in eval mode, and the checkpoint has the weights of its "
-            "training mode; write Checkpoint(..., weights_only=True) beside it, and test that"
+            f"test(weights={str(path)!r}): the checkpoint has the weights of the optimizer's training mode, but "
+            "evaluations need those of its eval mode; attach a second Checkpoint(..., weights_only=True), and test its "
+            "checkpoint"
         )
     whole = read_shards(state, parameters=_parameters(engine), device=engine.device)
     modules = {name: dict(tensors) for name, tensors in whole["modules"].items()}
@@ -164,7 +168,7 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
             engine.findings.report(
                 "W56",
                 f"the checkpoint {str(path)!r} contains weight averages of its handler {name!r}, which is not "
-                "attached: test() measures the weights of the last step",
+                "attached, so test() measures the weights of the last step",
                 "attach the handler that keeps the averages before test()",
                 key=name,
             )

@@ -45,7 +45,10 @@ def onnx_bytes(exported: ExportedProgram) -> bytes:
         program: Any = torch.onnx.export(exported, dynamo=True, verbose=False)
     size = sum(tensor.nbytes for tensor in exported.state_dict.values())
     if size > _LARGEST:
-        raise ValueError(f"its weights take {size / 2**30:.1f} GiB, and one ONNX file holds 2; export a '.pt2' instead")
+        raise ValueError(
+            f"the weights take {size / 2**30:.1f} GiB, but an ONNX file holds at most 2 GiB; export a '.pt2' file "
+            "instead"
+        )
     content: bytes = program.model_proto.SerializeToString()
     return content
 

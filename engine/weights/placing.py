@@ -32,9 +32,9 @@ def check_target(where: str, path: str | os.PathLike[str], *suffixes: str) -> Pa
     target = check_local(where, "path", path)
     if target.suffix not in suffixes:
         ends = " or ".join(map(repr, suffixes))
-        raise ValueError(f"{where}(path={os.fspath(path)!r}): expected a name that ends with {ends}")
+        raise ValueError(f"{where}(path={os.fspath(path)!r}): expected a file name that ends with {ends}")
     if target.is_dir():
-        raise IsADirectoryError(f"{where}(path={os.fspath(path)!r}): this is a folder; give the name of a file")
+        raise IsADirectoryError(f"{where}(path={os.fspath(path)!r}): the path is a folder; give the path of a file")
     return target
 
 
@@ -57,7 +57,7 @@ def place(path: Path, write: Callable[[BinaryIO], None], check: Callable[[Path],
         files.rename(new, path)
         files.sync(path.parent)
     except BaseException as error:
-        error.add_note(f"while writing {os.fspath(path)!r}, which is as it was before")
+        error.add_note(f"while writing {os.fspath(path)!r}, which is unchanged")
         with contextlib.suppress(OSError):
             files.remove(new)
         raise

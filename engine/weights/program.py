@@ -123,9 +123,9 @@ def _open_export(path: Path) -> nn.Module:
 def _find_model(engine: Engine, name: str | None) -> nn.Module:
     models = engine.modules.models
     if name is not None and name not in models:
-        raise ValueError(f"{_WHERE}(model={name!r}): there is no such model{did_you_mean(name, models)}")
+        raise ValueError(f"{_WHERE}(model={name!r}): the engine has no such model{did_you_mean(name, models)}")
     if not models or (name is None and len(models) > 1):
-        raise ValueError(f"{_WHERE}(): the engine has the models {list(models)}; name one: model=...")
+        raise ValueError(f"{_WHERE}(): the engine has several models: {list(models)}; choose one with model=")
     found = models[next(iter(models)) if name is None else name]
     inner = getattr(found, "_orig_mod", None)  # of torch.compile
     return inner if isinstance(inner, nn.Module) else found
@@ -162,8 +162,8 @@ class _Inputs:
         first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
         if first is None or first.shape[0] == 0:
             raise ValueError(
-                f"{_WHERE}(example=...): expected the input of the model with a tensor of at least one sample, such as batch[0]; "
-                f"got a {type(example).__name__} with {len(tensors)} tensors"
+                f"{_WHERE}(example=...): expected an input of the model that contains a tensor with at least one "
+                f"sample, such as batch[0]; got a {type(example).__name__} with {len(tensors)} tensors"
             )
         self.size = int(first.shape[0])
 
@@ -230,18 +230,18 @@ def _compare(root: nn.Module, program: Callable[..., Any], inputs: _Inputs, size
         expected, structure = _pytree.tree_flatten(root(*args, **kwargs))
     except Exception as error:
         raise ValueError(
-            f"{_WHERE}(): {type(root).__name__} itself fails on {size} samples: {error}; every input whose first dimension is "
-            f"{inputs.size}, as in the example, is taken for a batch"
+            f"{_WHERE}(): {type(root).__name__} itself fails on {size} samples: {error}. Every input whose first "
+            f"dimension is {inputs.size}, as in the example, is treated as a batch"
         ) from error
     try:
         found, other = _pytree.tree_flatten(program(*args, **kwargs))
         if not isinstance(program, nn.Module):  # of ONNX, which knows tensors only
             expected = [leaf.cpu() for leaf in expected if isinstance(leaf, Tensor)]
         elif other != structure:
-            raise AssertionError(f"the structure of the output is {other}, not {structure}")
+            raise AssertionError(f"the output has the structure {other}, not {structure}")
         torch.testing.assert_close(found, expected, equal_nan=True)
     except Exception as error:
         raise ValueError(
-            f"{_WHERE}(): the program of {type(root).__name__} does not give what the model gives on {size} samples, and is not "
-            f"written: {' '.join(str(error).split())[:400]}"
+            f"{_WHERE}(): the program of {type(root).__name__} gives a different output than the model on {size} "
+            f"samples, so it is not written: {' '.join(str(error).split())[:400]}"
         ) from error

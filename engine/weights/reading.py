@@ -65,7 +65,7 @@ def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: s
         ...     torch.save({"epoch": 3, "state_dict": torch.nn.Linear(2, 1).state_dict()}, f"{folder}/model.pt")
         ...     found = read_weights(f"{folder}/model.pt")
         >>> sorted(found.tensors), found.notes
-        (['bias', 'weight'], ["the weights are its entry 'state_dict'"])
+        (['bias', 'weight'], ["the weights come from its entry 'state_dict'"])
     """
     if isinstance(source, Mapping):
         return _unwrapped("a mapping", source, where)
@@ -131,12 +131,12 @@ def _notes_on(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """What of a state is not used, in words."""
     notes = []
     if own:
-        notes.append(f"its {len(own)} trained tensors in no module are not used")
+        notes.append(f"its {len(own)} trained tensors that are in no module are not used")
     if left_out := state.get(BASE, {}).get("sha256", {}):
-        notes.append(f"it leaves out {len(left_out)} frozen parameters")
+        notes.append(f"the file leaves out {len(left_out)} frozen parameters")
     for name, part in state.get("handlers", {}).items():
         if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
-            notes.append(f"the averages of {name!r} are not used, but the weights of the last step")
+            notes.append(f"the averages of {name!r} are not used; the weights are those of the last step")
     return notes
 
 
@@ -158,7 +158,8 @@ def _read_one(path: Path, where: str) -> WeightFile:
     if begin[:2] == b"PK" or begin[:1] == b"\x80":
         return _unwrapped(os.fspath(path), _read_pickled(path, where), where)
     raise ValueError(
-        f"{where}: {os.fspath(path)!r} is {'empty' if not begin else 'neither safetensors nor a file of torch.save'}"
+        f"{where}: {os.fspath(path)!r} is "
+        f"{'empty' if not begin else 'neither a safetensors file nor a file written by torch.save'}"
     )
 
 
@@ -198,17 +199,18 @@ def _read_shard_files(index: Path, where: str) -> dict[str, Tensor]:
         named = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{where}: {os.fspath(index)!r} is no index of shards, which has a 'weight_map' from names to files"
+            f"{where}: {os.fspath(index)!r} is not an index of shards, because it has no 'weight_map' from names to "
+            "files"
         ) from error
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(named.values()):
         shard = index.parent / file
         if Path(file).name != file or not shard.is_file():
-            raise FileNotFoundError(f"{where}: {os.fspath(index)!r} names {file!r}, which is not beside it")
+            raise FileNotFoundError(f"{where}: {os.fspath(index)!r} lists {file!r}, which is not in the same folder")
         inside = _read_one(shard, where).tensors
         wanted = [name for name, of in named.items() if of == file]
         if missing := [name for name in wanted if name not in inside]:
-            raise ValueError(f"{where}: {os.fspath(shard)!r} is without {missing[0]!r}, which the index names")
+            raise ValueError(f"{where}: {os.fspath(shard)!r} lacks {missing[0]!r}, which the index lists")
         tensors |= {name: inside[name] for name in wanted}
     return tensors
 
@@ -225,11 +227,14 @@ def _unwrapped(label: str, content: Any, where: str) -> WeightFile:
         return found if found.tensors else refuse("holds no tensors")
     content, notes = _entry_of(content)
     if not isinstance(content, Mapping):
-        refuse(f"holds a {type(content).__name__}, not tensors by name")
+        refuse(f"contains a {type(content).__name__}, not a mapping from names to tensors")
     tensors = {str(name): _whole(value) for name, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         names = ", ".join(map(repr, list(content)[:8]))
-        refuse(f"holds no tensors by name; its entries are {names or 'none'}: pass the mapping that holds them")
+        refuse(
+            f"contains no mapping from names to tensors; its entries are {names or 'none'}; pass the mapping that "
+            "contains the tensors"
+        )
     return WeightFile(label.strip("'"), tensors, notes)
 
 
@@ -243,7 +248,7 @@ def _entry_of(content: Any) -> tuple[Any, list[str]]:
             break
         entry, content = f"{entry}.{inside[0]}".lstrip("."), content[inside[0]]
         notes += [f"its entry {other!r} is not used" for other in inside[1:]]
-    return content, [f"the weights are its entry {entry!r}", *notes] if entry else notes
+    return content, [f"the weights come from its entry {entry!r}", *notes] if entry else notes
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -100,8 +100,8 @@ def _collect(engine: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:
             name = plain_name(f"{prefix}.{key}" if prefix else key)
             if not isinstance(value, Tensor):
                 raise ValueError(
-                    f"export_weights(): {name!r} of the model's state is a {type(value).__name__}, and safetensors holds tensors "
-                    "only; save it with Checkpoint"
+                    f"export_weights(): {name!r} in the model's state is a {type(value).__name__}, but safetensors "
+                    "stores only tensors; save the model with Checkpoint"
                 )
             first = seen.setdefault(id(objects[key]) if key in objects else (root, key), name)
             if first != name:
@@ -122,7 +122,7 @@ def _check_kind(name: str, tensor: Tensor) -> None:
         else ""
     )  # fmt: skip
     if problem:
-        raise ValueError(f"export_weights(): {name!r} {problem}, which safetensors cannot hold")
+        raise ValueError(f"export_weights(): {name!r} {problem}, which safetensors cannot store")
 
 
 def _write(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], file: BinaryIO) -> None:
@@ -154,7 +154,7 @@ def _check(tensors: Mapping[str, Tensor], path: Path) -> None:
         found = set(file.keys())
         for name, tensor in tensors.items():
             if name not in found or not _equal(file.get_tensor(name), tensor):
-                raise OSError(f"export_weights(): {name!r} was not read back as it was written")
+                raise OSError(f"export_weights(): {name!r} differs after reading the file back")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

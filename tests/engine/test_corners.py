@@ -161,7 +161,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_module_is_changed() -> No
     before = {name: value.clone() for name, value in second.model.state_dict().items()}
     second.load_state_dict(first.state_dict())
     with pytest.raises(
-        ValueError, match=r"module 'b' differs in weight \(\[1, 3\] in the state, \[2, 3\] here\), bias"
+        ValueError, match=r"module 'b' differs in weight \(\[1, 3\] in the state, \[2, 3\] in the model\), bias"
     ):
         second.run(make_data(2), max_epochs=2)
     assert all(torch.equal(before[name], value) for name, value in second.model.state_dict().items())
@@ -446,7 +446,7 @@ def test_two_catalogues_of_one_name_are_distinguished() -> None:
     engine = make_engine()
     engine.register_events(Mine)
     for catalogue in (other, namesake):
-        with pytest.raises(ValueError, match="another catalogue has this name"):
+        with pytest.raises(ValueError, match="two catalogues have this name"):
             engine.register_events(catalogue)  # type: ignore[arg-type]
 
 

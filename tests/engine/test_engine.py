@@ -35,7 +35,7 @@ def make_engine(**options: Any) -> Engine:
 
 @pytest.mark.parametrize("update", [None, [], print, "main", [Update.prediction(), print]])
 def test_an_engine_takes_updates_only(update: Any) -> None:
-    with pytest.raises(TypeError, match="is not an Update or a sequence of them"):
+    with pytest.raises(TypeError, match="is neither an Update nor a sequence of updates"):
         Engine(update)
 
 
@@ -72,7 +72,7 @@ def test_several_modules_are_found_by_name_and_as_one_model() -> None:
 
 @pytest.mark.parametrize("model", ["resnet", nn.Linear, {"a": 3}, [nn.Identity()]], ids=str)
 def test_what_is_no_module_is_refused(model: Any) -> None:
-    with pytest.raises(TypeError, match=r"Engine: model=.* is not a torch module, or a mapping from names"):
+    with pytest.raises(TypeError, match=r"Engine: model=.* is neither a torch module nor a mapping from names"):
         Engine(Update.prediction(), model=model)
 
 
@@ -109,7 +109,10 @@ def test_updates_are_found_by_name_and_the_first_without_one() -> None:
 def test_the_optimizer_and_the_loss_of_the_only_update_are_the_engines() -> None:
     engine = build(linear(5, 1))
     assert engine.loss is None
-    with pytest.raises(AttributeError, match=r"engine\.optimizer: there is none yet: it is built as a run begins"):
+    with pytest.raises(
+        AttributeError,
+        match=r"engine\.optimizer: there is no optimizer, because the optimizer is built when a run begins",
+    ):
         _ = engine.optimizer
     engine.run(kit.batches(2), max_epochs=1)
     assert engine.optimizer is engine.updates[0].optimizer
@@ -118,12 +121,12 @@ def test_the_optimizer_and_the_loss_of_the_only_update_are_the_engines() -> None
     assert isinstance(expected, Tensor)
     assert torch.equal(loss, expected)
     assert not loss.requires_grad
-    with pytest.raises(AttributeError, match="there is none yet: this engine evaluates"):
+    with pytest.raises(AttributeError, match="there is no optimizer, because this engine only evaluates"):
         _ = Engine(Update.prediction(), model=linear(5, 1)).optimizer
     several = Engine([Update.from_function(lambda engine, batch: None, name=name) for name in ("d", "g")])
     for attribute in ("optimizer", "loss"):
         with pytest.raises(
-            AttributeError, match=rf"several updates, 'd', 'g'; write engine\.find_update\('d'\)\.{attribute}"
+            AttributeError, match=rf"several updates: 'd', 'g'; write engine\.find_update\('d'\)\.{attribute}"
         ):
             getattr(several, attribute)
 
@@ -137,11 +140,11 @@ def test_handlers_are_attached_from_lists_and_found_by_name_or_class() -> None:
     assert [*engine.handlers] == []
     with pytest.raises(KeyError, match="no handler 'ema' is attached"):
         _ = engine["ema"]
-    with pytest.raises(TypeError, match=r"engine\[0\]: give the name or the class of a handler"):
+    with pytest.raises(TypeError, match=r"engine\[0\]: expected the name or the class of a handler"):
         _ = engine[0]  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="one by one, or in a list"):
         engine.attach({"ema": ema})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="attached already"):
+    with pytest.raises(ValueError, match="already attached"):
         engine.attach([history, history])
     assert [*engine.handlers] == []
 
@@ -258,5 +261,5 @@ def test_handlers_are_attached_from_any_iterable_and_found_with_in() -> None:
     assert not any(one in engine for one in ("lookahead", int, 3, None))
     with pytest.raises(TypeError, match="'Engine' object is not iterable"):
         list(engine)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="not a Handler"):
+    with pytest.raises(TypeError, match="expected a Handler"):
         engine.attach({"a": History(name="other")})  # type: ignore[dict-item]

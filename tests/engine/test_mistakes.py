@@ -42,7 +42,7 @@ class Slots:
     ids=["dict", "tensor", "data class", "namespace", "slots", "number"],
 )
 def test_batches_that_are_no_pairs(batch: Any, described: str) -> None:
-    message = rf"batches of \(input, target\), but this one is {described}; .*input='image', target='label'"
+    message = rf"batches of \(input, target\), but this batch is {described}; .*input='image', target='label'"
     for update in (Update.supervised(torch.nn.functional.mse_loss, kit.SGD), Update.prediction()):
         with pytest.raises(TypeError, match=message):
             Engine(update, model=linear(3, 1, seed=0)).run([batch], max_epochs=None if update.optimizer is None else 1)
@@ -97,7 +97,7 @@ def test_attributes_that_every_handler_has() -> None:
     with pytest.raises(AttributeError, match=r"super\(\).__init__\(name='mine'\)"):
         Named()
     with pytest.raises(
-        AttributeError, match=r"Held\.engine cannot be set: it is the engine that the handler is attached to"
+        AttributeError, match=r"Held\.engine cannot be set, because it is the engine that the handler is attached to"
     ):
         Held(build())
 

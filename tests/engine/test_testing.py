@@ -137,7 +137,7 @@ def test_a_handler_that_gives_its_guarantees_passes() -> None:
 
 
 def test_what_cannot_be_checked_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected a function that makes a new handler on each call"):
+    with pytest.raises(TypeError, match="expected a function that returns a new handler on each call"):
         check_handler(build, History(), make_data(), max_epochs=2)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="expected a function that builds a new, identical engine on each call"):
         check_handler(build(), History, make_data(), max_epochs=2)  # type: ignore[arg-type]
@@ -282,7 +282,7 @@ def test_a_receiver_that_the_runs_do_not_reach_is_named() -> None:
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Late, make_data(), max_epochs=2)
     report = check_handler(build, Late, make_data(), max_epochs=2, uncalled=["save"])
-    assert "- each receiver is called whose event is emitted; not emitted: leave (Events.PREEMPTED)\n" in report
+    assert "- every receiver whose event is emitted is called; not emitted: leave (Events.PREEMPTED)\n" in report
 
 
 class Returning(Handler):
@@ -351,8 +351,11 @@ def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> N
     ("kind", "message"),
     [
         (Mute, "Mute has no method decorated with @on"),
-        (Misdeclared, "Misdeclared.on_epoch_completed is never called.*put @on.Events.EPOCH_COMPLETED. above it"),
-        (Hoarding, "hoarding: after a run on another engine it does not begin as new.*modules.model"),
+        (
+            Misdeclared,
+            "Misdeclared.on_epoch_completed is never called.*put @on.Events.EPOCH_COMPLETED. above the method",
+        ),
+        (Hoarding, "hoarding: after a run on a different engine, it does not start fresh.*modules.model"),
     ],
     ids=["no subscription", "a forgotten one", "keeps what it counted"],
 )
@@ -373,10 +376,10 @@ def test_the_check_says_what_held_and_takes_one_thread() -> None:
     before = torch.get_num_threads()
     report = check_handler(build, Observing, make_data(), max_epochs=2, changes_training=False)
     assert report.splitlines()[0] == "observing: 16 runs"
-    assert "resumed after iterations 1, 2, 3, 4, 5, 6 the run equals an uninterrupted one" in report
+    assert "resumed after iterations 1, 2, 3, 4, 5, 6, the run equals an uninterrupted run" in report
     assert set(threads) == {1}
     assert torch.get_num_threads() == before
     report = check_handler(build, Observing, make_data(), max_epochs=2)  # it may change training, and does not
-    assert "seed are equal, and end with the weights of one without it" in report
+    assert "seed are equal, and end with the same weights as without" in report
     report = check_handler(build, partial(GradientClipping, 1e-3), make_data(), max_epochs=2)
     assert "seed are equal\n" in report

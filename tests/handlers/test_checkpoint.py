@@ -413,7 +413,7 @@ def test_a_full_disk_leaves_the_old_ones_and_no_rest(tmp_path: Path) -> None:
             engine.run([(torch.ones(2, 50), torch.ones(2, 50))], max_epochs=3)
         except (OSError, RuntimeError) as error:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-            assert any("the earlier ones are untouched" in note for note in error.__notes__), error.__notes__
+            assert any("earlier checkpoints are unchanged" in note for note in error.__notes__), error.__notes__
             print("refused")
     """
     done = subprocess.run(
@@ -527,7 +527,7 @@ def test_a_second_value_in_one_iteration_under_another_name_takes_the_place_of_t
 def test_a_template_with_an_unknown_metric_is_refused_at_the_first_look(tmp_path: Path) -> None:
     engine = engine_of(Checkpoint(tmp_path, every="1it", filename="{acuracy:.2f}"), Metrics(accuracy=Accuracy()))
     with pytest.raises(
-        KeyError, match=r"no 'acuracy'; there are: accuracy, epoch, iteration, name, step; did you mean 'accu"
+        KeyError, match=r"no 'acuracy'; available names: accuracy, epoch, iteration, name, step; did you mean 'accu"
     ):
         engine.run(DATA, max_epochs=2)
     assert engine.state.iteration == 0
@@ -614,7 +614,7 @@ def test_weights_only_are_those_that_are_to_be_used(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs), name
     assert not torch.equal(engine.model[0].weight, loaded["model"]["0.weight"]), "the averages, not the raw weights"
     assert torch.load(handler.last / "state.pt", weights_only=True).keys() == loaded.keys()
-    with pytest.raises(ValueError, match="not the state of a Signalfire engine"):
+    with pytest.raises(ValueError, match="expected the state of a Signalfire engine"):
         other.load_state_dict(loaded)
 
 
@@ -641,7 +641,9 @@ def test_hyperparameters_come_back_as_they_were_and_may_be_overridden(tmp_path: 
     for where in (tmp_path, path, path / "state.pt"):
         assert Checkpoint.hyperparameters(where) == HYPERPARAMETERS
     assert Checkpoint.hyperparameters(path, lr=0.2, note="twice") == {**HYPERPARAMETERS, "lr": 0.2, "note": "twice"}
-    with pytest.raises(ValueError, match=r"no 'layer' was stored; there are: amp, layers, lr, note, optimizer"):
+    with pytest.raises(
+        ValueError, match=r"no 'layer' was stored; stored hyperparameters: amp, layers, lr, note, optimizer"
+    ):
         Checkpoint.hyperparameters(path, layer=[4])
     engine_of(Checkpoint(tmp_path / "none")).run(DATA, max_epochs=1)
     with pytest.raises(ValueError, match="written without hyperparameters="):

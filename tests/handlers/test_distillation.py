@@ -314,7 +314,7 @@ def test_no_state_holds_the_teacher_and_another_one_is_reported_on_resume() -> N
     resumed.run(data(), max_epochs=2)
     other = build(Distillation(make_teacher(9), temperature=T, weight=W))
     other.load_state_dict(state)
-    with pytest.warns(FindingWarning, match=r"W32: .*'distillation' has teacher='[0-9a-f]{16}', and had teacher='"):
+    with pytest.warns(FindingWarning, match=r"W32: .*'distillation' has teacher='[0-9a-f]{16}', but had teacher='"):
         other.run(data(), max_epochs=2)
     whole = trained(distillation())
     assert fingerprint(resumed).keys() == fingerprint(whole).keys()

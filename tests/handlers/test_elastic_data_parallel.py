@@ -652,7 +652,7 @@ def test_a_sampler_of_ranks_and_a_batch_that_is_replaced_for_the_whole_step_are_
     with pytest.raises(ValueError, match="a sampler that gives each rank its part"):
         engine.run(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)), max_epochs=1)
     engine.connect(Events.ITERATION_STARTED, lambda engine: setattr(engine.state, "batch", numbers()[0]))
-    with pytest.raises(TypeError, match=r"state\.batch was set to a tuple outside of a shard's events"):
+    with pytest.raises(TypeError, match=r"state\.batch was set to a tuple outside a shard's events"):
         engine.run(numbers(), max_epochs=1)
 
 
@@ -706,9 +706,9 @@ def test_a_state_of_other_shards_resumes_with_a_warning() -> None:
     first = classifier()
     first.attach(ElasticDataParallel(shards=4))
     first.run(numbers(), max_iters=3)
-    for handlers, named in (([ElasticDataParallel(shards=2)], "steps of 2 shards"), ([], "steps without shards")):
+    for handlers, named in (([ElasticDataParallel(shards=2)], "steps with 2 shards"), ([], "steps without shards")):
         engine = classifier()
         engine.attach(handlers)
         engine.load_state_dict(first.state_dict(), allow=["elastic_data_parallel"] if not handlers else [])
-        with allow("W32"), pytest.warns(RuntimeWarning, match=f"steps of 4 shards, and resumes with {named}"):
+        with allow("W32"), pytest.warns(RuntimeWarning, match=f"steps with 4 shards and resumes with {named}"):
             engine.run(numbers(), max_epochs=1)

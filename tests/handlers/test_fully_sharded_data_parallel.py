@@ -419,7 +419,7 @@ def test_a_damaged_shard_is_named_and_the_older_checkpoint_taken(tmp_path: Path)
     content = bytearray((newest / "__1_0.distcp").read_bytes())
     content[len(content) // 2] ^= 1
     (newest / "__1_0.distcp").write_bytes(content)
-    with pytest.raises(ValueError, match=r"__1_0\.distcp is not what was written: its sha256 differs"):
+    with pytest.raises(ValueError, match=r"__1_0\.distcp has changed since it was written: its sha256 differs"):
         Checkpoint.load(newest)
     with pytest.warns(RuntimeWarning, match="is damaged and skipped"):
         assert Checkpoint.load(tmp_path)["engine"]["epoch"] == 1
@@ -548,7 +548,7 @@ def saving_inside_a_window(folder: Path, every_batch: bool) -> Any:
 @pytest.mark.slow
 def test_an_open_window_is_refused_unless_every_batch_is_reduced(tmp_path: Path) -> None:
     for message in together(2, saving_inside_a_window, tmp_path / "refused", False):
-        assert "cannot be saved: save where windows end" in message
+        assert "cannot be saved; save at the end of a window" in message
         assert "reduce_every_batch=True" in message
     assert together(2, partial(saving_inside_a_window, every_batch=True), tmp_path / "saved") == [True, True]
 

@@ -496,9 +496,7 @@ def test_an_error_inside_a_window_discards_it_and_says_so() -> None:
     with engine.connect(Events.BACKWARD_COMPLETED(once=3), fail), pytest.raises(ArithmeticError):
         engine.run(VALUES, max_epochs=1)
     assert engine.model.weight.grad is None
-    with pytest.warns(
-        UserWarning, match="gradients of the 2 batches before it in the accumulation window .* discarded"
-    ):
+    with pytest.warns(UserWarning, match="gradients of the earlier 2 batches in the accumulation window .* discarded"):
         engine.run(VALUES, max_epochs=1)  # makes the third batch again, in a new window
     assert gradients == [4.5, 8.5]
 

@@ -365,7 +365,7 @@ def test_plateau_does_not_count_a_value_twice() -> None:
 def test_plateau_without_its_metric_is_an_error_that_names_those_there_are() -> None:
     engine, _ = engine_of(network(), LRScheduling(ReduceLROnPlateau, monitor="scores"))
     engine.connect(Events.EPOCH_COMPLETED, score)
-    with pytest.raises(KeyError, match=r"'scores'.*There are: score.*did you mean 'score'"):
+    with pytest.raises(KeyError, match=r"'scores'.*Available metrics: score.*did you mean 'score'"):
         engine.run(batches(2), max_epochs=8)
 
 

@@ -631,13 +631,13 @@ def test_a_name_that_could_be_that_of_the_training_too_is_refused() -> None:
     engine = classifying(
         Validation(labelled(2), accuracy=Accuracy()), Metrics(train_accuracy=Accuracy()), EarlyStopping("accuracy")
     )
-    with pytest.raises(KeyError, match=r"'accuracy', which is ambiguous: write 'val_accuracy' or 'train_accuracy'"):
+    with pytest.raises(KeyError, match=r"'accuracy', which is ambiguous; write 'val_accuracy' or 'train_accuracy'"):
         engine.run(labelled(2, 3), max_epochs=1)
 
 
 def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: Any) -> None:
     with pytest.raises(
-        ValueError, match=r"'validation' and 'again' write the metric 'val/loss', which is also 'val_loss'"
+        ValueError, match=r"'validation' and 'again' write the metric 'val/loss', the same metric as 'val_loss'"
     ):
         classifying(Validation(labelled(2)), Validation(labelled(2), prefix="val/", name="again")).run(
             labelled(2, 3), max_epochs=1
@@ -647,7 +647,7 @@ def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: 
         classifying(metrics, CSVLogger(tmp_path / "log.csv")).run(labelled(2), max_epochs=1)
     engine = classifying(Validation(labelled(2)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
-    with pytest.raises(ValueError, match=r"'val/loss' and 'val_loss' are one metric"):
+    with pytest.raises(ValueError, match=r"'val/loss' and 'val_loss' are the same metric"):
         engine.run(labelled(2, 3), max_epochs=1)
 
 
@@ -697,7 +697,7 @@ def test_an_update_that_reads_another_ones_output_says_that_the_evaluator_has_on
     with pytest.raises(KeyError) as error:
         engine.run(labelled(1), max_epochs=1)
     notes = " ".join(error.value.__notes__)
-    assert "has only update 'b' of the trainer's" in notes
+    assert "has only the trainer's update 'b'" in notes
     assert "Validation(evaluator, data)" in notes
 
 

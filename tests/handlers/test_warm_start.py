@@ -160,7 +160,7 @@ def test_a_run_begins_with_the_weights_of_a_file_bit_for_bit(kind: str, tmp_path
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"not weights at all", "neither safetensors nor a file of torch.save"),
+        (b"not weights at all", "neither a safetensors file nor a file written by torch.save"),
         (b"\x10\0\0\0\0\0\0\0{broken", "not an intact safetensors file"),
         (b"PK\x03\x04 cut off", "cannot be read as plain tensors"),
     ],
@@ -183,16 +183,18 @@ def test_what_is_not_there_or_holds_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"holds neither a checkpoint nor model\.safetensors"):
         WarmStart(tmp_path).compare(Network())
     torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "y.pt")
-    with pytest.raises(ValueError, match=r"y\.pt' holds no tensors by name; its entries are 'epoch', 'optimizer'"):
+    with pytest.raises(
+        ValueError, match=r"y\.pt' contains no mapping from names to tensors; its entries are 'epoch', 'optimizer'"
+    ):
         WarmStart(tmp_path / "y.pt").compare(Network())
     index = of_shards(Network(), tmp_path)
     (tmp_path / "part-1.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"names 'part-1\.safetensors', which is not beside it"):
+    with pytest.raises(FileNotFoundError, match=r"lists 'part-1\.safetensors', which is not in the same folder"):
         WarmStart(index).compare(Network())
     (tmp_path / "inner").mkdir()
     index = index.rename(tmp_path / "inner" / index.name)
     index.write_text(json.dumps({"weight_map": {"head.weight": "../part-0.safetensors"}}))
-    with pytest.raises(FileNotFoundError, match="which is not beside it"):
+    with pytest.raises(FileNotFoundError, match="which is not in the same folder"):
         WarmStart(index).compare(Network())
 
 
@@ -464,8 +466,8 @@ def test_a_checkpoint_of_what_is_trained_says_what_it_leaves_out(tmp_path: Path)
     build(model, EMA(0.5), Checkpoint(tmp_path, trained_only=True)).run(batches(2), max_epochs=1)
     plan = WarmStart(tmp_path, allow="backbone").compare(Network())
     assert plan.notes == [
-        "it leaves out 4 frozen parameters",
-        "the averages of 'ema' are not used, but the weights of the last step",
+        "the file leaves out 4 frozen parameters",
+        "the averages of 'ema' are not used; the weights are those of the last step",
     ]
     assert sorted(plan.missing) == ["backbone.0.bias", "backbone.0.weight", "backbone.1.bias", "backbone.1.weight"]
 

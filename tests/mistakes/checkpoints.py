@@ -187,12 +187,12 @@ def a_link_to_an_archive_that_was_moved(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder)).run(batches(4), max_epochs=1)
 
 
-@mistake(ValueError, r"\[8, 5\] in the state, \[16, 5\] here")
+@mistake(ValueError, r"\[8, 5\] in the state, \[16, 5\] in the model")
 def a_state_of_a_smaller_model(right: bool) -> None:
     resumed(engine_of(hidden=8 if right else 16), saved())
 
 
-@mistake(ValueError, "optimized by SGD, here by Adam")
+@mistake(ValueError, "optimized by SGD, but is now optimized by Adam")
 def a_state_of_another_optimizer(right: bool) -> None:
     resumed(engine_of(optimizer=SGD if right else Adam), saved())
 
@@ -202,7 +202,7 @@ def a_handler_with_a_state_that_was_added_since(right: bool) -> None:
     resumed(engine_of(EMA(0.5)), saved(), **({"allow": ["ema"]} if right else {}))
 
 
-@mistake(ValueError, "not the state of a Signalfire engine")
+@mistake(ValueError, "expected the state of a Signalfire engine")
 def the_weights_in_place_of_the_state(right: bool) -> None:
     engine = engine_of()
     engine.run(batches(4), max_epochs=1)
@@ -266,7 +266,7 @@ def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
         engine_of(Checkpoint(folder, name="last" if right else "newest", resume=True)).run(batches(4), max_epochs=2)
 
 
-@said("received a whole state, of epoch 1 and iteration 4, and loaded only its weights")
+@said("received a whole state, of epoch 1 and iteration 4, but loaded only its weights")
 def the_weights_of_a_state_that_was_to_be_resumed(right: bool) -> None:
     engine, state = engine_of(), saved()
     engine.load_state_dict(state) if right else engine.load_weights(state)

@@ -37,7 +37,7 @@ def an_accuracy_that_is_minimized(right: bool, folder: Path) -> None:
     classifier(Metrics(accuracy=Accuracy()), monitored).run(CLASSES, max_epochs=1)
 
 
-@mistake(ValueError, "whether smaller or greater is better is not known")
+@mistake(ValueError, "it is not known whether smaller or greater values are better")
 def a_metric_whose_direction_nobody_knows(right: bool) -> None:
     own = Metrics(margin=Average(lambda output, batch: output.max()))
     classifier(own, EarlyStopping("margin", mode="max" if right else None)).run(CLASSES, max_epochs=1)

@@ -472,7 +472,7 @@ def an_iteration_that_a_function_sets(right: bool) -> None:
     engine.run(batches(8), max_epochs=3)
 
 
-@mistake(RuntimeError, r"torch.inference_mode\(\); call it outside")
+@mistake(RuntimeError, r"torch.inference_mode\(\); call run\(\) outside")
 def a_run_in_inference_mode(right: bool) -> None:
     engine = build(mlp(5, 8, 1))
     with torch.inference_mode(not right):

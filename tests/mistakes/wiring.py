@@ -130,7 +130,7 @@ def a_declaration_without_its_event(right: bool) -> None:
         def count(self, engine: Engine) -> None: ...
 
 
-@mistake(TypeError, "Counter.count at .* is called with the engine alone")
+@mistake(TypeError, "Counter.count at .* is called with only the engine")
 def a_method_that_takes_no_engine(right: bool) -> None:
     class Counter(Handler):
         @on(Events.EPOCH_COMPLETED)
@@ -177,12 +177,12 @@ def one_history_for_two_folds(right: bool) -> Any:
     return state
 
 
-@mistake(TypeError, "give an instance")
+@mistake(TypeError, "pass an instance")
 def a_class_attached_instead_of_an_instance(right: bool) -> None:
     build(linear(5, 1)).attach(History() if right else History)  # type: ignore[arg-type]
 
 
-@mistake(ValueError, "the name is taken by .*rename it")
+@mistake(ValueError, "the name is taken by .*rename the handler")
 def two_handlers_of_one_name(right: bool) -> None:
     build(linear(5, 1), History(), History(name="again") if right else History())
 
@@ -258,7 +258,7 @@ def a_class_as_a_receiver(right: bool) -> None:
     engine.connect(Events.EPOCH_COMPLETED, Log(engine) if right else Log)
 
 
-@mistake(TypeError, "takes self, but is not bound to an object")
+@mistake(TypeError, "takes self but is not bound to an object")
 def a_method_of_a_class_without_an_object(right: bool) -> None:
     class Log:
         def write(self) -> None: ...
@@ -434,7 +434,7 @@ def a_model_that_the_user_wrapped(right: bool) -> list[str]:
     return list(one_epoch(build(model if right else nn.DataParallel(model))).weights()["model"])
 
 
-@mistake(TypeError, "give an instance, not the class")
+@mistake(TypeError, "pass an instance, not the class")
 def a_class_of_models(right: bool) -> None:
     Engine(Update.supervised(mse_loss, SGD), nn.Identity() if right else nn.Identity)  # type: ignore[arg-type]
 
@@ -442,7 +442,7 @@ def a_class_of_models(right: bool) -> None:
 # ---- arguments --------------------------------------------------------------------------------------------------------
 
 
-@mistake(TypeError, "is not an Update")
+@mistake(TypeError, "is neither an Update")
 def model_and_update_in_the_other_order(right: bool) -> None:
     pair: list[Any] = [Update.supervised(mse_loss, SGD), linear(5, 1)]
     Engine(*pair if right else pair[::-1])
@@ -453,7 +453,7 @@ def a_misspelt_code(right: bool) -> None:
     Engine(Update.prediction(), linear(5, 1), allow=["W10" if right else "W1O"])
 
 
-@mistake(TypeError, "name the bound, such as max_epochs=1")
+@mistake(TypeError, "pass the bound by name, such as max_epochs=1")
 def epochs_without_their_name(right: bool) -> None:
     run: Any = build(linear(5, 1)).run
     run(batches(2), max_epochs=1) if right else run(batches(2), 1)

@@ -54,9 +54,9 @@ def main() -> None:
     trainer.attach(ProgressBar(), CSVLogger("runs/log.csv"), Checkpoint("runs/first", every="1ep", resume=True))
     trainer.attach(Checkpoint("runs/best", monitor="val_accuracy", name="best"))
     run(trainer)
-    print(f"accuracy in the validation: {trainer.state.metrics['val_accuracy']:.1%}")
-    print(f"accuracy in the test: {trainer.test([make_data(500, seed=2)], weights='best')['accuracy']:.1%}")
-    print(f"spikes of the loss: iterations {trainer[LossSpikes].found or 'none'}")
+    print(f"validation accuracy: {trainer.state.metrics['val_accuracy']:.1%}")
+    print(f"test accuracy: {trainer.test([make_data(500, seed=2)], weights='best')['accuracy']:.1%}")
+    print(f"loss spikes: iterations {trainer[LossSpikes].found or 'none'}")
 
 
 if __name__ == "__main__":

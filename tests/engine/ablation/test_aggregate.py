@@ -201,7 +201,7 @@ def test_resampling_two_matrices_together_is_not_what_happens_by_default() -> No
         (lambda: bootstrap_interval(optimality_gap, [[[0.1]]]), "expected one matrix"),
         (
             lambda: bootstrap_interval(optimality_gap, [[0.1], [0.2]], indices=resamples(3, 1)),
-            r"indices for scores of shape \(3, 1\), and the scores have \(2, 1\)",
+            r"for scores of shape \(3, 1\), but the scores have shape \(2, 1\)",
         ),
         (lambda: resamples(0, 2), r"resamples\(runs=0\)"),
     ],

@@ -66,7 +66,7 @@ def test_failed_runs_and_seeds_without_a_pair_do_not_count() -> None:
     results += [Result("- ema", 2, 1.0, seconds=7.0)]
     assert [(one.ratio, one.n) for one in costs(results) if one.what == "seconds"] == [(0.5, 1)]
     assert cost_table(costs(results)).splitlines()[2].split() == ["-", "ema", "0.50", "-", "-"]
-    with pytest.raises(ValueError, match="no run is of this variant; there are: baseline, - ema"):
+    with pytest.raises(ValueError, match="no run has this variant; available variants: baseline, - ema"):
         costs(results, baseline="base")
 
 
@@ -86,7 +86,7 @@ def test_pictures_are_drawn(variants: int, tmp_path: Path) -> None:
     for name in ("pareto.png", "curves.png"):
         assert (tmp_path / name).read_bytes()[:4] == b"\x89PNG"
     with pytest.raises(
-        KeyError, match="no finished run has a curve of it; there are: accuracy; did you mean 'accuracy'"
+        KeyError, match="has a curve of this metric; metrics with curves: accuracy; did you mean 'accuracy'"
     ):
         plot_curves(results, tmp_path / "x.png", metric="acuracy")
     with pytest.raises(ValueError, match="cost='money'"):

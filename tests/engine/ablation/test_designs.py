@@ -80,7 +80,7 @@ def test_a_swap_has_one_variant_for_each_alternative() -> None:
         (lambda: Factorial({"a": ["ema"], "b": ["ema", "swa"]}), "'ema' is in both 'a' and 'b'"),
         (lambda: Factorial([]), "expected at least one factor"),
         (lambda: Swap({}), "Swap(alternatives={})"),
-        (lambda: Swap(cast(Any, {"mix_up": CutMix})), "expected its alternatives by name"),
+        (lambda: Swap(cast(Any, {"mix_up": CutMix})), "expected alternatives by name"),
         (lambda: Swap(cast(Any, {"mix_up": {"cutmix": CutMix()}})), "each run needs a new handler"),
     ],
 )

@@ -162,7 +162,7 @@ def test_clipping_parts_the_gradients_when_they_are_ready() -> None:
     assert re_found(parted.difference) < 1
     assert str(parted) == (
         "The runs diverge at GRADIENTS_READY, epoch 1, iteration 1: the gradient of model.1.weight differs by up to "
-        f"{parted.difference:.3g}; 5 more differ at this event."
+        f"{parted.difference:.3g}; 5 other values differ at this event."
     )
 
 
@@ -403,7 +403,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     def shared() -> Engine:
         return Engine(Update.supervised(cross_entropy, Adam), model=model, seed=0)
 
-    with pytest.raises(ValueError, match=r"share the parameter 'model\.1\.weight'; build a separate one in each"):
+    with pytest.raises(ValueError, match=r"share the parameter 'model\.1\.weight'; create a separate one in each build"):
         divergence(shared, shared, run=train)
     with pytest.raises(RuntimeError, match=r"'preemption': Python delivers signals to the main thread only"):
         found(Preemption())

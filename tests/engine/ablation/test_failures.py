@@ -15,7 +15,7 @@ from signalfire.ablation.results import Result, Variant
 from tests.engine.ablation.reports import report, without
 from tests.engine.ablation.test_statistics import by_enumeration
 
-AGAINST = "the composition is better without"
+AGAINST = "the setup is better without"
 
 
 def values(*numbers: float | None) -> dict[int, Fraction | None]:
@@ -65,11 +65,11 @@ def test_what_fails_more_often_is_not_called_better_even_if_its_other_runs_are()
     assert found.rows[1].verdict == "undecided"
     (sentence,) = found.sentences()
     assert AGAINST not in sentence
-    assert "what fails more often is not recommended" in sentence
+    assert "a variant that fails more often is not recommended" in sentence
     assert "it changed by 2.9 percentage points" in sentence
     assert "7 pairs; conditional on finishing, so not an effect of the variant" in sentence
     assert "*" in str(found).splitlines()[3]
-    assert "conditional on that" in " ".join(str(found).split())
+    assert "conditional on finishing" in " ".join(str(found).split())
 
 
 def test_what_prevents_failures_contributes() -> None:

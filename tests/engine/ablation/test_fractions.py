@@ -198,7 +198,7 @@ def test_the_report_names_the_aliases_and_draws_no_conclusion_on_one_handler() -
     assert not any("it contributes" in one for one in sentences)
     text = " ".join(str(report).split())
     assert "ema + mixup x clip" in text
-    assert "effects joined by + are aliases; the estimate is their sum" in text
+    assert "effects joined by + are aliases, and the estimate is their sum" in text
     # A combination of which one run failed leaves its seed out, as in a full design.
     failed = [Result(one.variant, one.seed, None, error="ValueError: no") if one is runs[0] else one for one in runs]
     assert Report(failed, cells, metric="accuracy", mode="max").effects()[0].left_out == (0,)
@@ -235,16 +235,20 @@ def test_what_is_wrong_is_refused() -> None:
         ({}, ValueError, "give either resolution="),
         ({"resolution": 3, "generators": {"D": ["A", "B"]}}, ValueError, "give either resolution="),
         ({"resolution": 2}, ValueError, "resolution"),
-        ({"resolution": 5}, ValueError, "no fraction of 4 factors has more than 4; use Factorial"),
+        ({"resolution": 5}, ValueError, "a fraction with 4 factors has resolution 4 at most; use Factorial"),
         ({"generators": {}}, TypeError, "expected products by factor"),
         ({"generators": {"D": "ABC"}}, TypeError, "expected a list of names"),
-        ({"generators": {"X": ["A", "B"]}}, ValueError, "'X' is no factor; there are: A, B, C, D"),
-        ({"generators": {"D": ["A", "X"]}}, ValueError, "'X' is no factor"),
-        ({"generators": {"D": ["A"]}}, ValueError, "a product of two or more other factors"),
-        ({"generators": {"C": ["A", "B"], "D": ["A", "C"]}}, ValueError, "'D' is a product of 'C', which is generated"),
+        ({"generators": {"X": ["A", "B"]}}, ValueError, "'X' is not a factor; the factors are A, B, C, D"),
+        ({"generators": {"D": ["A", "X"]}}, ValueError, "'X' is not a factor"),
+        ({"generators": {"D": ["A"]}}, ValueError, "a product of two or more different factors"),
+        (
+            {"generators": {"C": ["A", "B"], "D": ["A", "C"]}},
+            ValueError,
+            "'D' is a product with 'C', which is itself generated",
+        ),
         ({"generators": {"C": ["A", "B"], "D": ["A", "B"]}}, ValueError, "C and D would be on and off together"),
         ({"resolution": 4, "limit": 4}, ValueError, "4 factors need more than limit=4 runs"),
-        ({"generators": {"D": ["A", "B"]}, "limit": 4}, ValueError, "8 runs per seed are more than limit=4"),
+        ({"generators": {"D": ["A", "B"]}, "limit": 4}, ValueError, "8 runs per seed exceed limit=4"),
     ):
         with pytest.raises(error, match=what):
             FractionalFactorial(list("ABCD") if "D" not in options else "", **options)

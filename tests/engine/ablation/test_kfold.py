@@ -191,13 +191,13 @@ def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
 
     one = validation(predict=classes)
     with pytest.raises(
-        ValueError, match="240 samples have none and 0 have several; whole numbers have neither NaN nor a mean"
+        ValueError, match="240 samples have no prediction and 0 have several, but integers have neither NaN nor a mean"
     ):
         one.run(folds=[0]).predictions  # noqa: B018
     found = one.run()
     assert found.predictions.dtype == torch.int64
     assert (found.predictions.numpy() == Y).mean() == pytest.approx(found.mean)
-    with pytest.raises(ValueError, match=r"no fold has any; give KFold\(predict=...\)"):
+    with pytest.raises(ValueError, match=r"no fold has predictions; give KFold\(predict=...\)"):
         validation().run(folds=[0]).predictions  # noqa: B018
 
 
@@ -217,7 +217,7 @@ def test_predictions_of_another_shape_are_refused() -> None:
     def short(engine: Engine, test: Sequence[int]) -> Any:
         return predict(engine, test)[1:]
 
-    assert "returned the shape (59, 10) for 60 samples; expected one row for each" in str(
+    assert "returned shape (59, 10) for 60 samples; expected one row for each" in str(
         validation(predict=short).run(folds=[0])
     )
 

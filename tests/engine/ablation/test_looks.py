@@ -34,14 +34,14 @@ PLAN = [7, 10, 14, 20]
         (
             [5, 10],
             ValueError,
-            "no result of 5 seeds can reach the boundary of this look; the smallest possible is 7",
+            "no result with 5 seeds can reach the boundary of this look; use at least 7",
         ),
         (
             [6, 20],
             ValueError,
-            "no result of 6 seeds can reach the boundary of this look; the smallest possible is 7",
+            "no result with 6 seeds can reach the boundary of this look; use at least 7",
         ),
-        ([2, 3], ValueError, "no result of 2 seeds .*; leave it out"),
+        ([2, 3], ValueError, "no result with 2 seeds .*; omit this look"),
         ([8], ValueError, "expected two or more increasing numbers"),
         ([8, 8], ValueError, "expected two or more increasing numbers"),
         ([8, 40], ValueError, "exact up to 20 seeds"),
@@ -64,10 +64,10 @@ def test_the_refused_size_finds_nothing_and_the_smallest_one_does() -> None:
 
 
 def test_plans_and_seeds_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"Study\(looks=\[7, 10\]\): the last look takes 10 seeds, and seeds= has 8"):
+    with pytest.raises(ValueError, match=r"Study\(looks=\[7, 10\]\): the last look uses 10 seeds, but seeds= has 8"):
         make_study(seeds=range(8), looks=[7, 10])
     found = Sequential(Looks([7, 10]), ["a"])
-    with pytest.raises(ValueError, match="got 8 seeds; the next look is at 7"):
+    with pytest.raises(ValueError, match="got 8 seeds, but the next look is at 7 seeds"):
         found.look({"a": {}}, range(8))
 
 
@@ -227,7 +227,7 @@ def test_a_look_whose_runs_are_not_complete_is_not_made() -> None:
     found = decided(10, Looks([7, 10]), {"baseline": BASE, "- a": LOWER[:6], "- b": SAME})
     assert [row.verdict for row in found.rows[1:]] == ["undecided", "undecided"]
     assert found.rows[1].missing == (6,)
-    assert "No look has been made yet: the runs of the first 7 seeds are not complete." in found.warnings()
+    assert "No look has been made yet, because the runs of the first 7 seeds are not complete." in found.warnings()
 
 
 def test_failed_runs_count_at_a_look() -> None:
@@ -240,11 +240,11 @@ def test_looks_without_a_plan_are_said_and_so_are_those_beside_it() -> None:
     values: dict[str, Sequence[float | None]] = {"baseline": BASE, "- a": LOWER}
     (said,) = decided(10, None, values, seen=[7, 10]).warnings()
     assert said.startswith(
-        "These runs were looked at after 7 and 10 seeds, without a plan: adding seeds until something is found"
+        "These runs were looked at after 7 and 10 seeds, without a plan. Adding seeds until a difference appears"
     )
     assert decided(10, None, values, seen=[3, 10]).warnings() == [], "nothing could be found in three seeds"
     (beside,) = decided(10, Looks([7, 10]), {"baseline": BASE, "- a": LOWER[:7]}, seen=[7, 8]).warnings()
-    assert beside.startswith("Some runs were made for looks at 8 seeds, which the plan of looks does not have")
+    assert beside.startswith("Some runs were made for looks at 8 seeds, which are not in the plan")
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_without_the_correction_each_metric_is_a_family_of_its_own() -> None:
         own = [row for row in several.rows if row.name == name]
         assert [row.adjusted for row in own] == [row.adjusted for row in alone.rows[1:]]
         assert [row.conclusion for row in own] == [row.conclusion for row in alone.rows[1:]]
-    assert "2 comparisons of each metric, not over metrics" in " ".join(str(several).split())
+    assert "2 comparisons for each metric, not across metrics" in " ".join(str(several).split())
 
 
 def test_what_was_pruned_counts_in_the_family_of_every_metric() -> None:
@@ -85,7 +85,7 @@ def test_what_was_pruned_counts_in_the_family_of_every_metric() -> None:
     several = pruning.metrics(MODES)
     smallest = min(row.row.p or 1.0 for row in several.rows)
     assert min(row.adjusted for row in several.rows) == pytest.approx(min(1.0, 6 * smallest))
-    assert "by Holm's procedure for 6 comparisons, with p = 1 for what was pruned" in " ".join(str(several).split())
+    assert "by Holm's procedure for 6 comparisons, with p = 1 for pruned variants" in " ".join(str(several).split())
 
 
 @pytest.mark.slow
@@ -130,14 +130,14 @@ def test_its_frame_has_one_row_for_each_comparison() -> None:
 def test_what_cannot_be_compared_is_refused() -> None:
     found = report(results(random.Random(5)))
     with pytest.raises(
-        KeyError, match="no run has this metric; there are: accuracy, f1, loss; did you mean 'accuracy'"
+        KeyError, match="no run has this metric; available metrics: accuracy, f1, loss; did you mean 'accuracy'"
     ):
         found.metrics({"acuracy": "max"})
     with pytest.raises(ValueError, match="correction='holm'"):
         found.metrics(MODES, correction="holm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected at least one metric with its direction"):
         found.metrics({})
-    with pytest.raises(ValueError, match="planned looks, which are those of one metric"):
+    with pytest.raises(ValueError, match="the planned looks of this study cover only one metric"):
         report(results(random.Random(6)), looks=Looks([7, 8])).metrics(MODES)
 
 

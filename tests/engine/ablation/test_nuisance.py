@@ -163,7 +163,7 @@ def test_a_search_is_that_of_optuna_for_each_variant_and_resumes(tmp_path: Path)
 
         search.optimize(objective, n_trials=12)
         assert tuned.chosen[name]["lr"] == pytest.approx(search.best_params["lr"], rel=1e-9)
-    assert "12 trials of Optuna's TPE sampler, over 2 seeds (100 and 101)" in tuned.facts[0]
+    assert "12 trials with Optuna's TPE sampler, over 2 seeds (100 and 101)" in tuned.facts[0]
     before = path.read_bytes()
     again = tune(study_of(store=path), DESIGN, arguments={"lr": suggest}, seeds=SEEDS, trials=12, workers=0)
     assert path.read_bytes() == before
@@ -204,7 +204,7 @@ def wide(seed: int, width: int, lr: float, norm: float) -> Any:
 
 def test_what_distinguishes_the_variants_cannot_be_tuned() -> None:
     design = Variants({"lr": 0.1, "norm": 0.1, "width": 2}, width=[4], lr=[0.3])
-    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' is one of lr, which cannot be tuned as well"):
+    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' sets lr, which therefore cannot be tuned"):
         tune(study_of(wide), design, arguments={"norm": [0.1, 0.2], "lr": [0.1, 0.2]}, seeds=[100], workers=0)
 
 
@@ -228,22 +228,26 @@ def test_tuning_in_two_steps_keeps_the_first_and_says_so() -> None:
 @pytest.mark.moderate
 def test_what_is_wrong_is_refused() -> None:
     for options, error, what in (
-        ({"seeds": range(1, 4)}, ValueError, r"the study reports \[1\]; tune on other seeds"),
+        ({"seeds": range(1, 4)}, ValueError, r"the study reports the seeds \[1\]; tune on different seeds"),
         ({"seeds": []}, ValueError, r"tune\(seeds=\[\]\)"),
         ({"arguments": {}}, TypeError, "expected values by argument"),
         ({"arguments": {"lr": []}}, TypeError, "expected a list of values"),
         ({"arguments": {"lr": "0.1"}}, TypeError, "expected a list of values"),
-        ({"arguments": {"lr": float}}, TypeError, "a function of a trial needs trials="),
-        ({"trials": 3}, TypeError, "expected a function of a trial, such as lambda trial"),
+        ({"arguments": {"lr": float}}, TypeError, "a function that suggests values needs trials="),
+        ({"trials": 3}, TypeError, "expected a function that takes a trial, such as lambda trial"),
         ({"trials": 0}, ValueError, "trials"),
     ):
         given: dict[str, Any] = {"arguments": {"lr": [0.1]}, "seeds": [100], "workers": 0} | options
         with pytest.raises(error, match=what):
             tune(study_of(), DESIGN, **given)
     several = study_of(tasks={"one": {}, "two": {}}, scores=(1.0, 0.0))
-    with pytest.raises(ValueError, match=r"the study has tasks, .* tune each: tune\(study.tasks\['one'\], ...\)"):
+    with pytest.raises(
+        ValueError, match=r"the study has several tasks, .* tune them one by one: tune\(study.tasks\['one'\], ...\)"
+    ):
         tune(several, DESIGN, arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned = tune(study_of(seeds=[0]), LeaveOneOut(["gradient_noise"]), arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned.designs = (DESIGN,)
-    with pytest.raises(ValueError, match="the variant '- gradient_clipping' was not tuned; there are: baseline, -"):
+    with pytest.raises(
+        ValueError, match="the variant '- gradient_clipping' was not tuned; the tuned variants are baseline, -"
+    ):
         study_of(seeds=[0]).plan(tuned)

@@ -127,5 +127,7 @@ def test_the_page_holds_everything_and_needs_no_other_file(tmp_path: Path) -> No
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"Report.html\(path='.*report.txt'\): expected a name that ends with '.html'"):
+    with pytest.raises(
+        ValueError, match=r"Report.html\(path='.*report.txt'\): expected a file name that ends with '.html'"
+    ):
         report({"- ema": WORSE}).html(tmp_path / "report.txt")

@@ -81,7 +81,5 @@ def test_a_report_that_compares_nothing_has_a_picture(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(
-        ImportError, match=r"the plot of a study needs Matplotlib: pip install 'signalfire\[ablation\]'"
-    ):
+    with pytest.raises(ImportError, match=r"plotting a study needs Matplotlib: pip install 'signalfire\[ablation\]'"):
         report({"- ema": WORSE}).plot(tmp_path / "found.svg")

@@ -192,7 +192,7 @@ def test_other_arguments_are_other_runs(first: Any, second: Any, tmp_path: Path)
     assert make_study(first, seeds=[0], store=store).plan(DESIGN).to_make == ()
     plan = make_study(second, seeds=[0], store=store).plan(DESIGN)
     assert [run.status for run in plan.runs] == ["missing", "missing"]
-    assert "2 stored runs of these variants and seeds were made with another build" in str(plan)
+    assert "2 stored runs with these variants and seeds were made with a different build" in str(plan)
 
 
 @pytest.mark.whole
@@ -269,7 +269,7 @@ def test_another_run_is_another_study(tmp_path: Path) -> None:
     make_study(builds.composed, run=builds.train, seeds=[0], store=store).run(DESIGN, workers=0)
     plan = make_study(builds.composed, run=longer, seeds=[0], store=store).plan(DESIGN)
     assert len(plan.to_make) == 2
-    assert "made with another run (its code, or what it uses)" in str(plan)
+    assert "made with a different run (its code, or what it uses)" in str(plan)
 
 
 def test_other_arguments_of_an_alternative_are_other_runs(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_other_arguments_of_an_alternative_are_other_runs(tmp_path: Path) -> Non
     make_study(seeds=[0], store=store).run(design, workers=0)
     plan = make_study(seeds=[0], store=store).plan(other)
     assert [run.variant.name for run in plan.to_make] == ["ema = slow"]
-    assert "made with another alternative" in str(plan)
+    assert "made with a different alternative" in str(plan)
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_what_build_reads_from_a_file_shows_in_the_handlers_and_the_model(tmp_pa
         study = make_study(build, store=store)
         assert len(study.plan(DESIGN).to_make) == 4, options
         study.run(DESIGN, workers=0)
-    assert "made with another composition (handlers, updates or modules)" in str(study.plan(DESIGN))
+    assert "made with a different setup (handlers, updates or modules)" in str(study.plan(DESIGN))
     assert make_study(build, store=store, seeds=range(3)).plan(DESIGN).to_make[0].seed == 2
 
 
@@ -332,7 +332,7 @@ def test_other_data_or_weights_of_a_stored_seed_are_noticed(tmp_path: Path) -> N
     for name, value in (("model", nn.Linear(2, 1).state_dict()), ("data", builds.data(1))):
         torch.save(first | {name: value}, file)
         what = "weights" if name == "model" else "data"
-        with pytest.raises(ValueError, match=rf"'baseline' with seed 0 began with other {what} than .*set config="):
+        with pytest.raises(ValueError, match=rf"'baseline' with seed 0 began with different {what} than .*set config="):
             make_study(build, store=store).plan(DESIGN)
     assert len(make_study(build, store=store, config={"data": 2}).plan(DESIGN).to_make) == 4
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_digested_is_named_and_asks_for_config(tmp_path: Path) ->
     reader = (number for number in range(3))
     message = (
         r"Study\(build=\.\.\.\): the variable 'reader' of .*build\(\), in build is <generator .*, whose content cannot be "
-        r"compared with that of stored runs; say what it stands for with config="
+        r"compared with that of stored runs; describe the value with config="
     )
 
     def build(seed: int) -> Any:
@@ -452,7 +452,7 @@ def test_a_run_that_comes_to_another_number_is_named_with_both(tmp_path: Path) -
     with pytest.raises(StoreError) as caught:
         study.verify(2, DESIGN, workers=0)
     assert (
-        f"'baseline' with seed 0: val_loss is {values[0]!r} in the store, and {values[0] * 1.0000000000000002!r} now"
+        f"'baseline' with seed 0: val_loss is {values[0]!r} in the store, but {values[0] * 1.0000000000000002!r} now"
         in str(caught.value)
     )
     assert "2 of 2 runs" in str(caught.value)

@@ -170,12 +170,12 @@ def test_the_plan_says_what_will_be_and_what_was_pruned(stored: Path) -> None:
     text = " ".join(str(make_study(store=stored, seeds=range(6), prune=PLAN).plan(DESIGN)).split())
     assert "all 3 variants are trained to the end of epoch 1, the best 2 to the end" in text
     assert 'pruned after epoch 1: "- ' in text
-    assert "0 of 24 runs to make" in text
+    assert "0 of 24 runs pending" in text
     assert "6 seeds cannot show any effect among 3 comparisons (smallest p = 0.094); use more" in text
     new = make_study(seeds=range(8), prune=Halving([1, 2], keep=0.3)).plan(DESIGN)
     words = " ".join(str(new).split())
-    assert "epoch 1, the best 1 to that of epoch 2, the best 1 to the end" in words
-    assert "the 48 runs that end early are not among those counted below" in words  # 4 variants and then 2, of 8 seeds
+    assert "epoch 1, the best 1 to the end of epoch 2, the best 1 to the end" in words
+    assert "the 48 runs that end early are not counted below" in words  # 4 variants and then 2, of 8 seeds
 
 
 # ---- decisions ------------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ def late_and_long(seed: int, rate: float) -> Any:
 
 @pytest.mark.moderate
 def test_a_metric_of_an_earlier_epoch_decides_nothing() -> None:
-    message = r"'val_loss' was last measured in epoch 2, and would decide after epoch 3; choose epochs at whose end"
+    message = r"last measured 'val_loss' in epoch 2, but the decision is after epoch 3; choose epochs at whose end"
     with pytest.raises(ValueError, match=message):
         make_study(late_and_long, prune=Halving([3])).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
 
@@ -354,9 +354,7 @@ def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(
 
 @pytest.mark.moderate
 def test_epochs_that_no_run_reaches_are_an_error() -> None:
-    with pytest.raises(
-        ValueError, match="all runs had ended before epoch 5, the last of them with epoch 2; choose earlier"
-    ):
+    with pytest.raises(ValueError, match="all runs ended before epoch 5, the last one after epoch 2; choose earlier"):
         make_study(prune=Halving([5])).run(DESIGN, workers=0)
 
 
@@ -366,11 +364,11 @@ def test_effects_of_a_design_of_which_a_part_was_pruned_are_refused() -> None:
     for design in (FractionalFactorial(factors, resolution=3), Factorial(factors[:2])):
         found = make_study(seeds=range(2), prune=PLAN).run(design, workers=0)
         assert any("No effects of factors are stated" in one for one in found.warnings())
-        with pytest.raises(ValueError, match=r"effects\(\): .* pruned, and effects need the runs of all variants"):
+        with pytest.raises(ValueError, match=r"effects\(\): .* pruned, but effects need the runs of all variants"):
             found.effects()
     cumulative = Cumulative(factors)
     found = make_study(seeds=range(2), prune=PLAN).run(cumulative, workers=0)
-    with pytest.raises(ValueError, match=r"contributions\(\): .* pruned, and effects need the runs of all variants"):
+    with pytest.raises(ValueError, match=r"contributions\(\): .* pruned, but effects need the runs of all variants"):
         found.contributions(cumulative)
 
 
@@ -409,5 +407,5 @@ def test_runs_that_began_with_other_data_decide_nothing(tmp_path: Path) -> None:
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if b'"until"' in line]
     path.write_bytes(b"".join(lines))
     scale.write_text("2")
-    with pytest.raises(ValueError, match=r"began with other data than a run would begin with now"):
+    with pytest.raises(ValueError, match=r"began with different data than a run would begin with now"):
         make_study(build, store=path, prune=PLAN).run(DESIGN, workers=0)

@@ -92,18 +92,18 @@ def normalized(number: int) -> Any:
 
 
 DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
-    "an argument": (built(clipped), r"handler 'gradient_clipping'\.max_norm was 2 in one call, and 3 in the next"),
+    "an argument": (built(clipped), r"handler 'gradient_clipping'\.max_norm was 2 in one call and 3 in the next"),
     "off": (
         built(lambda engine, number: setattr(engine.handlers["gradient_clipping"], "enabled", number % 2 == 1)),
         r"handler 'gradient_clipping'\.enabled was False in one call, and True",
     ),
     "attached every other time": (
         built(lambda engine, number: engine.attach(EMA(0.5)) if number % 2 == 1 else None),
-        "handler 'ema' is in one of them only",
+        "handler 'ema' is in only one of the runs",
     ),
     "another handler": (
         built(lambda engine, number: engine.attach(EMA(0.5, name="other") if number % 2 == 1 else Scaled())),
-        "handler '(other|scaled)' is in one of them only",
+        "handler '(other|scaled)' is in only one of the runs",
     ),
     "an attribute": (built(lambda engine, number: engine.attach(Scaled(by=number))), r"handler 'scaled'\.by was 2"),
     "a schedule": (built(scheduled), r"variable 'factor' was 0\.5 in one call, and 0\.33"),
@@ -115,7 +115,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
         r"module 'model'\.0\.p was 0\.2",
     ),
     "weights": (built(halved), r"module 'model'\.\(weight\) was Parameter"),
-    "epochs": (built(epochs=lambda number: number), r"was 2 in one call, and 3 in the next"),
+    "epochs": (built(epochs=lambda number: number), r"was 2 in one call and 3 in the next"),
     "data": (built(data=lambda number: [(INPUTS * number, TARGETS)]), r"\[0\]\[0\] was Tensor"),
     "size of batches": (built(data=lambda number: ORDERED(batch_size=number)), "batch_size was 2"),
     "order": (built(data=lambda number: ORDERED(batch_size=4, shuffle=number % 2 == 1)), "sampler"),
@@ -194,5 +194,5 @@ def test_a_build_that_changes_its_handlers_later_is_reported() -> None:
         engine.attach(GradientClipping(max_norm=norms.pop() if norms else 5.0))
 
     study = Study(built(clip), metric="val", seeds=range(2))
-    with pytest.warns(FindingWarning, match=r"W82: build\(0\) returned other handlers than in an earlier run"):
+    with pytest.warns(FindingWarning, match=r"W82: build\(0\) returned different handlers than in an earlier run"):
         study.run(LeaveOneOut(["gradient_clipping"]), workers=0)

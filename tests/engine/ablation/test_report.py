@@ -208,7 +208,10 @@ def test_a_factorial_design_shows_its_effects() -> None:
     [
         ({"mode": "best"}, r"Report\(mode='best'\): expected 'min' or 'max'"),
         ({"level": 95}, r"Report\(level=95\): expected a number between 0 and 1"),
-        ({"baseline": "all"}, r"Report\(baseline='all'\): no such variant; there are: \['baseline', '- a'\]"),
+        (
+            {"baseline": "all"},
+            r"Report\(baseline='all'\): no variant has this name; the variants are \['baseline', '- a'\]",
+        ),
         ({"seeds": [0]}, r"variant 'baseline' with seed 1, which is not one of the seeds: \[0\]"),
     ],
 )

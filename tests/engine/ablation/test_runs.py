@@ -34,7 +34,7 @@ def test_a_process_that_dies_costs_its_own_run_alone(tmp_path: Path) -> None:
     results = study.results(study.plan(LeaveOneOut(["ema"])))
     assert len(results) == 4
     assert {result.seed for result in results if result.value is None} == {1}
-    assert all("the process that made this run died" in (result.error or "") for result in results if result.seed == 1)
+    assert all("the process of this run died" in (result.error or "") for result in results if result.seed == 1)
 
 
 class Losing(Executor):
@@ -75,7 +75,7 @@ def test_of_the_runs_of_an_executor_all_are_kept_but_those_that_it_loses(
     with pytest.raises(OSError, match=message) as caught:
         found.extend(outcomes([task(seed=seed) for seed in range(7)], executor))
     assert len(found) == made
-    assert f"could not make {7 - made} of 7 runs of the study; the other {made} are in" in caught.value.__notes__[0]
+    assert f"failed to run {7 - made} of 7 runs of the study; the other {made} are in" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ def test_sentences_of_leaving_one_out() -> None:
         "Without ema, accuracy fell by 1.6 percentage points (95 % interval 0.8 to 2.5, p = 0.0078 adjusted, 8 seeds): "
         "it contributes.",
         "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 0.8 to 2.5, p = 0.0078 adjusted, 8 seeds): "
-        "the composition is better without it.",
+        "the setup is better without it.",
         "Without clip, accuracy shows no significant difference with 8 seeds (change of 0.1 percentage points, 95 % interval "
-        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points is found with a probability of 80 %, a smaller one "
-        "may exist.",
+        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points is found with a probability of 80 %, "
+        "and a smaller "
+        "one may exist.",
         "Without noise, accuracy was exactly the same with all 8 seeds.",
         "Without sched, accuracy fell by 2.0 percentage points (the same with every seed, so there is no interval, "
         "p = 0.0078 adjusted, 8 seeds): it contributes.",
@@ -32,7 +33,7 @@ def test_sentences_know_which_direction_is_better() -> None:
     found = report({"- ema": BETTER, "- mixup": WORSE}, metric="loss", mode="min")
     assert "loss rose by 0.016 (95 % interval 0.010 to 0.024" in found.sentences()[0]
     assert found.sentences()[0].endswith("it contributes.")
-    assert found.sentences()[1].endswith("the composition is better without it.")
+    assert found.sentences()[1].endswith("the setup is better without it.")
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,8 @@ def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
     found = report({f"- {name}": WORSE[:5] for name in "abcde"})
     assert found.needed == 6
     assert found.warnings() == [
-        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so no direction is stated; for 0.05, at least "
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so no direction is stated. For a level of "
+        "0.05, at least "
         "6 seeds are needed."
     ]
     for name, sentence in zip("abcde", found.sentences(), strict=True):
@@ -127,7 +129,7 @@ def test_one_pair_or_none_is_reported_as_such() -> None:
     assert one.startswith(
         "Without a, runs failed: only this variant's in 1 pair of 2, only the baseline's in 0, both in 0 (Mc"
     )
-    assert "That is too few pairs to say more: at least 6 seeds are needed." in one
+    assert "There are too few pairs to say more: at least 6 seeds are needed." in one
     assert "fell" not in one + none
     assert "2 of its 2 runs failed" in none
     assert "0/2" in str(found)
@@ -172,7 +174,7 @@ def test_runs_that_the_baseline_lacks_are_counted_in_every_sentence() -> None:
     found = report({"- ema": WORSE, "- mixup": [*WORSE[:7], None]}, base=base, seeds=range(9))
     baseline, ema, mixup = found.sentences()
     assert baseline == (
-        'Not all runs of "baseline", with which the others are compared, finished. '
+        'Not all runs of "baseline", the reference of all comparisons, finished. '
         "2 of its 9 runs failed (seed 0: ValueError: boom; seed 1: ValueError: boom). "
         "1 of its 9 runs is missing (seed 8)."
     )
@@ -216,11 +218,11 @@ def test_effects_and_interactions_have_sentences() -> None:
     )
     assert ema.endswith(", p = 0.0078 adjusted, 8 seeds): it contributes.")
     assert mixup.startswith("mixup has no significant effect on accuracy (")
-    assert mixup.endswith(" is found with a probability of 80 %, a smaller one may exist.")
+    assert mixup.endswith(" is found with a probability of 80 %, and a smaller one may exist.")
     assert both.startswith("The interaction ema x mixup raises accuracy by 1.0 percentage points (95 % interval 0.")
     assert "contributes" not in both
     worse = report(changes, FACTORIAL, mode="min").sentences()[3]
-    assert worse.endswith("): the composition is better without it.")
+    assert worse.endswith("): the setup is better without it.")
     wide = report(changes, FACTORIAL, margin=0.05).sentences()[3:]
     assert all(" by less than 5.0 percentage points (" in sentence for sentence in wide)
 
@@ -234,5 +236,7 @@ def test_effects_of_too_few_seeds_and_of_failed_runs_are_said() -> None:
     )
     failed: dict[str, Sequence[float | None]] = {"- ema": WORSE, "- mixup": [None, *WORSE[1:]], "- ema - mixup": WORSE}
     ema = report(failed, FACTORIAL).sentences()[3]
-    assert ema.endswith(" (Seed 0 omitted, as not all of the runs finished: conditional on that.)")
+    assert ema.endswith(
+        " (Seed 0 omitted because not all of the runs finished, so the effect is conditional on finishing.)"
+    )
     assert "contributes" not in ema

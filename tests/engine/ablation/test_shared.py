@@ -80,12 +80,12 @@ SHARED: dict[str, tuple[Callable[[int], Any], str]] = {
         builder("model", "evaluator", again=reset),
         r"returned the handler 'metrics' \(Metrics\) for a second run",
     ),
-    "model": (builder("model"), "returned the tensor 'model.0.weight' of an earlier run, as that run has left it"),
+    "model": (builder("model"), "returned the tensor 'model.0.weight' as an earlier run left it"),
     "optimizer": (
         builder("model", "optimizer", again=reset),
-        "returned the optimizer of 'main' of an earlier run, as that",
+        "returned the optimizer of 'main' as an earlier run left it",
     ),
-    "generator": (builder("generator"), "over data whose generator an earlier run has advanced"),
+    "generator": (builder("generator"), "data whose generator an earlier run has advanced"),
 }
 
 
@@ -273,10 +273,13 @@ CHANGED: dict[str, tuple[Callable[[int], Any], str]] = {
     "a trained tensor": (parts(scale=always(torch.ones(1, requires_grad=True))), r"returned the parameter 0 of update"),
     "a loss": (
         parts(loss=always(Annealed())),
-        r"\(Annealed\), whose '(calls|weights\[0\])' an earlier run has changed",
+        r"\(Annealed\), whose '(calls|weights\[0\])' was changed by an earlier run",
     ),
-    "a counter of the data": (parts(data=always(Counting(counts=True))), r"\(Counting\), whose 'read' an earlier run"),
-    "noise of the data": (parts(data=always(Drawing())), r"\(Drawing\), whose 'random' an earlier run"),
+    "a counter of the data": (
+        parts(data=always(Counting(counts=True))),
+        r"\(Counting\), whose 'read' was changed by an earlier run",
+    ),
+    "noise of the data": (parts(data=always(Drawing())), r"\(Drawing\), whose 'random' was changed by an earlier run"),
     "a loader of a handler": (looking(shuffled()), "whose generator an earlier run has advanced"),
     "an evaluator in a list": (parts(evaluators=held(lambda one: [one])), "the handler 'metrics'"),
     "an evaluator in a mapping": (parts(evaluators=held(lambda one: {"val": [one]})), "the handler 'metrics'"),

@@ -138,7 +138,7 @@ def test_a_damaged_line_is_named_and_its_run_is_made_again(whole: bytes, tmp_pat
     variant = json.loads(whole.splitlines()[1])["variant"]
     study = make_study(store=path)
     with pytest.warns(
-        StoreWarning, match=rf"line 2 of the store .* is damaged: .*\(variant '{variant}', seed 0\); the line"
+        StoreWarning, match=rf"line 2 of the store .* is damaged: .*\(variant '{variant}', seed 0\). The line"
     ):
         plan = study.plan(LeaveOneOut(["ema"]))
     assert [(run.variant.name, run.seed) for run in plan.to_make] == [(variant, 0)]
@@ -163,7 +163,7 @@ def test_two_lines_of_one_run_with_different_numbers_are_an_error_that_names_bot
         store.read()
     said = str(caught.value)
     assert "lines 3 and 4 of the store" in said
-    assert "the run of '- ema' with seed 0, with different numbers" in said
+    assert "the run of '- ema' with seed 0, with different results" in said
     assert str(first[name]) in said
     assert str(other) in said
 
@@ -189,7 +189,7 @@ def test_lines_of_version_0_1_are_kept_and_not_used(whole: bytes, tmp_path: Path
     plan = study.plan(LeaveOneOut(["ema"]))
     assert len(plan.to_make) == 4
     assert (
-        "4 stored runs of these variants and seeds were written by version 0.1, which recorded neither code nor"
+        "4 stored runs with these variants and seeds were written by version 0.1, which recorded neither code nor"
         in str(plan)
     )
     study.run(LeaveOneOut(["ema"]), workers=0)
@@ -278,7 +278,7 @@ def test_a_file_with_two_names_is_not_written(tmp_path: Path) -> None:
     os.link(path, other)
     for one in (path, other):
         store = Store(one)
-        with pytest.raises(StoreError, match=rf"{one.name}' is one file with 2 names \(hard links\)"), store.writing():
+        with pytest.raises(StoreError, match=rf"{one.name}' is a file with 2 names \(hard links\)"), store.writing():
             pass
     other.unlink()
     with Store(path).writing():
@@ -340,7 +340,7 @@ def test_without_a_path_it_is_kept_in_memory() -> None:
 
 
 def test_a_path_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="use a file in it"):
+    with pytest.raises(IsADirectoryError, match="give a file in it"):
         Store(tmp_path)
     with pytest.raises(TypeError, match="expected a path"):
         Store(cast(Any, 3))

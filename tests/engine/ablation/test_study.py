@@ -255,7 +255,9 @@ def test_a_failed_run_is_kept_with_its_traceback_and_made_again_only_when_asked_
 
 def test_a_metric_that_nobody_has_ends_the_study_and_names_those_there_are(tmp_path: Path) -> None:
     study = make_study(metric="val_los", store=tmp_path / "store.jsonl")
-    with pytest.raises(KeyError, match=r"without the metric 'val_los'.*There are: val_loss; did you mean 'val_loss'\?"):
+    with pytest.raises(
+        KeyError, match=r"without the metric 'val_los'.*Available metrics: val_loss; did you mean 'val_loss'\?"
+    ):
         study.run(DESIGN, workers=0)
     assert (tmp_path / "store.jsonl").read_bytes() == b""
 
@@ -291,7 +293,7 @@ def test_the_plan_says_what_is_to_be_made_and_what_it_costs(tmp_path: Path) -> N
     store = tmp_path / "store.jsonl"
     plan = make_study(store=store).plan(DESIGN)
     assert plan.seconds is None
-    assert str(plan).endswith("4 variants x 2 seeds: 8 of 8 runs to make, estimated time, run sequentially: unknown")
+    assert str(plan).endswith("4 variants x 2 seeds: 8 of 8 runs pending, estimated time if run sequentially: unknown")
     assert not store.exists()
     make_study(store=store, seeds=[0]).run(LeaveOneOut(["ema"]), workers=0)
     plan = make_study(store=store).plan(DESIGN)
@@ -416,8 +418,9 @@ def test_other_handlers_than_those_of_the_store_are_noticed(tmp_path: Path) -> N
     plan = make_study(build, **options).plan(LeaveOneOut(["ema"]))
     assert [run.status for run in plan.runs] == ["missing"] * 2
     assert plan.notes == (
-        "2 stored runs of these variants and seeds were made with another build (its code, or what it uses) and another "
-        "composition (handlers, updates or modules), and are not used",
+        "2 stored runs with these variants and seeds were made with a different build (its code, or what it uses) "
+        "and a different "
+        "setup (handlers, updates or modules), and are not used",
     )
 
 
@@ -431,7 +434,7 @@ def test_a_design_without_a_baseline_is_refused() -> None:
         def variants(self, candidates: Any) -> list[Variant]:
             return [Variant("all"), Variant("none", frozenset(candidates))]
 
-    with pytest.raises(ValueError, match=r"no variant is named 'baseline'.* there are: all, none"):
+    with pytest.raises(ValueError, match=r"no variant is named 'baseline'.* the variants are all, none"):
         make_study().plan(Mine())
 
 

@@ -197,8 +197,9 @@ def test_a_failed_run_counts_as_worst_and_is_named() -> None:
     assert report.rows[1].verdict != "better"
     assert report.floored == 1
     assert [(one.variant, one.seed, one.value) for one in report.results if one.error] == [("- ema", 2, None)]
-    assert "1 failed run counts in aggregates and profiles as the lowest score of the task, and at most as 0." in (
-        report.warnings()
+    assert (
+        "1 failed run counts in aggregates and profiles as the lowest score of the task, but never as more than 0."
+        in report.warnings()
     )
     assert 'wine: ValueError: boom' in report.warnings()[0]  # fmt: skip
     found["wine", "baseline"][5] = 0.2  # a score of -0.4
@@ -235,7 +236,7 @@ def test_seeds_that_have_not_run_everywhere_are_left_out_and_named() -> None:
     assert report.complete == (1, 2, 3, 4, 5, 6)
     assert report.matrix("- ema").shape == (6, 3)
     assert (
-        "Aggregates and profiles are without seeds 0 and 7, of which not all variants and tasks ran."
+        "Aggregates and profiles leave out the seeds 0 and 7, with which not all variants and tasks ran."
         in report.warnings()
     )
     assert report.rows[0].missing == (0,)
@@ -318,5 +319,5 @@ def test_reports_on_other_runs_are_no_tasks_of_one_study(change: dict[str, Any],
         TasksReport({"digits": one, "wine": other}, (0.0, 1.0))
     with pytest.raises(ValueError, match="1 tasks; expected two or more"):
         TasksReport({"digits": one}, (0.0, 1.0))
-    with pytest.raises(KeyError, match="no such variant; there are: baseline, - ema"):
+    with pytest.raises(KeyError, match="no variant has this name; the variants are baseline, - ema"):
         TasksReport({"digits": one, "wine": one}, (0.0, 1.0)).matrix("ema")

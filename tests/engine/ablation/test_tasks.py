@@ -90,7 +90,7 @@ def test_the_plan_counts_the_runs_of_all_tasks_and_trains_nothing() -> None:
         (task, name, seed) for task in TASKS for name in ("baseline", "- gradient_clipping") for seed in range(3)
     }
     assert len({run.key for run in plan.runs}) == 12
-    assert "2 variants x 2 tasks x 3 seeds: 12 of 12 runs to make" in str(plan)
+    assert "2 variants x 2 tasks x 3 seeds: 12 of 12 runs pending" in str(plan)
     assert str(plan).splitlines()[1].split() == ["baseline", "0", "0", "6", "-"]
     one.run(DESIGN, workers=0)
     assert one.plan(DESIGN).to_make == ()
@@ -128,7 +128,8 @@ def test_another_argument_of_one_task_makes_its_runs_anew_and_no_others(tmp_path
     plan = changed.plan(DESIGN)
     assert {run.task for run in plan.to_make} == {"flat"}
     assert plan.notes == (
-        "flat: 6 stored runs of these variants and seeds were made with another build (its code, or what it uses), and are not "
+        "flat: 6 stored runs with these variants and seeds were made with a different build (its code, or what it "
+        "uses), and are not "
         "used",
     )
 
@@ -210,7 +211,7 @@ def test_an_invalid_variant_of_the_last_task_is_an_error_before_the_first_one_ru
 def test_results_are_those_of_a_task() -> None:
     one = study()
     one.run(DESIGN, workers=0)
-    with pytest.raises(ValueError, match=r"plan and ask one of them: study.tasks\['steep'\]"):
+    with pytest.raises(ValueError, match=r"plan and read the results of one of them: study.tasks\['steep'\]"):
         one.results(one.plan(DESIGN))
     steep = one.tasks["steep"]
     assert len(steep.results(steep.plan(DESIGN))) == 6
@@ -227,17 +228,25 @@ def test_a_margin_of_the_score_is_one_of_each_task_in_its_own_unit() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"tasks": ["digits"]}, TypeError, r"Study\(tasks=\['digits'\]\): expected what build takes"),
+        (
+            {"tasks": ["digits"]},
+            TypeError,
+            r"Study\(tasks=\['digits'\]\): expected a mapping from the names of the tasks",
+        ),
         ({"tasks": {"one": {}}}, ValueError, "expected two or more tasks"),
         ({"tasks": {"one": build_flat, "two": {}}}, TypeError, "expected arguments of build by name"),
-        ({"build": None}, TypeError, "expected a function of a seed, as there is no build"),
+        ({"build": None}, TypeError, "expected a function of a seed, without build="),
         ({"scores": None}, TypeError, r"give scores=, the values of the metric that count as 0 and 1"),
-        ({"scores": {"steep": (1.0, 0.0)}}, ValueError, "one pair for each of steep, flat; they differ in flat"),
+        ({"scores": {"steep": (1.0, 0.0)}}, ValueError, "one pair for each of steep, flat; the names differ in flat"),
         ({"scores": (1.0, 1.0)}, ValueError, "expected two different finite numbers"),
         ({"scores": (1.0, float("nan"))}, ValueError, "expected two different finite numbers"),
         ({"scores": {"steep": 1.0, "flat": 2.0}}, TypeError, r"scores={'steep': 1.0}\): expected the two values"),
-        ({"tasks": None}, ValueError, "scores are for studies with tasks="),
-        ({"looks": [6, 8], "seeds": None}, ValueError, "not together with several tasks; leave looks= or tasks= out"),
+        ({"tasks": None}, ValueError, "scores= needs tasks="),
+        (
+            {"looks": [6, 8], "seeds": None},
+            ValueError,
+            "looks= does not work with several tasks; omit looks= or tasks=",
+        ),
         ({"tasks": None, "scores": None, "build": None}, TypeError, r"Study\(build=None\): expected a function"),
     ],
 )
@@ -248,7 +257,7 @@ def test_what_is_no_study_of_tasks_is_refused(options: Any, error: type[Exceptio
 
 def test_scores_of_the_wrong_direction_are_refused_before_anything_is_run(tmp_path: Path) -> None:
     one = study(scores={"steep": (2.0, 0.0), "flat": (0.0, 20.0)}, store=tmp_path / "store.jsonl")
-    with pytest.raises(ValueError, match="smaller values are better, so that 20 cannot count as 1 and 0 as 0"):
+    with pytest.raises(ValueError, match="smaller values are better, so 20 cannot count as 1 and 0 as 0"):
         one.run(DESIGN, workers=0)
     assert not one.store.read()
 
@@ -260,5 +269,5 @@ def test_a_design_that_would_replace_what_makes_a_task_is_refused() -> None:
 
 
 def test_the_builds_of_tasks_are_digested_as_any_other(tmp_path: Path) -> None:
-    with open(__file__) as file, pytest.raises(TypeError, match="say what it stands for with config="):
+    with open(__file__) as file, pytest.raises(TypeError, match="describe the value with config="):
         study(tasks={"one": {"slope": file}, "two": {"slope": 1.0}}, scores=(1.0, 0.0), store=tmp_path / "store.jsonl")

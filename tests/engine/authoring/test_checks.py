@@ -106,7 +106,7 @@ def test_an_empty_path_is_refused(call: Callable[[Any], Any]) -> None:
 
 @pytest.mark.parametrize("call", [Checkpoint.load, Checkpoint.hyperparameters])
 def test_what_is_no_path_is_refused_by_what_was_called(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=rf"^{call.__qualname__}\(path=None\): expected a path(; no checkpoint .*)?$"):
+    with pytest.raises(TypeError, match=rf"^{call.__qualname__}\(path=None\): expected a path(, got None; .*)?$"):
         call(None)
 
 
@@ -136,7 +136,9 @@ def test_functions_are_refused_that_cannot_be_called_as_they_will_be() -> None:
         check_function("Reporting", "report", function, "value", "step")
     call = re.escape("report(value, step)")
     for function in (lambda: None, lambda value: None, lambda value, step, more: None, lambda value, *, step: None):
-        with pytest.raises(TypeError, match=rf"Reporting\(report=<function .*>\): it is called as {call}: .*argument"):
+        with pytest.raises(
+            TypeError, match=rf"Reporting\(report=<function .*>\): the function is called as {call}: .*argument"
+        ):
             check_function("Reporting", "report", function, "value", "step")
     with pytest.raises(TypeError, match=rf"Reporting\(report=3\): expected a function, called as {call}"):
         check_function("Reporting", "report", 3, "value", "step")
@@ -157,7 +159,9 @@ def test_a_decorated_function_is_checked_as_it_is_called_and_not_as_the_one_insi
     wrapped: Any
     for wrapped in (fills_in, torch.no_grad()(fills_in)):
         assert check_function("Reporting", "report", wrapped, "value", "step") is wrapped
-    with pytest.raises(TypeError, match=r"it is called as report\(value, step\): missing a required argument: 'more'"):
+    with pytest.raises(
+        TypeError, match=r"the function is called as report\(value, step\): missing a required argument: 'more'"
+    ):
         check_function("Reporting", "report", needs_more, "value", "step")
 
 

@@ -146,7 +146,7 @@ def test_a_number_beyond_the_devices_is_refused_with_those_that_there_are(monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert unavailable("cuda:1") is None
-    with pytest.raises(ValueError, match="no device 'cuda:2' is available: there are cuda:0 to cuda:1"):
+    with pytest.raises(ValueError, match="no device 'cuda:2' is available: the devices are cuda:0 to cuda:1"):
         DeviceTransfer("cuda:2")
 
 

@@ -169,7 +169,7 @@ def test_what_is_no_number_is_refused_with_the_way_out(value: Any) -> None:
     engine = build(mlp(5, 8, 1))
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("kl", value))
     with pytest.raises(
-        TypeError, match=r"log\('kl', ...\): a .* is not one number; log its mean, or call log.histogram"
+        TypeError, match=r"log\('kl', ...\): a .* is not a single number; log its mean, or call log.histogram"
     ):
         engine.run(batches(1), max_epochs=1)
 
@@ -180,7 +180,7 @@ def test_several_numbers_are_logged_by_name() -> None:
     metrics = engine.run(batches(1), max_epochs=1).metrics
     assert metrics["kl"] == 0.5
     assert metrics["entropy"] == 2.0
-    with pytest.raises(TypeError, match=r"give a name and a number, or numbers by name alone"):
+    with pytest.raises(TypeError, match=r"expected a name and a number, or a mapping from names to numbers"):
         engine.log({"kl": 0.5}, 3)  # type: ignore[call-overload]
 
 
@@ -304,8 +304,8 @@ RANGE = r"log.image\('x'\): its values go from .*\(x - x.min\(\)\) / \(x.max\(\)
         (torch.tensor([[torch.inf, -torch.inf]]), {}, [[255, 0]], RANGE),
         (torch.tensor([[300, -4]]), {}, [[255, 0]], RANGE),
         (torch.rand(4, 6, 3), {}, None, "not logged: an image of 6 x 3 with 4 channels"),
-        (torch.rand(4, 6, 3), {"layout": "NCHW"}, None, "a letter for each dimension"),
-        (torch.rand(4), {}, None, "a letter for each dimension"),
+        (torch.rand(4, 6, 3), {"layout": "NCHW"}, None, "one letter for each dimension"),
+        (torch.rand(4), {}, None, "one letter for each dimension"),
         (torch.rand(3, 0, 4), {}, None, "0 x 4"),
         (torch.rand(2, 2, dtype=torch.complex64), {}, None, "complex"),
         (torch.eye(3).to_sparse(), {}, None, "not logged"),

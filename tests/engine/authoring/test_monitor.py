@@ -85,13 +85,13 @@ def test_what_is_better_exceeds_the_best_by_more_than_the_smallest_difference(
 
 def test_a_metric_is_required_only_of_those_who_announced_nothing() -> None:
     engine, monitor = make_engine(), Monitor("Mine", "loss", "min")
-    with pytest.raises(KeyError, match=r"Mine monitors 'loss'.*There are: none; attach Metrics or Validation"):
+    with pytest.raises(KeyError, match=r"Mine monitors 'loss'.*Available metrics: none; attach Metrics or Validation"):
         monitor.require(engine)
     engine.state.metrics["accuracy"] = 0.5
-    with pytest.raises(KeyError, match=r"There are: accuracy\.\"$"):
+    with pytest.raises(KeyError, match=r"Available metrics: accuracy\.\"$"):
         monitor.require(engine)
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: None)
-    with pytest.raises(KeyError, match=r"There are: accuracy\. If your function"):
+    with pytest.raises(KeyError, match=r"Available metrics: accuracy\. If your function"):
         monitor.require(engine)
     engine.state.metrics.announce("user", ["loss"])
     monitor.require(engine)
@@ -135,7 +135,7 @@ def test_a_metric_of_ones_own_that_comes_after_values_of_a_validation_is_ambiguo
     metrics["val_loss"] = 2.0
     assert monitor.new_value(engine) == 2.0
     metrics["loss"] = 1.0
-    with pytest.raises(KeyError, match=r"'loss', which is ambiguous: it has read 'val_loss' so far"):
+    with pytest.raises(KeyError, match=r"'loss', which is ambiguous. The handler has read 'val_loss' so far"):
         monitor.new_value(engine)
 
 

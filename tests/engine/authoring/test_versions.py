@@ -24,7 +24,7 @@ from tests.processes import run_together
 def test_a_handler_that_needs_a_newer_torch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "TORCH", (2, 12))
     with pytest.raises(
-        RuntimeError, match=r"^FullyShardedDataParallel needs torch 2\.13 or newer, and this is torch .*install"
+        RuntimeError, match=r"^FullyShardedDataParallel needs torch 2\.13 or newer, but torch .* is installed.*install"
     ):
         check_torch(FullyShardedDataParallel())
     check_torch(DistributedDataParallel())

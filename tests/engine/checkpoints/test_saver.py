@@ -137,7 +137,7 @@ def test_whichever_operation_fails_nothing_is_lost_and_the_run_can_go_on(
     else:
         assert caught
     if caught and not committed:
-        assert any("the earlier ones are untouched" in note for note in caught[0].__notes__)
+        assert any("earlier checkpoints are unchanged" in note for note in caught[0].__notes__)
     expected = [("checkpoint-epoch0003-iter00000006", None)] if committed else before
     assert handler.kept == expected
     with warnings.catch_warnings():

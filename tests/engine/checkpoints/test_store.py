@@ -235,7 +235,7 @@ def test_no_damage_is_ever_loaded_and_the_next_good_one_is_taken(folder: Path) -
                 continue
             path.write_bytes(changed)
         seen[kind] = seen.get(kind, 0) + 1
-        with pytest.raises(ValueError, match=r"not an intact checkpoint: (state\.pt|manifest\.json)") as caught:
+        with pytest.raises(ValueError, match=r"the checkpoint is damaged: (state\.pt|manifest\.json)") as caught:
             Checkpoint.load(newest)
         assert newest.name in str(caught.value)
         with warnings.catch_warnings(record=True) as reported:
@@ -263,7 +263,7 @@ def test_if_none_is_whole_the_error_lists_each(folder: Path) -> None:
     ):
         Checkpoint.load(folder)
     assert f"{first.name}: state.pt is missing" in str(caught.value)
-    assert f"{second.name}: manifest.json is not what was written" in str(caught.value)
+    assert f"{second.name}: manifest.json has changed since it was written" in str(caught.value)
 
 
 def test_a_folder_that_a_crash_emptied_is_named(folder: Path) -> None:
@@ -760,7 +760,7 @@ def test_a_disk_that_is_full_is_an_oserror_and_the_run_can_go_on(limit: int, asy
         with pytest.raises(OSError, match="File too large") as caught:
             engine.run(DATA, max_iters=6)
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert any("the earlier ones are untouched" in note for note in caught.value.__notes__)
+        assert any("earlier checkpoints are unchanged" in note for note in caught.value.__notes__)
         assert [name[-1] for name, _ in handler.kept] == ["2", "3"]
         assert visible(folder / "run") == [name for name, _ in handler.kept]
         assert hidden(folder / "run") == []
@@ -960,7 +960,9 @@ def test_a_manifest_with_strange_values_and_a_right_seal_is_passed_over(key: str
     *_, last = trained(folder)
     manifest = read_manifest(last, DISK)
     (last / "manifest.json").write_bytes(encode({**manifest, key: STRANGE[key]}))
-    with pytest.warns(RuntimeWarning, match=f"damaged and skipped: manifest.json is not what was written: {key}"):
+    with pytest.warns(
+        RuntimeWarning, match=f"damaged and skipped: manifest.json has changed since it was written: {key}"
+    ):
         assert iteration(folder) == 2
 
 
@@ -1012,7 +1014,7 @@ def test_a_state_that_is_none_under_a_right_manifest_is_passed_over(folder: Path
         entry = {"size": len(written), "sha256": hashlib.sha256(written).hexdigest()}
         for kind in ("state",) if isinstance(content, dict) else ("state", "weights"):
             (last / "manifest.json").write_bytes(encode({**manifest, "kind": kind, "files": {"state.pt": entry}}))
-            with pytest.raises(ValueError, match="not an intact checkpoint"):
+            with pytest.raises(ValueError, match="the checkpoint is damaged"):
                 Checkpoint.load(last)
 
 

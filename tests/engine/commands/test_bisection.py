@@ -65,14 +65,14 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "first difference: iteration 6, LOSS_COMPUTED: the output" in printed
     assert "repeated from the start: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
-    assert "made by scale, which both runs call here" in printed
+    assert "caused by scale, which both runs call here" in printed
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
 
 
 @pytest.mark.moderate
 def test_a_difference_that_is_not_made_again_is_said(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", "first.py"]) == 2
-    assert "what made the difference is not in what was repeated" in capsys.readouterr().out
+    assert "the cause is outside the repeated code" in capsys.readouterr().out
 
 
 def test_a_build_that_repeats_itself(scripts: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,11 +117,11 @@ def test_scripts_have_their_arguments_and_the_modules_beside_them(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["first.jsonl", "--script", "first.py"], "takes two traces, or none; got 1"),
-        (["first.jsonl", "second.jsonl"], "needs --script train.py, or --build train:build"),
+        (["first.jsonl", "--script", "first.py"], "takes two traces or none, got 1"),
+        (["first.jsonl", "second.jsonl"], "needs --script train.py or --build train:build"),
         (["--script", "missing.py"], "run 'a': 'missing.py': FileNotFoundError"),
         (["--script", "empty.py"], "ends without a training"),
-        (["--script", "done.py"], "ended before a training, with the exit status 0"),
+        (["--script", "done.py"], "ended before a training run, with exit status 0"),
         (["first.jsonl", "missing.jsonl", "--script", "first.py"], "missing.jsonl"),
         (["--build", "first.py:biuld"], "did you mean 'build'"),
     ],
@@ -169,14 +169,14 @@ def scripts_with(folder: Path, changed: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     ("changed", "code", "message"),
     [
-        ({"around": "with torch.autocast('cpu', dtype=torch.bfloat16):"}, 1, "made between FORWARD_STARTED and"),
-        ({"before": "torch.set_default_dtype(torch.float64)"}, 1, "the runs differ where they begin"),
+        ({"around": "with torch.autocast('cpu', dtype=torch.bfloat16):"}, 1, "caused between FORWARD_STARTED and"),
+        ({"before": "torch.set_default_dtype(torch.float64)"}, 1, "the runs differ from their beginning"),
         (
             {"at_two": "engine.model.weight.grad *= 2; engine.stop = 1 / 0"},
             2,
             "b.py:15: ZeroDivisionError: division by",
         ),
-        ({"at_two": "import os; os._exit(3)"}, 2, "run 'b': '{b}': its process ended with the status 3"),
+        ({"at_two": "import os; os._exit(3)"}, 2, "run 'b': '{b}': the process ended with exit status 3"),
         ({"before": "1 / 0"}, 2, "run 'b': '{b}': {b}:8: ZeroDivisionError: division by zero"),
         ({"before": "import nothing_of_this_name"}, 2, "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
     ],
@@ -200,4 +200,4 @@ def test_a_run_that_fails_later_does_not_hide_the_difference(
 ) -> None:
     a, b = scripts_with(tmp_path, {"before": "torch.rand(1)", "at_two": "1 / 0"})
     assert main(["bisect", "--script", a, b]) == 1
-    assert "the runs differ where they begin" in capsys.readouterr().out
+    assert "the runs differ from their beginning" in capsys.readouterr().out

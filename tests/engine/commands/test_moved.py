@@ -14,7 +14,7 @@ from signalfire.commands.moved import MOVED, install
 def test_an_old_name_gives_the_module_and_names_the_new_one(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, old, raising=False)
     with pytest.warns(
-        DeprecationWarning, match=rf"{old} has moved to {MOVED[old]}, .* 0\.4\.0: import from "
+        DeprecationWarning, match=rf"{old} has moved to {MOVED[old]}, .* 0\.4\.0; import from "
     ) as caught:
         module = import_module(old)
     assert module is import_module(MOVED[old])

@@ -28,7 +28,7 @@ def test_a_name_that_python_does_not_take_is_refused(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["new", str(tmp_path / name)]) == 2
-    assert f"the name {name!r} is not one for a Python package: use ASCII" in capsys.readouterr().err
+    assert f"{name!r} is not a valid name for a Python package; use ASCII" in capsys.readouterr().err
     assert not (tmp_path / name).exists()
 
 
@@ -53,7 +53,7 @@ def test_nothing_is_written_over(tmp_path: Path, capsys: pytest.CaptureFixture[s
     (tmp_path / "file").write_text("mine")
     for name in ("mine", "file"):
         assert main(["new", str(tmp_path / name)]) == 2
-        assert "it exists already" in capsys.readouterr().err
+        assert "the folder already exists" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["train.py"]
     (tmp_path / "empty").mkdir()
     assert main(["new", str(tmp_path / "empty")]) == 0
@@ -65,8 +65,8 @@ def test_a_new_project_trains_continues_passes_its_tests_and_its_study(tmp_path:
     assert main(["new", str(folder)]) == 0
     trained = run_program("train.py", cwd=folder)
     assert trained.returncode == 0, trained.stderr
-    assert "accuracy in the validation: 9" in trained.stdout
-    assert "accuracy in the test: 9" in trained.stdout
+    assert "validation accuracy: 9" in trained.stdout
+    assert "test accuracy: 9" in trained.stdout
     again = run_program("train.py", cwd=folder)
     assert again.returncode == 0, again.stderr
     assert "checkpoint: resuming from 'runs/first/checkpoint-epoch0010-iter00000200', epoch 10" in again.stderr

@@ -42,19 +42,19 @@ def folder(tmp_path: Path) -> Path:
 def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
     done = run_program(*COMMAND, "train:build", *OPTIONS, "--workers", 2, "--store", "s.jsonl", cwd=folder)
     assert done.returncode == 0, done.stderr
-    assert "4 variants x 2 seeds: 8 of 8 runs to make" in done.stdout
+    assert "4 variants x 2 seeds: 8 of 8 runs pending" in done.stdout
     assert re.search(r"^- ema +2/2 ", done.stdout, re.MULTILINE)
     assert "Without gradient_clipping, 2 seeds are too few" in done.stdout
     table = done.stdout[done.stdout.index("variant              runs") :]
     again = run_program(*COMMAND, "train.py:build", *OPTIONS, "--store", "s.jsonl", cwd=folder)
-    assert "0 of 8 runs to make" in again.stdout
+    assert "0 of 8 runs pending" in again.stdout
     reported = run_program("-m", "signalfire", "report", "s.jsonl", cwd=folder)
     assert (reported.returncode, reported.stderr) == (0, "")
     # The store does not know in which order the design has its variants.
     repeated = again.stdout[again.stdout.index("variant              runs") :]
     assert sorted(reported.stdout.split()) == sorted(table.split()) == sorted(repeated.split())
     verified = run_program(*COMMAND, "train:build", *OPTIONS, "--store", "s.jsonl", "--verify", 3, cwd=folder)
-    assert verified.stdout == "3 runs repeated: all match the store, bit for bit\n", verified.stderr
+    assert verified.stdout == "3 runs repeated, and all match the store bit for bit\n", verified.stderr
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
         (("trian:build",), "there is no module 'trian'; did you mean 'train'?"),
         (("train:biuld",), "'train' has no 'biuld'; did you mean 'build'?"),
         (("train:number",), "is 3; expected a function number(seed)"),
-        (("train:build", "--metric", "val_los"), "There are: val_loss; did you mean 'val_loss'?"),
+        (("train:build", "--metric", "val_los"), "Available metrics: val_loss; did you mean 'val_loss'?"),
     ],
 )
 def test_what_a_person_gets_wrong_is_said_in_a_sentence(arguments: Any, message: str, folder: Path) -> None:
@@ -86,7 +86,7 @@ def test_an_error_of_the_user_keeps_its_traceback(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("train", "expected a module and a function of it, such as train:build"),
+        ("train", "expected a module and a function in it, such as train:build"),
         (":build", "expected a module and a function"),
         ("nowhere.py:build", "there is no file 'nowhere.py'"),
         ("train:no_argument", "cannot be called as no_argument(seed): too many positional arguments"),
@@ -123,7 +123,7 @@ def test_what_fails_to_import_inside_of_the_module_is_not_hidden(
         (["--seeds", "0"], "--seeds 0: expected at least 1"),
         (["--seeds", "1,1"], "expected distinct ints"),
         (["--workers", "-1"], "--workers -1: expected 0 or more"),
-        (["--store", "."], "this is a folder; use a file in it"),
+        (["--store", "."], "the path is a folder; give a file in it"),
         (["--handlers", "emma", "--plan"], "no handler 'emma'"),
         (["--run", "tests.engine.ablation.builds:trian"], "did you mean 'train'?"),
         (["--verify", "2"], "no finished run"),
@@ -191,7 +191,8 @@ def test_what_is_wrong_with_a_store_is_said(tmp_path: Path, capsys: pytest.Captu
     store.unlink()
     make_study(store=store).run(LeaveOneOut(["ema"]), workers=0)
     assert main(["report", str(store), "--metric", "val_los"]) == 2
-    assert "no run has the metric 'val_los'; there are: val_loss; did you mean 'val_loss'?" in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "no run has the metric 'val_los'; available metrics: val_loss; did you mean 'val_loss'?" in printed
     content = store.read_bytes()
     store.write_bytes(content.replace(b'"steps": 6', b'"steps": 7', 1))
     with pytest.warns(StoreWarning, match="line 1 .* is damaged"):

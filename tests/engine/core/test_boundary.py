@@ -110,7 +110,7 @@ def test_terminate_outside_a_run_is_an_error() -> None:
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)
-    with pytest.raises(TypeError, match="give the reason"):
+    with pytest.raises(TypeError, match="expected a reason"):
         engine.run(make_data(), max_epochs=1)
 
 
@@ -317,7 +317,7 @@ def test_epochs_that_all_end_before_their_first_iteration_are_an_error(event: Ev
     # Without an error the run would never end.
     engine.connect(Events.EPOCH_STARTED(once=100), lambda engine: engine.terminate("the test gives up"))
     engine.connect(event, lambda engine: engine.terminate_epoch("enough"))
-    with pytest.raises(RuntimeError, match=r"10 epochs in a row were ended before their first iteration \('enough'\)"):
+    with pytest.raises(RuntimeError, match=r"10 epochs in a row ended before their first iteration \('enough'\)"):
         engine.run(kit.batches(4, inputs=3), **bounds)
 
 

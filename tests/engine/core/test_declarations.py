@@ -41,7 +41,7 @@ def test_a_handler_says_what_it_reads_and_writes() -> None:
 def test_an_unknown_thing_is_refused_where_it_is_written() -> None:
     with pytest.raises(ValueError, match=r"on\(writes\): 'gradient' is not one of batch, device"):
         on(Events.GRADIENTS_READY, writes=["gradient"])
-    with pytest.raises(TypeError, match=r"on\(reads\)='gradients' is one string; write \['gradients'\]"):
+    with pytest.raises(TypeError, match=r"on\(reads\)='gradients': expected a list of names: \['gradients'\]"):
         on(Events.GRADIENTS_READY, reads="gradients")
 
 

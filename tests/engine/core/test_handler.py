@@ -175,24 +175,24 @@ def test_a_name_that_could_not_be_used_in_files_is_refused(name: Any) -> None:
         (
             lambda engine: engine.attach(Recorder()),
             ValueError,
-            "the name is taken by .*name='...'.*, or detach that one first: engine.detach.'recorder'",
+            "the name is taken by .*name='...'.*, or detach the other one first: engine.detach.'recorder'",
         ),
         (
             lambda engine: engine.attach(engine.handlers["recorder"]),
             ValueError,
-            "is attached already; to attach it again: engine.detach.'recorder'",
+            "is already attached; detach it first: engine.detach.'recorder'",
         ),
         (
             lambda engine: make_engine().attach(engine.handlers["recorder"]),
             ValueError,
             "attached to a different engine",
         ),
-        (lambda engine: engine.attach(Recorder), TypeError, r"give an instance: Recorder\(...\)"),
+        (lambda engine: engine.attach(Recorder), TypeError, r"pass an instance: Recorder\(...\)"),
         (lambda engine: engine.attach(print), TypeError, "engine.on"),
-        (lambda engine: engine.attach("recorder"), TypeError, "not a Handler"),
-        (lambda engine: engine.detach("recoder"), KeyError, "there are: recorder"),
+        (lambda engine: engine.attach("recorder"), TypeError, "expected a Handler"),
+        (lambda engine: engine.detach("recoder"), KeyError, "attached handlers: recorder"),
         (lambda engine: engine.detach(print), ValueError, "not connected"),
-        (lambda engine: engine.find_update("other"), KeyError, "there are: main"),
+        (lambda engine: engine.find_update("other"), KeyError, "the updates are main"),
     ],
 )
 def test_bad_attachments_fail_at_once(attach: Callable[[Engine], object], error: type[Exception], message: str) -> None:
@@ -264,7 +264,7 @@ def test_disabled_outside_a_run_is_at_once_and_equal_to_detached() -> None:
     recorder.enabled = True
     engine.run(make_data(2), max_iters=13)
     assert [what for what, _ in recorder.seen] == ["started", "epoch", "before", "after", "ended"]
-    with pytest.raises(KeyError, match="there are: recorder"), engine.without("recoder"):
+    with pytest.raises(KeyError, match="attached handlers: recorder"), engine.without("recoder"):
         pass
 
 

@@ -23,7 +23,7 @@ def test_a_part_knows_its_engine_and_does_not_keep_it_alive() -> None:
         part = Clock(engine)
         assert part.engine is engine
         del engine
-        with pytest.raises(ReferenceError, match="the engine of this Clock does not exist any more"):
+        with pytest.raises(ReferenceError, match="the engine of this Clock no longer exists"):
             part.engine  # noqa: B018
     finally:
         gc.enable()

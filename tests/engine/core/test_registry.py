@@ -144,7 +144,7 @@ def test_a_handler_is_found_by_its_class() -> None:
 def test_what_is_not_there_is_not_found_and_what_is_there_is_listed() -> None:
     engine = make_engine(EMA(0.9))
     with pytest.raises(
-        KeyError, match=r"find\(History\): no handler of this class is attached; there are: ema \(EMA\)"
+        KeyError, match=r"find\(History\): no handler of this class is attached; attached: ema \(EMA\)"
     ):
         engine.find(History)
 
@@ -307,7 +307,7 @@ def test_a_copy_of_a_handler_begins_as_new_too() -> None:
 def test_a_name_that_is_not_there_is_answered_with_those_that_are() -> None:
     engine = make_engine(History(), EMA())
     with pytest.raises(
-        KeyError, match="no handler 'historry' is attached; there are: history, ema; did you mean 'history'"
+        KeyError, match="no handler 'historry' is attached; attached handlers: history, ema; did you mean 'history'"
     ):
         engine.handlers["historry"]
     with pytest.raises(AttributeError, match=r"engine.handlers\['ema'\]"):
@@ -453,5 +453,5 @@ def test_a_method_that_takes_no_engine_is_refused_also_where_it_would_join_later
         @on("when")
         def act(self) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* is called with the engine alone"):
+    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* is called with only the engine"):
         make_engine(Wrong())

@@ -55,7 +55,7 @@ def test_a_model_on_the_meta_device_is_refused() -> None:
 
 def test_nothing_to_optimize_is_an_error() -> None:
     trainer = Engine(Update.from_function(lambda engine, batch: None, SGD))
-    with pytest.raises(ValueError, match="there is nothing to optimize"):
+    with pytest.raises(ValueError, match="there are no parameters to optimize"):
         trainer.run(make_data(), max_epochs=1)
 
 
@@ -185,7 +185,7 @@ def test_a_part_that_is_trained_and_a_model_that_was_evaluated_are_put_in_traini
     with pytest.warns(FindingWarning, match="W52"):
         modes, engine = modes_in_training(model)
     assert all(modes.values())
-    assert "not frozen, and are put in training mode: model.backbone" in str(engine.findings.of_run())
+    assert "not frozen, and are set to training mode: model.backbone" in str(engine.findings.of_run())
     model = Backboned()
     model.backbone.requires_grad_(False)
     model.eval()  # all of it

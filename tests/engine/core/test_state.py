@@ -168,7 +168,7 @@ def test_an_engine_that_evaluates_makes_one_epoch_unless_it_is_given_bounds_and_
     assert evaluator.run(make_data(3), max_iters=2).iteration == 2
     assert evaluator.run(make_data(3)).iteration == 3
     assert evaluator.state.max_epochs == 1
-    with pytest.raises(ValueError, match=r"run\(max_steps=2\): an engine that evaluates makes no optimizer steps"):
+    with pytest.raises(ValueError, match=r"run\(max_steps=2\): an engine that only evaluates runs no optimizer steps"):
         evaluator.run(make_data(3), max_steps=2)
 
 

@@ -363,13 +363,13 @@ def test_an_update_that_makes_no_sense_is_refused_where_it_is_written(arguments:
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.SGD, lr=0.1)])
 def test_an_optimizer_in_place_of_the_loss_is_refused(optimizer: Any) -> None:
-    with pytest.raises(TypeError, match=r"Update.supervised\(.*SGD.*\): an optimizer as the loss; write"):
+    with pytest.raises(TypeError, match=r"Update.supervised\(.*SGD.*\): got an optimizer as the loss; write"):
         Update.supervised(optimizer, torch.nn.functional.cross_entropy)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("loss", [torch.nn.MSELoss, partial(torch.nn.MSELoss, reduction="sum")])
 def test_a_class_in_place_of_a_loss_is_refused(loss: Any) -> None:
-    with pytest.raises(TypeError, match=r"Update.supervised\(.*MSELoss.*\): .* give an instance: MSELoss\(\.\.\.\)$"):
+    with pytest.raises(TypeError, match=r"Update.supervised\(.*MSELoss.*\): .* pass an instance: MSELoss\(\.\.\.\)$"):
         Update.supervised(loss)
 
 

@@ -132,7 +132,7 @@ def test_data_shows_whether_each_rank_has_its_own() -> None:
     assert {shard_policy(make(), two, "auto") for make in OWN.values()} == {"own"}
     assert {shard_policy(make(), two, "auto") for make in SHARED.values()} == {"round_robin"}
     for name, make in UNKNOWN.items():
-        with pytest.raises(TypeError, match=rf"\({name}\) cannot be sharded over 2 ranks by index: give .*='own' if"):
+        with pytest.raises(TypeError, match=rf"\({name}\) cannot be sharded over 2 ranks by index; pass .*='own' if"):
             shard_policy(make(), two, "auto")
 
 

@@ -27,13 +27,17 @@ def described(monkeypatch: pytest.MonkeyPatch, *, argv: tuple[str, ...] = ("trai
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
-        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}, "SLURM_JOB_ID is 7 here and 8 there"),
-        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, "TORCHELASTIC_RUN_ID is a here and b there"),
-        ({"PBS_JOBID": "7", "argv": ("a.py",)}, {"PBS_JOBID": "8", "argv": ("b.py",)}, "PBS_JOBID is 7 here and 8 there"),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}, "SLURM_JOB_ID is 7 here, but 8 there"),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, "TORCHELASTIC_RUN_ID is a here, but b there"),
+        (
+            {"PBS_JOBID": "7", "argv": ("a.py",)},
+            {"PBS_JOBID": "8", "argv": ("b.py",)},
+            "PBS_JOBID is 7 here, but 8 there",
+        ),
         ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, {"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "8"},
          "SLURM_JOB_ID is 7"),
-        ({"argv": ("a/train.py",)}, {"argv": ("a/tune.py",)}, "this one runs 'train', and the other 'tune'"),
-        ({"argv": ("train.py",), "SLURM_JOB_ID": "7"}, {"argv": ("tune.py",)}, "this one runs 'train'"),
+        ({"argv": ("a/train.py",)}, {"argv": ("a/tune.py",)}, "this process runs 'train', but the other runs 'tune'"),
+        ({"argv": ("train.py",), "SLURM_JOB_ID": "7"}, {"argv": ("tune.py",)}, "this process runs 'train'"),
     ],
 )  # fmt: skip
 def test_different_jobs(one: Any, other: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +93,7 @@ def test_ranks_of_two_scripts_that_spawn_them_are_told_apart(monkeypatch: pytest
     _, other = spawned(("0", "0"), ("1", "1"))
     assert job.difference(first, second) is None
     found = job.difference(first, other)
-    assert found == f"process {first['spawner'][2]} has started this one, and process {other['spawner'][2]} the other"
+    starters = first["spawner"][2], other["spawner"][2]
+    assert found == f"process {starters[0]} started this process, but process {starters[1]} started the other"
     [node] = spawned(("2", "0"))
     assert job.difference(first, node) is None, "a node of its own, though on this machine"

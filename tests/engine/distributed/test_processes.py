@@ -46,7 +46,7 @@ def test_before_they_join_the_launched_ranks_know_their_numbers(monkeypatch: pyt
     processes = DistributedDataParallel().processes
     assert (processes.rank, processes.local_rank, processes.world_size) == (1, 1, 4)
     assert (processes.distributed, processes.is_rank_zero) == (True, False)
-    with pytest.raises(RuntimeError, match="rank 1 of 4 has not joined the process group yet: attach the handler"):
+    with pytest.raises(RuntimeError, match="rank 1 of 4 has not joined the process group yet; attach the handler"):
         processes.barrier()
 
 

@@ -327,7 +327,7 @@ def test_another_number_of_processes_agrees_after_a_larger_one() -> None:
     ("come", "said"),
     [
         ([0, 2], "of 4 ranks, rank 1, 3 did not join within 1.5 s"),
-        ([1, 2], "rank {rank} of 4 waited 1.5 s, and rank 0 did not answer"),
+        ([1, 2], "rank {rank} of 4 waited 1.5 s, but rank 0 did not answer"),
     ],
 )
 def test_those_that_do_not_come_are_named_everywhere(come: list[int], said: str) -> None:
@@ -389,10 +389,10 @@ def test_a_rank_of_another_job_with_the_same_address_is_refused(known: str, tmp_
     assert status == 1
     assert f"rank 1 (pid {stranger.pid} on" in said
     assert f"does not belong to the job of pid {first.pid} on" in said
-    assert f"which has taken 127.0.0.1:{port}" in said
+    assert f"which uses 127.0.0.1:{port}" in said
     status, said = ended(host)
     assert status == 1
-    assert f"rank 0 could not host the store at 127.0.0.1:{port}: another process uses this port" in said
+    assert f"rank 0 could not host the store at 127.0.0.1:{port}: a different process uses this port" in said
     second = one.start(1)
     assert [ended(first), ended(second)] == [(0, "together: 2\n")] * 2
     del store
@@ -602,7 +602,7 @@ def _environment(monkeypatch: pytest.MonkeyPatch, **values: str) -> None:
 
 def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _environment(monkeypatch, LOCAL_RANK="99")
-    with pytest.raises(RuntimeError, match="LOCAL_RANK=99 needs 100 GPUs on this host, and there are"):
+    with pytest.raises(RuntimeError, match="LOCAL_RANK=99 needs 100 GPUs on this host, but only"):
         join(backend="nccl", timeout=1.0)
 
 

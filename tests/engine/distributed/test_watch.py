@@ -296,7 +296,7 @@ def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) ->
         assert found.reported(rank)["raised"] - found.happened < FOREVER / 2
         lines = found.reported(rank)["lines"]
         assert lines[0].startswith(f"rank {found.culprit} (pid ")
-        assert f"is alive, and at {BEFORE} for " in lines[0]
+        assert f"is alive, and has been at {BEFORE} for " in lines[0]
         assert [line.endswith("the others waited for this rank") for line in lines] == [True] + [False] * (
             len(lines) - 1
         )
@@ -325,7 +325,7 @@ def test_of_several_that_were_not_there_the_one_behind_is_named(monkeypatch: pyt
     for watch in watches:
         watch.stop()
     assert lines[0].startswith("rank 2 ")
-    assert "is alive, and at FORWARD_STARTED, epoch 2, iteration 9 for " in lines[0]
+    assert "is alive, and has been at FORWARD_STARTED, epoch 2, iteration 9 for " in lines[0]
     assert [line.endswith("the others waited for this rank") for line in lines] == [True, False, False]
 
 

@@ -20,7 +20,7 @@ from tests.engine.exact.lives import Result, Samples, Tick, kill_and_resume, lif
 
 kit.needs("migration", "transformers", "accelerate")
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*this folder has no seal")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*the folder has no checksums")]
 
 STEPS = 9  # 3 epochs of 6 batches, in windows of 2
 
@@ -183,7 +183,7 @@ def test_arguments_that_leave_out_what_a_resume_needs_are_refused(
 def test_other_data_is_refused_and_hidden_generators_are_named(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, nothing, True, True, 0, True)
     trainer.train_dataset = Samples()
-    with pytest.raises(ValueError, match=r"train_dataset=Samples; give SeededSamples\(dataset\)"):
+    with pytest.raises(ValueError, match=r"train_dataset=Samples; pass train_dataset=SeededSamples\(dataset\)"):
         trainer.train()
     own = Samples()
     own.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ def test_weights_that_trainer_does_not_load_are_noticed(tmp_path: Path) -> None:
     trainer_of(tmp_path, nothing, **options, max_steps=4).train()
     trainer = trainer_of(tmp_path, nothing, **options)
     trainer._load_from_checkpoint = lambda *given, **others: None
-    with pytest.raises(ValueError, match="the loaded weights are not the saved ones"):
+    with pytest.raises(ValueError, match="the loaded weights differ from the saved ones"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -207,6 +207,6 @@ def test_a_checkpoint_without_the_callback_is_continued_with_a_warning(tmp_path:
     options: dict[str, Any] = {"draws": False, "workers": 0, "seedable": True}
     trainer_of(tmp_path, nothing, exact=False, **options, max_steps=4).train()
     trainer = trainer_of(tmp_path, nothing, exact=True, **options)
-    with pytest.warns(UserWarning, match="was saved without it"):
+    with pytest.warns(UserWarning, match="was saved without ExactResume"):
         trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == STEPS

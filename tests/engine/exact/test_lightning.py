@@ -206,7 +206,7 @@ def test_a_checkpoint_of_the_end_of_an_epoch_is_continued_with_the_next_one(tmp_
 
 def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
-    with pytest.raises(ValueError, match=r"a DataLoader; give fit\(\) ResumableData\(loader\)"):
+    with pytest.raises(ValueError, match=r"a DataLoader; pass ResumableData\(loader\) to fit\(\)"):
         trainer.fit(module, DataLoader(Samples(), batch_size=4))
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
 
@@ -218,7 +218,7 @@ def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         trainer.fit(module, ResumableData(Unsized()))
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
     trainer.reload_dataloaders_every_n_epochs = 1
-    with pytest.raises(ValueError, match="reloaded every n epochs counts none"):
+    with pytest.raises(ValueError, match="reloaded every n epochs loses its position"):
         trainer.fit(module, ResumableData(DataLoader(Samples(), batch_size=4)))
 
 
@@ -227,5 +227,5 @@ def test_a_checkpoint_without_the_callback_is_continued_with_a_warning(tmp_path:
     train(tmp_path, exact=False, every=BATCHES)
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
     loader = ResumableData(DataLoader(Samples(), batch_size=4))
-    with pytest.warns(UserWarning, match="was saved without it"):
+    with pytest.warns(UserWarning, match="was saved without ExactResume"):
         trainer.fit(module, loader, DataLoader(Samples(), batch_size=8), ckpt_path=str(tmp_path / "last.ckpt"))

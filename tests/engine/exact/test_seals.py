@@ -33,7 +33,7 @@ def test_the_newest_sealed_folder_is_found_by_its_number(tmp_path: Path) -> None
 def test_a_folder_without_a_seal_is_passed_over(tmp_path: Path) -> None:
     one = write(tmp_path, 1)
     write(tmp_path, 2, sealed=False)
-    with pytest.warns(UserWarning, match="checkpoint-2: this folder has no seal"):
+    with pytest.warns(UserWarning, match="checkpoint-2: the folder has no checksums"):
         assert newest_sealed(tmp_path, "checkpoint-") == one
 
 
@@ -48,12 +48,12 @@ def test_a_damaged_folder_is_passed_over_and_the_last_one_is_an_error(tmp_path: 
         (two / "later.txt").write_text("")
     else:
         (two / "seal.json").write_text("{")
-    with pytest.warns(UserWarning, match="checkpoint-2: .*it is damaged"):
+    with pytest.warns(UserWarning, match="checkpoint-2: .*the folder is damaged"):
         assert newest_sealed(tmp_path, "checkpoint-") == one
     (one / "weights.bin").write_bytes(b"")
     with (
-        pytest.warns(UserWarning, match="it is damaged"),
-        pytest.raises(ValueError, match="all 2 sealed folders are damaged"),
+        pytest.warns(UserWarning, match="the folder is damaged"),
+        pytest.raises(ValueError, match="all 2 checkpoint folders are damaged"),
     ):
         newest_sealed(tmp_path, "checkpoint-")
 

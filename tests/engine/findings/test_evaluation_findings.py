@@ -209,7 +209,7 @@ class Branching(nn.Module):
 def test_layers_that_know_no_mode_may_be_in_either_in_an_evaluation() -> None:
     evaluator_of(Lazy()).run(batches(2))
     for model, effect in ((network(nn.ReLU()), None), (network(nn.BatchNorm1d(8)), "batch statistics were used"),
-                          (network(nn.Dropout()), "dropout was active"), (Branching(), "what it does in training")):  # fmt: skip
+                          (network(nn.Dropout()), "dropout was active"), (Branching(), "training-mode code ran")):  # fmt: skip
         evaluator = evaluator_of(model)
         evaluator.connect(Events.EPOCH_STARTED, lambda engine: engine.model.train() and None)
         with nullcontext() if effect is None else pytest.warns(FindingWarning, match=f"so {effect}"):

@@ -54,10 +54,10 @@ def test_a_resume_with_another_learning_rate_other_handlers_and_other_data_says_
     engine.run(batches(4), max_epochs=1)
     other = trained(lr=0.5)
     other.load_state_dict(engine.state_dict(), allow=["gradient_clipping", "history"])
-    with pytest.warns(FindingWarning, match=r"W32: .*: lr=0.5 is not used, since the state has lr=0.1") as caught:
+    with pytest.warns(FindingWarning, match=r"W32: .*: lr=0.5 is not used, because the state has lr=0.1") as caught:
         other.run(batches(6), max_epochs=2)
     assert [str(one.message).split(":")[0] for one in caught] == ["W32"]
-    assert "the data has 6 batches, and had 4" in str(caught[0].message)
+    assert "the data has 6 batches, but had 4" in str(caught[0].message)
     assert other.updates[0].optimizer is not None
     assert other.updates[0].optimizer.param_groups[0]["lr"] == 0.1
 
@@ -85,23 +85,24 @@ SETTINGS: dict[str, tuple[Handler, Handler, str]] = {
     "clipping": (
         GradientClipping(1.0),
         GradientClipping(5.0),
-        "'gradient_clipping' has max_norm=5.0, and had max_norm=1.0",
+        "'gradient_clipping' has max_norm=5.0, but had max_norm=1.0",
     ),
     "window": (
         GradientAccumulation(2),
         GradientAccumulation(4),
-        "'gradient_accumulation' has steps=4, and had steps=2",
+        "'gradient_accumulation' has steps=4, but had steps=2",
     ),
-    "average": (EMA(0.9), EMA(decay=0.5), "'ema' has decay=0.5, and had decay=0.9"),
+    "average": (EMA(0.9), EMA(decay=0.5), "'ema' has decay=0.5, but had decay=0.9"),
     "schedule": (
         decaying(0.9),
         decaying(0.5),
-        "'lr_scheduling' has scheduler=partial(ExponentialLR, gamma=0.5), and had scheduler=partial(ExponentialLR, gamma=0.9)",
+        "'lr_scheduling' has scheduler=partial(ExponentialLR, gamma=0.5), but had scheduler=partial(ExponentialLR, "
+        "gamma=0.9)",
     ),
     "own": (
         Damping(0.5),
         Damping(0.1, parts=["a"]),
-        "'damping' has factor=0.1, and had factor=0.5; 'damping' has parts=['a'], and",
+        "'damping' has factor=0.1, but had factor=0.5; 'damping' has parts=['a'], but",
     ),
     "precision": (MixedPrecision("bf16"), History(), r"this run lacks 'mixed_precision' (MixedPrecision)"),
 }
@@ -136,10 +137,10 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
     with pytest.warns(FindingWarning, match="W32") as caught:
         other.run(loader(False, torch.float64), max_epochs=2)
     said, frozen = (str(one.message) for one in caught if "W32" in str(one.message))
-    assert "weights are torch.float64, and were torch.float32" in said
+    assert "weights are torch.float64, but were torch.float32" in said
     assert "now frozen: model.0.weight, model.0.bias" in frozen
-    assert "the data is drawn by a SequentialSampler, and was by a RandomSampler" in said
-    assert "seed=7 is not used, since the state has seed=0" in said
+    assert "the data has a SequentialSampler, but had a RandomSampler" in said
+    assert "seed=7 is not used, because the state has seed=0" in said
 
 
 def unfreezing(once: bool) -> Engine:
@@ -185,7 +186,7 @@ def test_a_resume_of_a_compiled_model_in_the_plain_one_has_the_same_frozen_layer
     wider = engine_of(False, torch.float64)
     wider.load_state_dict(engine.state_dict())
     data = [tuple(one.double() for one in batch) for batch in batches(4)]
-    with pytest.warns(FindingWarning, match=r"W32.*weights are torch\.float64, and were torch\.float32"):
+    with pytest.warns(FindingWarning, match=r"W32.*weights are torch\.float64, but were torch\.float32"):
         wider.run(data, max_epochs=2)
 
 
@@ -234,7 +235,7 @@ def test_a_state_that_lacks_a_part_is_refused_before_anything_is_changed(part: s
     del holder[part if key is None else key]
     other = trained()
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
-    with pytest.raises(ValueError, match=f"the loaded state is incomplete: it has no {part}.*load_weights"):
+    with pytest.raises(ValueError, match=f"the loaded state has no {part}.*load_weights"):
         other.load_state_dict(state)
     assert_same(other.model, before)
 

@@ -31,7 +31,7 @@ def test_what_nobody_uses_is_reported_once(event: Events, function: Any) -> None
     other = build(mlp(5, 8, 1))
     other.connect(event, function)
     with pytest.warns(
-        match=rf"W85: {function.__name__} returns a .* but return values are ignored; assign it"
+        match=rf"W85: {function.__name__} returns a .* but return values are ignored; assign the value"
     ) as caught:
         other.run(batches(3), max_epochs=2)
     assert len(caught) == 1

@@ -85,14 +85,14 @@ def test_services_are_found_by_name_and_listed_nowhere() -> None:
     "name", ["findings", "resuming", "random_streams", "environment", "error_hints", "data_refusals"]
 )
 def test_a_handler_may_not_take_the_name_of_a_service(name: str) -> None:
-    with pytest.raises(ValueError, match=f"the name '{name}' is that of a service of the engine"):
+    with pytest.raises(ValueError, match=f"the name '{name}' belongs to a service of the engine"):
         build(nn.Linear(5, 1)).attach(Remarks(name=name))
 
 
 @pytest.mark.parametrize("name", ["resuming", "random_streams", "environment", "data_refusals"])
 def test_what_a_run_depends_on_is_neither_disabled_nor_detached(name: str) -> None:
     engine = build(nn.Linear(5, 1))
-    sentence = f"'{name}' is a service that every run depends on: .* these can: 'error_hints', 'findings'"
+    sentence = f"'{name}' is a service that every run depends on, .* the services that can be are 'error_hints'"
     with pytest.raises(ValueError, match=sentence):
         engine.detach(name)
     with pytest.raises(ValueError, match=sentence), engine.without(name):

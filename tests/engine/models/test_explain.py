@@ -55,7 +55,7 @@ def test_a_batch_on_another_device_than_the_model_is_explained() -> None:
     data = [(x.to("meta"), y.to("meta")) for x, y in make_data()]
     notes = notes_of(make_trainer(), data, RuntimeError)
     assert "in the forward of update 'main', epoch 1, iteration 1" in notes
-    assert "the batch is on meta and the model on cpu; attach DeviceTransfer()" in notes
+    assert "the batch is on meta and the model is on cpu; attach DeviceTransfer()" in notes
 
 
 def test_an_error_that_has_nothing_to_do_with_devices_is_not_explained_by_them() -> None:
@@ -78,7 +78,7 @@ def test_labels_that_do_not_fit_are_explained_by_the_shapes_of_the_batch() -> No
 
 def test_a_forward_that_calls_a_model_that_is_not_there_is_explained() -> None:
     notes = notes_of(Engine(Update.supervised(mse)), make_data(), TypeError)
-    assert "the engine has no model, which this forward calls; pass model= to Engine" in notes
+    assert "this forward calls the engine's model, but the engine has none; pass model= to Engine" in notes
 
 
 @pytest.mark.parametrize("where", ["forward", "loss"])

@@ -456,12 +456,12 @@ def test_weights_without_a_place_for_the_temperature_say_so() -> None:
     engine, _ = with_temperature(built=True)
     weights = engine.weights()
     other, _ = with_temperature()
-    with pytest.warns(UserWarning, match="parameter 0 of update 'main', which is in no module, is not loaded"):
+    with pytest.warns(UserWarning, match="parameter 0 of update 'main' is in no module and is not loaded"):
         other.load_weights(weights)
     evaluator = Engine(Update.prediction(), model=nn.Linear(4, 1))
     evaluator.load_weights(weights)  # has no use for it
     weights["own_parameters"]["parameter 0 of update 'main'"] = torch.ones(2)
-    with pytest.raises(ValueError, match=r"has the shape \[2\] in the weights, and \[1\] here"):
+    with pytest.raises(ValueError, match=r"has shape \[2\] in the weights, but shape \[1\] in this"):
         engine.load_weights(weights)
 
 

@@ -175,22 +175,23 @@ REFUSED: dict[str, tuple[Callable[[], Engine], Callable[[], Engine], str]] = {
     "a handler of another class": (
         lambda: _with(deep(), EMA(0.5, evaluate=False, name="average")),
         lambda: _with(deep(), SWA(start=1, bn_batches=0, evaluate=False, name="average")),
-        "handler 'average', which was a EMA and is a SWA here: KeyError: 'statistics_of'",
+        "handler 'average', which was a EMA and is now a SWA: KeyError: 'statistics_of'",
     ),
     "more groups": (
         partial(deep, split((0, 1), (2, 3, 4, 5))),
         deep,
-        "update 'main' had 2 parameter groups, of 2 and 4 parameters, and here has 1 parameter group, of 6 parameters: build the",
+        "update 'main' had 2 parameter groups with 2 and 4 parameters, but now has 1 parameter group with 6 "
+        "parameters; build the",
     ),
     "other groups": (
         partial(deep, split((0, 1), (2, 3, 4, 5))),
         partial(deep, split((0,), (1, 2, 3, 4, 5))),
-        r"group 0 held model.0.weight, model.0.bias, and here holds model.0.weight: build the optimizer as",
+        r"group 0 held model.0.weight, model.0.bias, but now holds model.0.weight; build the optimizer as",
     ),
     "groups of other parameters": (
         partial(deep, split((0, 1, 2), (3, 4, 5))),
         partial(deep, split((0, 1, 3), (2, 4, 5))),
-        "had other parameters in group 0: model.0.weight, model.0.bias, model.1.weight, and here",
+        "had different parameters in group 0: model.0.weight, model.0.bias, model.1.weight, but now",
     ),
 }
 
@@ -232,7 +233,7 @@ def test_weights_that_the_last_module_refuses_change_none() -> None:
     before = copy.deepcopy(engine.weights())
     given = {name: {key: value + 1 for key, value in state.items()} for name, state in before.items()}
     model["two"].fails = True
-    with pytest.raises(ValueError, match="the Half refuses it: RuntimeError: it is of another format"):
+    with pytest.raises(ValueError, match="the Half rejects it: RuntimeError: it is of another format"):
         engine.load_weights(given)
     assert plain(engine.weights()) == plain(before)
     model["two"].fails = False
@@ -260,7 +261,8 @@ def test_tensors_are_put_back_with_their_shapes_identities_and_kinds() -> None:
 def test_a_state_for_a_model_that_no_batch_has_initialised_is_refused_in_the_words_of_a_run() -> None:
     data = batches(4)
     lazy = (
-        "parameters of 'model' are not initialized yet: weight, bias. Lazy modules take their shapes from a first batch"
+        "parameters of 'model' are not initialized yet: weight, bias. Lazy modules take their shapes from the first "
+        "batch"
     )
     first = trained(nn.LazyLinear(1))
     first.model(data[0][0])

@@ -272,7 +272,9 @@ def test_mistakes_name_the_way_out() -> None:
     with pytest.raises(RuntimeError, match=r"rewind\(to=3\): the engine is not running"):
         engine.rewind(3)
     engine.connect(Events.ITERATION_COMPLETED(once=5), partial(_rewind, to=2))
-    with pytest.raises(RuntimeError, match="no states are kept: attach a handler that keeps them, such as SpikeGuard"):
+    with pytest.raises(
+        RuntimeError, match="no states are stored; attach a handler that stores states, such as Rewindable"
+    ):
         run(engine, kit.batches(8), max_epochs=1)
     for to, leave_out, problem in (
         (9, 0, "an iteration from 0 to 4"),
@@ -285,9 +287,7 @@ def test_mistakes_name_the_way_out() -> None:
             run(engine, kit.batches(8), max_epochs=1)
     engine = build(Rewindable(every="2it", keep=2))
     engine.connect(Events.ITERATION_COMPLETED(once=7), partial(_rewind, to=1))
-    with pytest.raises(
-        RuntimeError, match="iteration 2 cannot be repeated: the oldest state that is kept is that of it"
-    ):
+    with pytest.raises(RuntimeError, match="iteration 2 cannot be repeated: the oldest stored state is from it"):
         run(engine, kit.batches(8), max_epochs=1)
     with pytest.raises(DataError, match="is an iterator, which cannot go back"):
         run(build(Rewindable()), iter(kit.batches(3)), max_epochs=1)
@@ -399,7 +399,7 @@ def _go_back_alone() -> None:
 def test_a_rank_that_goes_back_alone_is_told_that_all_have_to() -> None:
     with pytest.raises(Failed) as raised:
         run_together(_go_back_alone, 2)
-    assert "rewind() and restore() have to be called on all ranks, in the same iteration" in raised.value.errors[1]
+    assert "rewind() and restore() must be called on all ranks in the same iteration" in raised.value.errors[1]
     assert "rank 1 (pid" in raised.value.errors[0]
     assert "at ITERATION_COMPLETED, epoch 1, iteration 7" in raised.value.errors[0]
 
@@ -407,7 +407,7 @@ def test_a_rank_that_goes_back_alone_is_told_that_all_have_to() -> None:
 def test_going_back_for_ever_is_an_error() -> None:
     engine = build(Rewindable(every="2it"))
     engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.rewind(3) and None)
-    with pytest.raises(RuntimeError, match="goes back from iteration 7 for the 11th time, with no batch left out"):
+    with pytest.raises(RuntimeError, match="goes back from iteration 7 for the 11th time without leaving out a batch"):
         run(engine, kit.batches(9), max_epochs=1)
 
 
@@ -415,5 +415,5 @@ def test_going_back_for_ever_is_an_error() -> None:
 def test_what_is_left_out_has_to_be_places(leave_out: Any) -> None:
     engine = build(Rewindable(every="2it"))
     engine.connect(Events.ITERATION_COMPLETED(once=7), lambda engine: engine.rewind(3, leave_out=leave_out) and None)
-    with pytest.raises(TypeError, match="expected a number of batches, or places"):
+    with pytest.raises(TypeError, match="expected a number of batches, or a list of places"):
         run(engine, kit.batches(9), max_epochs=1)

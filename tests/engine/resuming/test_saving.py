@@ -139,7 +139,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     engine, other = make_engine(partial(torch.optim.Adam, lr=0.1)), make_engine()
     engine.run(DATA, max_epochs=1)
     other.load_state_dict(engine.state_dict())
-    with pytest.raises(ValueError, match="optimized by Adam, here by SGD"):
+    with pytest.raises(ValueError, match="optimized by Adam, but is now optimized by SGD"):
         other.run(DATA, max_epochs=2)
 
 
@@ -301,7 +301,7 @@ def test_kept_batches_that_would_not_load_safely_are_refused_by_name() -> None:
     engine.attach(GradientAccumulation(2))
     data = [Pair(x, y) for x, y in DATA]
     engine.run(data, max_iters=1)
-    with pytest.raises(TypeError, match=r"update 'main' keeps batches with a Pair.*save where windows end"):
+    with pytest.raises(TypeError, match=r"update 'main' keeps batches with a Pair.*save at the end of a window"):
         engine.state_dict()
     engine.run(data, max_iters=2)
     assert engine.state_dict()["updates"]["main"]["window"] is None

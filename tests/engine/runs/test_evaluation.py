@@ -437,7 +437,7 @@ def test_with_averages_in_place_the_trained_weights_are_neither_trained_nor_save
     given: dict[str, Any] = {"run": batches(1), "load_state_dict": state, "load_weights": state}
     with (
         engine.evaluating(),
-        pytest.raises(RuntimeError, match=rf"{call}\(\) was called while the model holds the weights"),
+        pytest.raises(RuntimeError, match=rf"{call}\(\) was called during an evaluation, while the model holds"),
     ):
         getattr(engine, call)(*[given[call]] if call in given else [], **{"max_epochs": 2} if call == "run" else {})
     assert fingerprint(engine) == before
@@ -450,11 +450,11 @@ def test_an_evaluator_cannot_save_the_averages_as_the_weights_of_its_trainer() -
     engine.run(batches(1), max_epochs=1)
     validation.evaluator.connect(Events.EPOCH_COMPLETED, lambda _: engine.state_dict())
     with pytest.raises(
-        RuntimeError, match=r"state_dict\(\) was called while the model holds the weights of an evaluation"
+        RuntimeError, match=r"state_dict\(\) was called during an evaluation, while the model holds averages"
     ):
         engine.test(batches(1))
     with pytest.raises(
-        RuntimeError, match=r"state_dict\(\) was called while the model holds the weights of an evaluation"
+        RuntimeError, match=r"state_dict\(\) was called during an evaluation, while the model holds averages"
     ):
         engine.run(batches(1), max_epochs=2)
 

@@ -218,7 +218,7 @@ def test_within_a_window_loss_and_gradients_are_those_of_the_window(iteration: i
 def test_mistakes_name_the_way_out() -> None:
     engine = build()
     run(engine, loader_of(Samples()), max_iters=8)
-    with pytest.raises(RuntimeError, match="no states are kept: attach a handler that keeps them"):
+    with pytest.raises(RuntimeError, match="no states are stored; attach a handler that stores states"):
         engine.replay(3)
     for iteration in (0, 9, True, "3"):
         with pytest.raises(ValueError, match="expected an iteration from 1 to 8"):
@@ -262,5 +262,5 @@ def test_texts_of_a_batch_and_samples_along_another_dimension_are_left_out_too()
 
 
 def test_before_a_run_there_is_no_iteration_to_make_again() -> None:
-    with pytest.raises(ValueError, match="it has made none"):
+    with pytest.raises(ValueError, match="the engine has run no iteration"):
         build(Rewindable()).replay(1)

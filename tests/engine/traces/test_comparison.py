@@ -70,7 +70,7 @@ def test_the_first_record_that_differs_is_named_with_what_was_equal_before(tmp_p
     assert [row.equal for row in found.rows] == [True] * 5 + [False] * 12
     printed = str(found)
     assert "first difference: iteration 5, ITERATION_COMPLETED: the parameters" in printed
-    assert "all before it is equal, up to GRADIENTS_READY of iteration 5" in printed
+    assert "everything before it is equal, up to GRADIENTS_READY of iteration 5" in printed
     assert "12 of 12 iterations from there on differ" in printed
     assert found._repr_html_().startswith("<pre")
 
@@ -104,7 +104,7 @@ def test_handlers_of_one_run_are_named_and_are_no_difference(tmp_path: Path) -> 
     found = compare(a, b)
     assert found.equal
     assert found.composed == ["'gradient_clipping' only in b"]
-    assert "composed differently: 'gradient_clipping' only in b" in str(found)
+    assert "different setup: 'gradient_clipping' only in b" in str(found)
 
 
 def test_runs_of_other_versions_and_flags_are_not_comparable(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_generators_that_are_not_seeded_alike_are_said_and_hide_nothing(tmp_path
 
     found = compare(train(tmp_path / "a"), train(tmp_path / "b", plant=unseed))
     assert found.unseeded == ["torch"]
-    assert "not seeded alike: the random numbers of torch" in str(found)
+    assert "seeded differently: the random numbers of torch" in str(found)
     assert found.first is not None
     assert found.first.thing != "random/torch"
 

@@ -113,7 +113,7 @@ def test_memory_that_runs_out_in_the_second_step_or_in_the_evaluation_is_noticed
 def test_memory_that_does_not_suffice_for_a_sample_is_an_error() -> None:
     engine = build(Limited(1))
     before = fingerprint(engine)
-    with pytest.raises(torch.OutOfMemoryError, match="for a batch of a single sample"):
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory with a batch of one sample"):
         find_batch_size(engine, loader_of())
     assert fingerprint(engine) == before
 
@@ -246,7 +246,7 @@ def test_what_a_failed_trial_held_is_freed() -> None:
         ({"steps": 1}, r"steps=1\): expected an int of 2 or more"),
         ({"maximum": 0}, "maximum=0"),
         ({"mode": "binary"}, r"mode='binary'\): expected 'power' or 'bisect'"),
-        ({"margin": 1.0}, r"margin=1.0\): expected a share"),
+        ({"margin": 1.0}, r"margin=1.0\): expected a fraction"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
@@ -258,10 +258,10 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
 def test_data_that_does_not_grow_with_the_size_is_refused_and_smaller_data_is_a_limit() -> None:
     fixed = kit.batches([8] * 5, 4, (), classes=3)
     with pytest.raises(
-        ValueError, match=r"loader_of\(16\) gives batches of 8 samples; return data in batches of the size"
+        ValueError, match=r"loader_of\(16\) returns batches of 8 samples; return data in batches of the given size"
     ):
         find_batch_size(build(Limited(10**6)), lambda size: fixed, start=8)
-    with pytest.raises(ValueError, match=r"loader_of\(4\) gives batches of 8 samples"):
+    with pytest.raises(ValueError, match=r"loader_of\(4\) returns batches of 8 samples"):
         find_batch_size(build(Limited(10**6)), lambda size: fixed, start=4)
     sizes = find_batch_size(build(Limited(10**6)), lambda size: kit.batches([min(size, 20)] * 5, 4, (), classes=3))
     assert [one.size for one in sizes.trials] == [2, 4, 8, 16, 20]
@@ -272,7 +272,7 @@ def test_data_that_does_not_grow_with_the_size_is_refused_and_smaller_data_is_a_
 def test_micro_batching_and_engines_that_do_not_train_are_refused() -> None:
     engine = build(Limited(10), MicroBatching(2))
     with pytest.raises(
-        ValueError, match=r"'micro_batching' computes the gradients in pieces.*; detach it, or disable it"
+        ValueError, match=r"'micro_batching' computes the gradients in pieces.*; detach the handler, or disable it"
     ):
         find_batch_size(engine, loader_of())
     with engine.without("micro_batching"):
@@ -283,7 +283,7 @@ def test_micro_batching_and_engines_that_do_not_train_are_refused() -> None:
 
 def test_what_is_no_function_of_the_size_is_named() -> None:
     engine = kit.build(kit.linear(4, 1))
-    with pytest.raises(TypeError, match=r"loader_of=list\): expected a function from a batch size to data"):
+    with pytest.raises(TypeError, match=r"loader_of=list\): expected a function that takes a batch size"):
         find_batch_size(engine, [])  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"evaluation=Engine\): expected an evaluator, and a function"):
+    with pytest.raises(TypeError, match=r"evaluation=Engine\): expected a pair: an evaluator, and a function"):
         find_batch_size(engine, lambda size: [], evaluation=engine)  # type: ignore[arg-type]

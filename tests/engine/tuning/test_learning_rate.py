@@ -371,7 +371,7 @@ def two_updates() -> Engine:
 
 def test_of_several_updates_one_is_named_and_the_other_trains_at_its_own_rate() -> None:
     engine = two_updates()
-    with pytest.raises(ValueError, match=r"the updates 'first', 'second'; name one of them: update="):
+    with pytest.raises(ValueError, match=r"several updates: 'first', 'second'; choose one with update="):
         find_learning_rate(engine, batches(10), steps=5)
     rates: list[float] = []
     engine.connect(
@@ -424,7 +424,7 @@ def test_two_processes_get_one_curve_and_leave_no_trace(kind: type[Handler]) -> 
 
 
 def test_less_data_than_points_goes_round_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="fewer batches than the sweep needs, so it started 3 passes"):
+    with pytest.warns(UserWarning, match="fewer batches than the sweep needs, so it made 3 passes"):
         curve = find_learning_rate(build(), batches(4), steps=10, low=1e-4, high=1e-2)
     assert len(curve) == 10
     assert curve.passes == 3
@@ -493,11 +493,12 @@ def test_findings_about_weights_that_are_put_back_are_not_reported() -> None:
     [
         (
             (math.nan, math.nan, 1.0, 2.0),
-            "2 finite losses of 4, which are too few .*: start at a lower learning rate than low=0.1",
+            "only 2 of the 4 losses of the sweep are finite, which is too few .*; start at a lower learning rate "
+            "than low=0.1",
         ),
         (
             (1.0, 2.0, 3.0, 4.0),
-            "the loss never falls between the learning rates 0.1 and 100: raise high=100, lower low=0.1",
+            "the loss never falls between the learning rates 0.1 and 100; raise high=100, lower low=0.1",
         ),
     ],
 )
@@ -537,7 +538,7 @@ def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], message:
 def test_an_engine_that_does_not_train_and_data_that_is_used_up_are_refused() -> None:
     with pytest.raises(ValueError, match="does not train"):
         find_learning_rate(Engine(Update.supervised(F.cross_entropy), model=model()), batches(5))
-    with pytest.raises(TypeError, match="a generator, which would be used up; give data that can be iterated again"):
+    with pytest.raises(TypeError, match="a generator, which would be exhausted; pass data that can be iterated again"):
         find_learning_rate(build(), (batch for batch in batches(5)))
     engine = build()
     engine.connect(Events.STARTED, lambda engine: find_learning_rate(engine, batches(5)))
@@ -565,7 +566,7 @@ def test_a_sweep_without_a_step_ends_with_an_error() -> None:
         return None
 
     engine = Engine(Update.from_function(nothing, optimizer=partial(torch.optim.SGD, lr=0.1)), model=model(), seed=0)
-    message = "no step was made: the update 'main' gave no loss, or each step was skipped"
+    message = "no step ran, because the update 'main' returned no loss, or each step was skipped"
     with allow("W29"), pytest.raises(RuntimeError, match=message):
         find_learning_rate(engine, batches(10), steps=10)
 
@@ -625,9 +626,9 @@ def test_a_second_ctrl_c_waits_until_everything_is_put_back(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((nn.Linear(1, 1), []), "the first argument is a Linear; expected an Engine, and then the data"),
-        (([], 3), "the first argument is a list; expected an Engine, and then the data"),
-        ((None, []), "the first argument is a NoneType; expected an Engine, and then the data"),
+        ((nn.Linear(1, 1), []), "the first argument is a Linear; expected an Engine, followed by the data"),
+        (([], 3), "the first argument is a list; expected an Engine, followed by the data"),
+        ((None, []), "the first argument is a NoneType; expected an Engine, followed by the data"),
     ],
 )
 def test_other_things_in_place_of_the_engine_are_named(arguments: Any, message: str) -> None:
@@ -636,12 +637,12 @@ def test_other_things_in_place_of_the_engine_are_named(arguments: Any, message: 
 
 
 def test_no_data_is_named() -> None:
-    with pytest.raises(TypeError, match="the data is a NoneType; give what has batches"):
+    with pytest.raises(TypeError, match="the data is a NoneType; pass data with batches"):
         find_learning_rate(build(), None)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_never_finite_is_not_blamed_on_the_rate() -> None:
     with pytest.raises(
-        ValueError, match=r"no loss of the sweep is finite, not even the first, nan, .*: no learning rate can help"
+        ValueError, match=r"no loss of the sweep is finite, not even the first .*, so no learning rate can help"
     ):
         LearningRateCurve((0.1, 1.0), (math.nan, math.nan), low=0.1, high=1.0).suggestion()

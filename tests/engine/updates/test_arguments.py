@@ -55,11 +55,11 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
         (
             lambda p: SGD(p),
             {"lr": 0.1},
-            "lr= is neither an option of <lambda> nor an argument; it takes none; give them where it builds",
+            "lr= is neither an option of <lambda> nor an argument; it has no options; set them inside the factory",
         ),
-        ("adamw", {"lr": 0.1}, "lr=0.1 beside optimizer='adamw', which is not an optimizer; give its class"),
-        (None, {"lr": 0.1}, "lr=0.1 without an optimizer to give it to"),
-        (BUILT, {"lr": 0.2}, "lr=0.2 beside an optimizer that is built"),
+        ("adamw", {"lr": 0.1}, "lr=0.1 with optimizer='adamw', which is not an optimizer; pass the optimizer's class"),
+        (None, {"lr": 0.1}, "lr=0.1 needs an optimizer"),
+        (BUILT, {"lr": 0.2}, "lr=0.2 with an optimizer that is already built"),
         (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is given twice"),
         ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 beside several optimizers"),
     ],
@@ -113,9 +113,9 @@ def loss_of_both(engine: Engine, batch: Any) -> torch.Tensor:
         (
             "haed",
             ValueError,
-            "Update(parameters='haed'): the engine has no such module; there are: one, head; did you mean 'head'?",
+            "Update(parameters='haed'): the engine has no such module; the modules are one, head; did you mean 'head'?",
         ),
-        ("head.x", ValueError, "Update(parameters='head.x'): the engine has no such module; there are: one, head"),
+        ("head.x", ValueError, "Update(parameters='head.x'): the engine has no such module; the modules are one, head"),
     ],
 )
 def test_a_name_that_is_no_module_lists_those_that_are(parameters: Any, kind: type[Exception], message: str) -> None:

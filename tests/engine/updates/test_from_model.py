@@ -281,8 +281,8 @@ def test_of_a_mapping_that_iterates_over_rows_messages_name_its_keys_and_copies_
     batch = Rows({"x": torch.ones(4, 5), "labels": torch.ones(4), "idx": torch.ones(4)})
     with pytest.raises(TypeError) as caught:
         trainer().run([batch], max_epochs=1)
-    assert "by keyword: x, labels, idx; leave out" in "".join(caught.value.__notes__)
-    with pytest.raises(TypeError, match="but this one is a Rows with 'x', 'labels', 'idx'; for other"):
+    assert "by keyword: x, labels, idx; remove from" in "".join(caught.value.__notes__)
+    with pytest.raises(TypeError, match="but this batch is a Rows with 'x', 'labels', 'idx'; for other"):
         supervised().run([batch], max_epochs=1)
     assert map_leaves(lambda leaf: leaf + 1, batch).data["x"].tolist() == [[2.0] * 5] * 4
 
@@ -301,10 +301,10 @@ def measured(**options: Any) -> Engine:
 
 MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     (
-        "there is none in a Output .*put the targets into the batch under the name",
+        "but a Output .* has no loss.*put the targets into the batch under the name",
         lambda: trainer().run([{"x": torch.ones(2, 5)}], max_epochs=1),
     ),
-    (r"by keyword, but this one is a tuple of 2; .*Update\.supervised", lambda: trainer().run(PAIRS, max_epochs=1)),
+    (r"by keyword, but this batch is a tuple of 2; .*Update\.supervised", lambda: trainer().run(PAIRS, max_epochs=1)),
     ("unexpected keyword argument 'idx'", lambda: trainer().run([{**MAPPINGS[0], "idx": 1}], max_epochs=1)),
     ("takes the loss from the model's output.*loss=cross_entropy", lambda: mixing().run(MAPPINGS, max_epochs=1)),
     (
@@ -316,11 +316,11 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
         lambda: measured(target="label").run(MAPPINGS, max_epochs=1),
     ),
     (
-        "has no output in what its forward returned: there is no 'scores' in a Output with 'logits', 'loss'",
+        "has no output in the value that its forward returned: there is no 'scores' in a Output with 'logits', 'loss'",
         lambda: measured(output="scores").run(MAPPINGS, max_epochs=1),
     ),
-    (r"say where these are: Update\.supervised", lambda: supervised().run(MAPPINGS, max_epochs=1)),
-    (r"say where these are: Update\.supervised", lambda: supervised().run([Encoding(MAPPINGS[0])], max_epochs=1)),
+    (r"pass the places of both: Update\.supervised", lambda: supervised().run(MAPPINGS, max_epochs=1)),
+    (r"pass the places of both: Update\.supervised", lambda: supervised().run([Encoding(MAPPINGS[0])], max_epochs=1)),
     (r"target=1\.5: expected an index, a key or name", lambda: Update.from_model(ADAM, target=1.5)),  # type: ignore[arg-type]
     (r"Predictions\(inputs=1\.5\)", lambda: Predictions(inputs=1.5)),  # type: ignore[arg-type]
     (r"'predictions': inputs='y': there is no 'y' in a dict", lambda: predicted(inputs="y")),
@@ -353,7 +353,7 @@ def test_a_mistake_is_refused_with_the_way_out(message: str, mistake: Callable[[
 def test_what_the_model_does_not_take_is_named() -> None:
     with pytest.raises(TypeError) as error:
         trainer().run([{**MAPPINGS[0], "idx": 1}], max_epochs=1)
-    assert any("by keyword: x, labels, idx; leave out of the batch" in note for note in error.value.__notes__)
+    assert any("by keyword: x, labels, idx; remove from the batch" in note for note in error.value.__notes__)
 
 
 def calls_of(engine: Engine, data: Any) -> int:

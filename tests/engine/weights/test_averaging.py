@@ -68,10 +68,10 @@ def changed(**tensors: Tensor | None) -> list[dict[str, Tensor]]:
     [
         (changed(extra=torch.ones(2)), r"cannot be averaged: extra is only in 'source 2'"),
         (changed(**{"0.bias": None}), r"cannot be averaged: 0.bias is only in 'source 1'"),
-        (changed(**{"0.bias": torch.ones(3)}), r"0.bias has the shape \[4\] and \[3\]"),
-        (changed(**{"0.bias": torch.ones(4).half()}), r"0.bias has the dtype torch.float32 and torch.float16"),
-        (states(1), r"expected two sources at least, got 1"),
-        ([], r"expected two sources at least, got 0"),
+        (changed(**{"0.bias": torch.ones(3)}), r"0.bias has shapes \[4\] and \[3\]"),
+        (changed(**{"0.bias": torch.ones(4).half()}), r"0.bias has dtypes torch.float32 and torch.float16"),
+        (states(1), r"expected at least two sources, got 1"),
+        ([], r"expected at least two sources, got 0"),
     ],
     ids=["unexpected", "missing", "shape", "dtype", "one", "none"],
 )

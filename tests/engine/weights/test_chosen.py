@@ -113,13 +113,13 @@ def test_it_is_the_plain_loop_with_the_best_weights(tmp_path: Path) -> None:
 def test_what_is_measured_comes_from_one_validation() -> None:
     engine = trainer_of(Validation(TEST, prefix="test_", name="other"))
     with pytest.raises(
-        ValueError, match=r"several validations are attached, 'validation', 'other'.*validation='validation'"
+        ValueError, match=r"several validations are attached: 'validation', 'other'.*validation='validation'"
     ):
         engine.test(TEST)
     assert sorted(engine.test(TEST, validation="other")) == ["loss"]
     assert sorted(engine.test(TEST, validation="validation")) == ["accuracy", "loss"]
     with pytest.raises(
-        ValueError, match=r"test\(validation='none'\): no Validation has this name; there are: 'validation'"
+        ValueError, match=r"test\(validation='none'\): no Validation has this name; available validations: 'validation'"
     ):
         engine.test(TEST, validation="none")
     with pytest.raises(ValueError, match=r"no Validation is attached to define what to measure"):
@@ -139,20 +139,20 @@ def test_the_long_form_is_measured_by_its_evaluator() -> None:
 
 def test_weights_that_nothing_chose_are_refused(tmp_path: Path) -> None:
     engine = trainer_of()
-    with pytest.raises(ValueError, match=r"expected one Checkpoint with a monitor, but there is none"):
+    with pytest.raises(ValueError, match=r"expected one Checkpoint with a monitor, but found none"):
         engine.test(TEST, weights="best")
     engine.attach(Checkpoint(tmp_path / "each", name="each"))
-    with pytest.raises(ValueError, match=r"expected one Checkpoint with a monitor, but there is none"):
+    with pytest.raises(ValueError, match=r"expected one Checkpoint with a monitor, but found none"):
         engine.test(TEST, weights="best")
     engine.attach(
         Checkpoint(tmp_path / "a", monitor="val_loss", name="a"),
         Checkpoint(tmp_path / "b", monitor="val_accuracy", name="b"),
     )
-    with pytest.raises(ValueError, match=r"but there are 'a', 'b'"):
+    with pytest.raises(ValueError, match=r"but found 'a', 'b'"):
         engine.test(TEST, weights="best")
-    with pytest.raises(ValueError, match=r"it has written no checkpoint in this process"):
+    with pytest.raises(ValueError, match=r"the handler has written no checkpoint in this process"):
         engine.test(TEST, weights=engine["a"])
-    with pytest.raises(TypeError, match=r"expected 'best', a Checkpoint, or the path of one"):
+    with pytest.raises(TypeError, match=r"expected 'best', a Checkpoint handler, or the path of a checkpoint"):
         engine.test(TEST, weights=3)
     with pytest.raises(FileNotFoundError):
         engine.test(TEST, weights=tmp_path / "nothing")
@@ -161,7 +161,7 @@ def test_weights_that_nothing_chose_are_refused(tmp_path: Path) -> None:
 def test_it_is_refused_inside_a_run() -> None:
     engine = trainer_of()
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.test(TEST))
-    with pytest.raises(RuntimeError, match=r"test\(\) was called during a run; call engine.evaluate"):
+    with pytest.raises(RuntimeError, match=r"test\(\) was called during a run; during a run, call engine.evaluate"):
         engine.run(labelled(1), max_epochs=1)
 
 
@@ -229,7 +229,7 @@ def test_averages_whose_handler_is_gone_are_not_left_out_in_silence(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("slip", "hint"), {"bestt": "did you mean 'best'?", "last": "give 'best', an attached Checkpoint"}.items()
+    ("slip", "hint"), {"bestt": "did you mean 'best'?", "last": "pass 'best', a Checkpoint handler"}.items()
 )
 def test_a_slip_in_what_is_chosen(slip: str, hint: str) -> None:
     engine = trainer_of()
@@ -245,7 +245,7 @@ def test_what_is_disabled_is_absent(tmp_path: Path) -> None:
     with engine.without("c2", "other"):
         assert engine.test(TEST, weights="best") == expected
         with pytest.raises(
-            ValueError, match=r"validation='other'\): this Validation is disabled; there are: 'validation'"
+            ValueError, match=r"validation='other'\): this Validation is disabled; available validations: 'validation'"
         ):
             engine.test(TEST, validation="other")
 
@@ -272,9 +272,12 @@ def test_several_data_sets_are_measured_under_their_names(tmp_path: Path) -> Non
         ({"metrics": [Accuracy()]}, r"^test\(metrics=a list\): expected a mapping from names to metrics"),
         (
             {"weights": {"a": torch.zeros(9)}},
-            r"^test\(weights=a dict\): expected 'best', a Checkpoint, or the path of one$",
+            r"^test\(weights=a dict\): expected 'best', a Checkpoint handler, or the path of a checkpoint$",
         ),
-        ({"weights": torch.zeros(9)}, r"^test\(weights=a Tensor\): expected 'best', a Checkpoint, or the path of one$"),
+        (
+            {"weights": torch.zeros(9)},
+            r"^test\(weights=a Tensor\): expected 'best', a Checkpoint handler, or the path of a checkpoint$",
+        ),
         (
             {"metrics": {"a": Accuracy()}, "a": Accuracy()},
             r"^test\(a=\): 'a' is given twice: in metrics=, and beside it",

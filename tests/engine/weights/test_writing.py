@@ -190,7 +190,7 @@ def test_two_averaging_handlers_have_to_be_told_apart(tmp_path: Path) -> None:
     with engine.without("swa", "slow"):
         assert_same(load_file(export_weights(engine, tmp_path / "y.safetensors")), in_order(engine.weights()["model"]))
     with pytest.raises(
-        ValueError, match=r"average='emma' is not an attached handler that averages weights; there are: 'ema'"
+        ValueError, match=r"is not an attached handler that averages weights; attached averaging handlers: 'ema'"
     ):
         export_weights(engine, tmp_path / "x.safetensors", average="emma")
 
@@ -224,11 +224,11 @@ class Stateful(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (Stateful(2, 1), "'_extra_state' of the model's state is a dict"),
+        (Stateful(2, 1), "'_extra_state' in the model's state is a dict"),
         (nn.Linear(2, 1, device="meta"), "'weight' is on the meta device and has no values"),
         (
             nn.Linear(2, 1, dtype=torch.complex128),
-            "'weight' has the dtype torch.complex128, which safetensors cannot hold",
+            "'weight' has the dtype torch.complex128, which safetensors cannot store",
         ),
     ],
     ids=["extra state", "meta", "complex128"],
@@ -246,7 +246,7 @@ def test_what_safetensors_cannot_hold_is_named(model: nn.Module, message: str, t
             "model.pt",
             {},
             ValueError,
-            r"export_weights\(path='model.pt'\): expected a name that ends with '.safetensors'",
+            r"export_weights\(path='model.pt'\): expected a file name that ends with '.safetensors'",
         ),
         (b"x.safetensors", {}, TypeError, r"export_weights\(path=b'x.safetensors'\): expected a path"),
         ("x.safetensors", {"average": True}, TypeError, r"export_weights\(average=True\)"),
@@ -307,7 +307,7 @@ def test_after_any_failure_there_is_the_old_file_or_the_new_one_whole(at: int, k
     else:
         with pytest.raises(OSError, match="no space left") as caught:
             export_weights(new, path, files=Failing(at, kill=False))
-        assert "which is as it was before" in caught.value.__notes__[0] or at == 5
+        assert "which is unchanged" in caught.value.__notes__[0] or at == 5
         assert len(list(tmp_path.iterdir())) == 2
     assert sha256(path) == (after if at == 5 else before)
     assert sha256(export_weights(new, path)) == after
