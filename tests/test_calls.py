@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -20,14 +20,9 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def loop() -> ModuleType:
-    path = Path(__file__).parent / "benchmarks" / "loop.py"
-    spec = importlib.util.spec_from_file_location("benchmark_loop", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent / "benchmarks"))
+        return importlib.import_module("loop")
 
 
 def test_an_empty_step_makes_three_calls_over_the_bare_loop_and_one_more_for_each_handler(loop: ModuleType) -> None:

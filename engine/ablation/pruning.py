@@ -129,7 +129,7 @@ class Pruned:
         failed = f", {count(self.failed, 'run')} failed" if self.failed else ""
         difference = "" if math.isnan(self.difference) else f", mean difference to the baseline {self.difference:+.3g}"
         return (
-            f"\"{self.variant.name}\" was pruned after epoch {self.epoch}: place {self.place} of {self.of} by the mean "
+            f'"{self.variant.name}" was pruned after epoch {self.epoch}: place {self.place} of {self.of} by the mean '
             f"rank over {count(self.seeds, 'seed')} ({self.rank:.3g}{difference} at that epoch{failed}). It was not "
             "trained to the end, so no effect is stated."
         )

@@ -400,8 +400,9 @@ def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int
     missing = [str(rank) for rank in range(size) if acknowledged[rank] is None and rank > 0]
     others = zip(missing, _read(store, [f"refused/{rank}" for rank in missing]), strict=True)
     refused = [
-        f"rank {rank} of a different job ({where}) connected to this address and was "
-        "rejected" for rank, where in others if where
+        f"rank {rank} of a different job ({where}) connected to this address and was rejected"
+        for rank, where in others
+        if where
     ]
     return TimeoutError(
         f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "

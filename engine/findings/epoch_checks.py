@@ -395,9 +395,7 @@ def names_of(engine: Engine) -> dict[Tensor, str]:
 
 def shown(parameters: Sequence[Tensor], names: dict[Tensor, str], most: int = 3) -> str:
     """The names of a few parameters."""
-    listed = [
-        repr(names[p]) if p in names else f"one of shape {tuple(p.shape)} outside the model" for p in parameters
-    ]
+    listed = [repr(names[p]) if p in names else f"one of shape {tuple(p.shape)} outside the model" for p in parameters]
     return ", ".join(listed[:most]) + (f" and {len(listed) - most} more" if len(listed) > most else "")
 
 

@@ -127,8 +127,9 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
     left_out = [f"{name!r} ({kind})" for name, kind in before.items() if name not in now and name not in allowed]
     added = [f"{name!r} ({kind})" for name, kind in now.items() if name not in before and name not in allowed]
     other = [
-        f"{name!r} is a {kind}, but was a "
-        f"{before[name]}" for name, kind in now.items() if before.get(name, kind) != kind
+        f"{name!r} is a {kind}, but was a {before[name]}"
+        for name, kind in now.items()
+        if before.get(name, kind) != kind
     ]
     return [
         *([f"this run lacks {', '.join(left_out)}"] if left_out else []),

@@ -379,8 +379,9 @@ def _check_names(engine: Engine, modules: list[str], saved: Mapping[str, Any], a
             problems += [f"that only the state has: {', '.join(sorted(unknown))}"] if unknown else []
             names = sorted(missing | unknown)
             way_out = (
-                "; to allow the difference, call engine.load_state_dict(state, "
-                f"allow={names})" if part == "handlers" else ""
+                f"; to allow the difference, call engine.load_state_dict(state, allow={names})"
+                if part == "handlers"
+                else ""
             )
             raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
 

@@ -73,9 +73,6 @@ class Digests:
         """Add a number that is read with the digests, and is found in `numbers` then."""
         number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         number = widened(local_part(number)).reshape(())
-        if number.device.type == "cpu":
-            self.numbers[name] = float(number)
-            return
         self._wide[name] = number.dtype is torch.float64
         self._numbers[name] = number.view(torch.int64) if self._wide[name] else number.view(torch.int32).long()
 

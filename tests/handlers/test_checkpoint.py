@@ -908,7 +908,7 @@ def test_an_error_of_the_thread_leaves_the_run_at_the_next_boundary(tmp_path: Pa
     with pytest.raises(OSError, match="No space left") as caught:
         engine.run(DATA, max_iters=99)
     assert engine.state.iteration == 5
-    assert any("iter00000004" in note and "untouched" in note for note in caught.value.__notes__)
+    assert any("iter00000004" in note and "unchanged" in note for note in caught.value.__notes__)
     assert [int(name[-8:]) for name, _ in handler.kept] == [2]
     assert files(tmp_path) == [name for name, _ in handler.kept]
     assert [one[2] for one in handler.state_dict()["kept"]] == [2]

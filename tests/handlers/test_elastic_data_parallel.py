@@ -676,7 +676,7 @@ def test_a_parameter_without_a_gradient_is_refused_by_name() -> None:
     update = Update(lambda engine, batch: model["used"](batch[0]), lambda engine, output, batch: output.sum(), SGD)
     engine = Engine(update, model=model, seed=0)
     engine.attach(ElasticDataParallel(shards=2))
-    with pytest.raises(RuntimeError, match=r"shard 0 gives no gradient to model\.spare\.weight"):
+    with pytest.raises(RuntimeError, match=r"shard 0 computes no gradient for model\.spare\.weight"):
         engine.run(numbers(), max_epochs=1, check=False)
 
 

@@ -403,7 +403,9 @@ def test_what_cannot_be_compared_is_refused() -> None:
     def shared() -> Engine:
         return Engine(Update.supervised(cross_entropy, Adam), model=model, seed=0)
 
-    with pytest.raises(ValueError, match=r"share the parameter 'model\.1\.weight'; create a separate one in each build"):
+    with pytest.raises(
+        ValueError, match=r"share the parameter 'model\.1\.weight'; create a separate one in each build"
+    ):
         divergence(shared, shared, run=train)
     with pytest.raises(RuntimeError, match=r"'preemption': Python delivers signals to the main thread only"):
         found(Preemption())

@@ -192,7 +192,7 @@ def test_a_level_that_no_number_of_seeds_reaches_is_said() -> None:
     found = report({"- a": WORSE}, level=0.9999999)
     assert found.needed is None
     (warning,) = found.warnings()
-    assert warning.endswith("for 1e-07, no number of seeds is enough.")
+    assert warning.endswith("For a level of 1e-07, no number of seeds is enough.")
     assert found.sentences()[0].endswith("accuracy changes: no number of seeds is enough.")
 
 

@@ -318,7 +318,7 @@ def test_nothing_is_written_or_shown_unless_files_are_wanted(
     assert [row.finished for row in report.rows] == [2] * 4
     assert not os.listdir(tmp_path)
     assert capsys.readouterr() == ("", "")
-    with pytest.raises(ValueError, match=r"'checkpoint' is already switched off, by the study; .* files=True"):
+    with pytest.raises(ValueError, match=r"'checkpoint' is already switched off by the study; set files=True"):
         make_study(build).plan(LeaveOneOut(["checkpoint"]))
 
     make_study(partial(writing, tmp_path, False), seeds=[0], files=True).run(DESIGN, workers=0)

@@ -351,7 +351,7 @@ print("together:", int(total))
 
 
 class Job:
-    """Ranks of a job at an address, which rank 0 hosts."""
+    """Ranks of a job at an address, hosted by rank 0."""
 
     def __init__(self, folder: Path, port: int, program: str = "train.py", **variables: str) -> None:
         self.script = folder / program
@@ -608,7 +608,7 @@ def test_a_local_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_store_that_nobody_holds_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     _environment(monkeypatch, RANK="1", WORLD_SIZE="2")
-    with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, which rank 0 hosts"):
+    with pytest.raises(RuntimeError, match=r"rank 1 could not use the store at 127\.0\.0\.1:1, hosted by rank 0"):
         join(timeout=1.0)
 
 

@@ -61,7 +61,7 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
         (None, {"lr": 0.1}, "lr=0.1 needs an optimizer"),
         (BUILT, {"lr": 0.2}, "lr=0.2 with an optimizer that is already built"),
         (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is given twice"),
-        ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 beside several optimizers"),
+        ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 with several optimizers"),
     ],
 )
 def test_options_that_nobody_takes_are_refused(optimizer: Any, options: dict[str, Any], message: str) -> None:
