@@ -30,26 +30,25 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class ActivationCheckpointing(Handler):
     """Saves memory by recomputing the activations of chosen modules in the backward pass (gradient checkpointing).
 
-    Only the inputs of the chosen modules are kept for the backward. This takes less memory and, typically, a third more time.
-    Weights, dropout masks and BatchNorm statistics are bit-identical to training without it: the random state is restored for the
-    recomputation, and only the first computation updates statistics. Parameter names do not change. Evaluations are not affected.
+    Only the inputs of the chosen modules are kept for the backward, which saves memory and typically takes a third more time.
+    Weights, dropout masks and BatchNorm statistics stay bit-identical, because the random state is restored for the
+    recomputation, and only the first computation updates statistics. Parameter names and evaluations do not change.
 
-    Choose expensive modules that are called one after the other, such as the blocks of a transformer. A chosen module runs twice
-    in each iteration, and so do hooks inside it; its forward must change nothing but the statistics of normalization layers. With
-    `Compile`, the chosen modules run without compilation, since not every backend computes the same result twice.
+    Choose expensive modules that are called one after the other, such as transformer blocks. A chosen module and its hooks run
+    twice in each iteration, and its forward must change only the statistics of normalization layers. `Compile` does not compile
+    the chosen modules, because not every backend computes the same result twice.
 
     Args:
-        modules: Modules to recompute: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list of these. Of
-            nested modules, the outermost one is taken. A ModuleList stands for its items.
-        every: Alternative to ``modules``: the number of consecutive layers that are recomputed together, in each
-            ``nn.Sequential`` that is not inside another one.
-        keep_operations: Operations whose results are kept anyway, such as matrix products, which take longest to recompute. Give
-            names, such as "mm", "addmm" and "convolution", or torch operators, such as ``torch.ops.aten.mm.default``.
+        modules: Modules to recompute: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list of these. If
+            matches are nested, the outermost module is taken. A ModuleList stands for its items.
+        every: Alternative to ``modules``: the number of consecutive layers to recompute together in each outermost
+            ``nn.Sequential``.
+        keep_operations: Operations whose results are kept, such as matrix products, which take longest to recompute. Give names,
+            such as "mm", "addmm" and "convolution", or torch operators, such as ``torch.ops.aten.mm.default``.
 
     Raises:
-        ValueError: For a pattern that matches no module, and where ``every`` finds no Sequential.
-        RuntimeError: In the first iteration, for a module that changes other buffers, such as those of a spectral norm, in its
-            forward.
+        ValueError: If a pattern matches no module, or if ``every`` finds no Sequential.
+        RuntimeError: In the first iteration, if the forward of a module changes other buffers, such as those of spectral norm.
 
     Source:
         Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). The implementation is ``torch.utils.checkpoint``, in
@@ -60,13 +59,14 @@ class ActivationCheckpointing(Handler):
         >>> from signalfire import Engine, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> def count(*handlers):
-        ...     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh()), torch.nn.Linear(2, 1))
+        ...     inner = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+        ...     model = torch.nn.Sequential(inner, torch.nn.Linear(2, 1))
         ...     engine, calls = Engine(update, model=model, seed=0), []
         ...     _ = model[0][0].register_forward_pre_hook(lambda *_: calls.append(1))
         ...     _ = engine.attach(*handlers)
         ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3)
         ...     return len(calls)
-        >>> count(), count(ActivationCheckpointing("0"))  # in three iterations: once each, and again for the backward
+        >>> count(), count(ActivationCheckpointing("0"))  # calls in three iterations
         (3, 6)
     """
 
@@ -88,8 +88,8 @@ class ActivationCheckpointing(Handler):
         self._replaced: list[tuple[nn.Module, _Recomputed | _Grouped]] = []  # only during a run
         if (modules is None) == (every is None):
             raise ValueError(
-                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): give one of the two: modules='blocks.*', or "
-                "every=2 for a model made of Sequentials"
+                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): give one of the two, "
+                "modules='blocks.*', or every=2 for a model built from nn.Sequential"
             )
 
     def attached(self, engine: Engine) -> None:
@@ -121,8 +121,8 @@ class ActivationCheckpointing(Handler):
         }
         if not found:
             raise ValueError(
-                f"{self.name!r}: every={self.every}: the model has no nn.Sequential, whose layers could be grouped; name the "
-                "modules instead, such as modules='blocks.*'"
+                f"{self.name!r}: every={self.every} groups the layers of nn.Sequential modules, but the model has "
+                "none; name the modules instead, such as modules='blocks.*'"
             )
         return outermost(found)
 
@@ -176,8 +176,9 @@ class _Recomputed:
         for (module, key), old, new in zip(self.buffers, before, self._versions(), strict=True):
             if old != new:
                 raise RuntimeError(
-                    f"the buffer {key!r} of {type(module).__name__} in {self.path!r} is changed by the forward, and would be "
-                    "changed twice in each iteration: leave this module out of ActivationCheckpointing(modules=)"
+                    f"the forward of {self.path!r} changes the buffer {key!r} of {type(module).__name__}, so "
+                    "recomputing it would change the buffer twice in each iteration; leave this module out of "
+                    "ActivationCheckpointing(modules=)"
                 )
         return result
 
@@ -292,5 +293,5 @@ def _check_operations(operations: Any) -> list[Operation]:
         elif isinstance(one, str):
             raise ValueError(f"{where}: torch has no operation aten.{one.removeprefix('aten.')}")
         else:
-            raise TypeError(f"{where}: {one!r} is neither the name of an operation nor an operator of torch")
+            raise TypeError(f"{where}: {one!r} is neither an operation name nor a torch operator")
     return found

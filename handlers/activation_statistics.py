@@ -24,25 +24,24 @@ KINDS = ("activation_mean", "activation_sd", "dead_units")
 class ActivationStatistics(Handler):
     """Measures activations every n iterations: mean, standard deviation, and the share of dead units.
 
-    In ``state.metrics``: "activation_mean/features.2", "activation_sd/features.2" (the standard deviation) and
-    "dead_units/features.2" of each measured module, and "dead_units" of all of them together. A unit is dead if it is zero for
-    all measured samples, at all positions; a ReLU whose units are mostly dead hardly learns. With few samples a unit may be zero
-    by chance: measure more samples with ``window``.
+    The metrics in ``state.metrics`` are "activation_mean/features.2", "activation_sd/features.2" (the standard deviation) and
+    "dead_units/features.2" for each measured module, and "dead_units" for all modules together. A unit is dead if it is zero for
+    all measured samples at all positions. With few samples a unit may be zero by chance, so measure more samples with ``window``.
 
-    Hooks are on the modules only in measured iterations, and only in training. The values are tensors on the activations' device,
-    so measuring does not synchronize with the device. In distributed runs, each rank measures its own samples. If a step computes
-    its gradients several times, only the first forward is measured.
+    Hooks are on the modules only in measured training iterations. The values are tensors on the device, so measuring does not
+    synchronize. In distributed runs, each rank measures its own samples. If a step computes its gradients several times, only the
+    first forward is measured.
 
     Args:
         every: Interval between two measurements, in iterations.
-        window: Number of iterations that are measured together, at most ``every``: the last ones of each interval.
+        window: Number of iterations that are measured together, at the end of each interval; at most ``every``.
         modules: Modules to measure: a path such as "encoder", which includes everything inside it, a pattern such as
             ``"*.relu"``, or several. By default all activation functions that are modules, such as ``nn.ReLU``.
         unit_dim: Dimension of the outputs that holds the units, such as 1 for the channels of sequences (N, C, L). By default 1
             for outputs with four or more dimensions, such as images, and otherwise the last.
 
     Raises:
-        ValueError: At the start of a run, if no module is found, or if the model is compiled, which skips hooks; in the forward,
+        ValueError: At the start of a run, if no module is found, or if the model is compiled, which skips hooks. In the forward,
             if a module's number of units varies.
 
     Source:
@@ -52,13 +51,15 @@ class ActivationStatistics(Handler):
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+        >>> layers = torch.nn.Linear(2, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1)
+        >>> model = torch.nn.Sequential(*layers)
         >>> _ = torch.nn.init.zeros_(model[0].weight)
         >>> model[0].bias.data = torch.tensor([1.0, 1.0, 2.0, -8.0])
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(ActivationStatistics(every="1it"))
         >>> metrics = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1).metrics
-        >>> {name: round(float(value), 2) for name, value in metrics.items()}  # the ReLU gives 1, 1, 2 and 0
+        >>> # The ReLU gives 1, 1, 2 and 0.
+        >>> {name: round(float(value), 2) for name, value in metrics.items()}
         {'activation_mean/1': 1.0, 'activation_sd/1': 0.71, 'dead_units/1': 0.25, 'dead_units': 0.25}
     """
 
@@ -79,7 +80,10 @@ class ActivationStatistics(Handler):
         n = int(self.every.value)
         self.window = check_int(self, "window", window)
         if self.window > n:
-            raise ValueError(f"ActivationStatistics(window={window!r}): it is longer than every={str(self.every)!r}")
+            raise ValueError(
+                f"ActivationStatistics(window={window!r}): the window is longer than every={str(self.every)!r}; reduce "
+                "window="
+            )
         self.modules = check_patterns(self, "modules", modules)
         if unit_dim is not None and (isinstance(unit_dim, bool) or not isinstance(unit_dim, int)):
             raise TypeError(f"ActivationStatistics(unit_dim={unit_dim!r}): expected an int, such as 1 or -1")
@@ -101,8 +105,8 @@ class ActivationStatistics(Handler):
         self._found = self._select(engine)
         if not self._found:
             raise ValueError(
-                f"{self.name!r}: the model has no activation functions that are modules, such as nn.ReLU; name what is to be "
-                "measured: ActivationStatistics(modules=)"
+                f"{self.name!r}: the model has no activation modules such as nn.ReLU; choose the modules to measure "
+                "with ActivationStatistics(modules=)"
             )
         # Each of several ranks measures its own batches, and a state is the same on all ranks.
         alike = not engine.processes.distributed
@@ -182,8 +186,8 @@ class ActivationStatistics(Handler):
             before = self._alive[path].to(alive.device)
             if before.shape != alive.shape:
                 raise ValueError(
-                    f"{self.name!r}: {path!r} has outputs of {len(before)} and of {len(alive)} units; give their dimension: "
-                    "unit_dim=, or measure other modules"
+                    f"{self.name!r}: {path!r} has {len(before)} units in one output and {len(alive)} in a later one; "
+                    "set the unit dimension with unit_dim=, or measure other modules"
                 )
             sums, alive = sums + self._sums[path].to(sums.device), alive | before
         self._sums[path], self._alive[path] = sums, alive

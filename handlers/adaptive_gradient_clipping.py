@@ -23,19 +23,18 @@ __all__ = ["AdaptiveGradientClipping"]
 class AdaptiveGradientClipping(Handler):
     """Clips each unit's gradient relative to the norm of its weights (AGC): to at most ``clipping * max(norm(W), eps)``.
 
-    W are the weights of the unit. A step that is large relative to them destabilizes training, so the bound follows the weights,
-    unit by unit: each row of a weight (an output unit of a linear layer, an output channel of a convolution) is clipped
-    separately, vectors and scalars as a whole. Clipping runs once per optimizer step, on unscaled gradients, before
-    `GradientClipping`.
+    W are the weights of the unit. A step that is large relative to the weights destabilizes training, so each unit has its own
+    bound. A unit is a row of a weight: an output unit of a linear layer, or an output channel of a convolution. Vectors and
+    scalars are clipped as a whole. Clipping runs once per optimizer step, on unscaled gradients, before `GradientClipping`.
 
     Args:
         clipping: Largest ratio of a unit's gradient norm to its weight norm.
         eps: Lower bound of the weight norm, so weights initialized to zero can be trained.
-        exclude: Parameters that are not clipped; the paper recommends excluding the last layer. The path of a module or
-            parameter such as ``"head"``, a name pattern such as ``"*.bias"``, an iterable of these, or a function ``(name,
-            parameter) -> bool``. Names are those of the model's ``named_parameters()``; with several modules, they are
-            prefixed by the module's name: ``"generator.0.weight"``.
-        update: Name of the update whose gradients are clipped; all updates by default.
+        exclude: Parameters not to clip, such as the last layer, which the paper recommends: the path of a module or parameter
+            such as ``"head"``, a name pattern such as ``"*.bias"``, an iterable of these, or a function
+            ``(name, parameter) -> bool``. Names are those of ``named_parameters()``; with several modules, they start with the
+            module's name: ``"generator.0.weight"``.
+        update: Name of the update to clip; all by default.
 
     Raises:
         ValueError: At the start of a run, if a pattern matches no parameter.
@@ -43,7 +42,7 @@ class AdaptiveGradientClipping(Handler):
 
     Source:
         Brock, De, Smith and Simonyan, "High-Performance Large-Scale Image Recognition Without Normalization" (ICML 2021).
-        A unit is always an index of the first dimension, although transposed convolutions have their inputs there.
+        A unit is always an index of the first dimension, even in transposed convolutions, which have their inputs there.
 
     Example:
         >>> import torch
@@ -56,7 +55,8 @@ class AdaptiveGradientClipping(Handler):
         ...     _ = engine.attach(*handlers)
         ...     _ = engine.run([(torch.ones(1, 1), torch.tensor([[-3.0, 6.0]]))], max_epochs=1)
         ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
-        >>> train(), train(AdaptiveGradientClipping(0.1))  # gradients of 4 and 4, which are clipped to 0.1 and 1
+        >>> # Gradients of 4 and 4 are clipped to 0.1 and 1.
+        >>> train(), train(AdaptiveGradientClipping(0.1))
         ([-3.0, 6.0], [0.9, 9.0])
     """
 

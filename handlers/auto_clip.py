@@ -22,14 +22,14 @@ __all__ = ["AutoClip"]
 class AutoClip(Handler):
     """Clips gradients by their global norm to a percentile of recent norms (AutoClip); no threshold to tune.
 
-    The norm of the current step counts, so the first step is not clipped. It is measured once per optimizer step, unscaled and
-    before clipping. Norms of skipped steps and non-finite norms are left out. Everything stays on the device, without
-    synchronization. Attaching `GradientClipping` as well raises an error, because it clips the same gradients.
+    The current norm counts, so the first step is not clipped. Norms are measured once per optimizer step, unscaled and before
+    clipping; skipped steps and non-finite norms are left out. Everything stays on the device, without synchronization.
+    `GradientClipping` clips the same gradients, so attaching both raises an error.
 
     Args:
         percentile: Percentile of the norms, above 0 and at most 100, interpolated linearly.
         window: Number of steps whose norms count; each step sorts them. None uses all steps, as in the paper.
-        update: Name of the update whose gradients are clipped; by default all updates, each with its own norms.
+        update: Name of the update to clip; by default all, each with its own norms.
 
     Attributes:
         total_norm: Global norm before the last clipping, as a tensor; None before the first.
@@ -45,14 +45,17 @@ class AutoClip(Handler):
     Example:
         >>> import torch
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(lambda output, target: output.mean(), torch.optim.SGD, lr=0.1)
-        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), seed=0)  # whose gradient is the mean of the inputs
+        >>> def loss(output, target):
+        ...     return output.mean()  # its gradient is the mean of the inputs
+        >>> update = Update.supervised(loss, torch.optim.SGD, lr=0.1)
+        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), seed=0)
         >>> clip = AutoClip(50)
         >>> _ = engine.attach(clip)
         >>> @engine.on(Events.ITERATION_COMPLETED)
         ... def show(engine):
         ...     print(f"norm {clip.total_norm:.0f}, clipped to {clip.max_norm:.0f}")
-        >>> _ = engine.run([(torch.full((4, 1), scale), torch.zeros(4, 1)) for scale in (2.0, 2.0, 90.0)], max_epochs=1)
+        >>> batches = [(torch.full((4, 1), scale), torch.zeros(4, 1)) for scale in (2.0, 2.0, 90.0)]
+        >>> _ = engine.run(batches, max_epochs=1)
         norm 2, clipped to 2
         norm 2, clipped to 2
         norm 90, clipped to 2
@@ -100,7 +103,8 @@ class AutoClip(Handler):
             return
         if any(gradient.is_sparse for gradient in gradients):
             raise TypeError(
-                f"{self.name!r}: a gradient of update {update.name!r} is sparse; build the embedding with sparse=False"
+                f"{self.name!r}: a gradient of update {update.name!r} is sparse and cannot be clipped; build the "
+                "embedding with sparse=False"
             )
         together = any_sharded(gradients) or alike(gradients)
         total = norm_of_all(gradients, 2.0) if together else torch.nn.utils.get_total_norm(gradients)
@@ -150,9 +154,9 @@ class _Norms:
             self.count = len(self._ring)
 
     def add(self, norm: Tensor, share: float) -> Tensor:
-        """Put in the norm of the step under way, and return the quantile of all norms; NaN if none is finite.
+        """Add the norm of the current step, and return the quantile of all norms; NaN if none is finite.
 
-        A step that computes its gradients several times puts in several, of which the last one stays.
+        A step that computes its gradients several times adds several norms; the last one stays.
         """
         place = self.count if self.window is None else self.count % self.window
         if place >= len(self._ring):  # twice the length, so that few steps copy
@@ -173,13 +177,13 @@ class _Norms:
         return torch.lerp(low, high, (rank - below).to(low.dtype))
 
     def keep(self) -> None:
-        """Keep the norm of the step under way."""
+        """Keep the norm of the current step."""
         if self._replaced is not None:
             self.count += 1
             self._replaced = None
 
     def drop(self) -> None:
-        """Leave out the norm of the step under way."""
+        """Leave out the norm of the current step."""
         if self._replaced is not None:
             self._ring[self.count if self.window is None else self.count % self.window] = self._replaced
             self._replaced = None

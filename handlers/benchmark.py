@@ -15,10 +15,9 @@ __all__ = ["Benchmark"]
 class Benchmark(Handler):
     """Turns on cuDNN's autotuner (``torch.backends.cudnn.benchmark``): convolutions use the fastest algorithm.
 
-    Each new input shape costs a trial, so this pays off if all batches have one shape; drop the last, smaller batch with
-    ``DataLoader(drop_last=True)``. The fastest algorithm, and so the results, may differ from run to run; attaching
-    `Deterministic` as well raises an error. On a CPU the handler does nothing. The flag is restored after the run, even if it
-    fails.
+    Each new input shape costs a trial, so this pays off if all batches have one shape. Drop the last, smaller batch with
+    ``DataLoader(drop_last=True)``. The fastest algorithm, and so the results, may differ from run to run, so attaching
+    `Deterministic` raises an error. On a CPU the handler does nothing. The flag is restored after the run, even if the run fails.
 
     Source:
         "Performance Tuning Guide" of PyTorch, "Enable cuDNN auto-tuner".

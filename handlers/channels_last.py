@@ -29,12 +29,12 @@ Strides = tuple[int, ...]
 class ChannelsLast(Handler):
     """Trains in the channels-last memory format (NHWC), which speeds up convolutions, and restores the layout afterwards.
 
-    The channels of a pixel are adjacent in memory (NHWC), while shapes and indices stay the same (NCHW). Convolutions in half
-    precision are faster on GPUs with tensor cores, and often on CPUs. Sums run in a different order, so results differ by
-    rounding. Batches are converted once they are on the device, also in evaluations by the trainer.
+    The channels of a pixel are adjacent in memory, while shapes and indices stay NCHW. Convolutions in half precision are faster
+    on GPUs with tensor cores, and often on CPUs. Sums run in a different order, so results differ by rounding. Batches are
+    converted once they are on the device, including those of evaluations by the trainer.
 
-    Four-dimensional tensors are converted if the model has two-dimensional convolutions, and five-dimensional ones if it has
-    three-dimensional convolutions. A model with neither is left unchanged, which a line on standard error reports. Parameters
+    Four-dimensional tensors are converted if the model has two-dimensional convolutions, and five-dimensional tensors if it has
+    three-dimensional convolutions. A model with neither stays unchanged, and a line on standard error reports this. Parameters
     stay the same objects. After the run, parameters, buffers, gradients, optimizer states and weight averages have the strides
     that they would have without the handler.
 
@@ -52,7 +52,7 @@ class ChannelsLast(Handler):
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(ChannelsLast())
         >>> @engine.on(Events.FORWARD_STARTED)
-        ... def show(engine):  # the channels, which are the second dimension, are next to each other
+        ... def show(engine):  # the channels, the second dimension, are adjacent
         ...     print(model.weight.stride(), engine.state.batch[0].stride())
         >>> _ = engine.run([(torch.ones(1, 2, 4, 4), torch.ones(1, 2, 2, 2))], max_epochs=1)
         (18, 1, 6, 2) (32, 1, 8, 2)
@@ -84,12 +84,12 @@ class ChannelsLast(Handler):
             count for count, kinds in _CONVOLUTIONS.items() if any(isinstance(part, kinds) for part in parts)
         ]
         if not self._dimensions:
-            line = f"{self.name}: the model has no two- or three-dimensional convolutions: nothing is converted"
+            line = f"{self.name}: the model has no two- or three-dimensional convolutions, so nothing is converted"
             engine.processes.print(line, file=sys.stderr)
         for root, key, tensor in self._tensors(engine):
             if is_sharded(tensor):
                 raise ValueError(
-                    f"{self.name!r}: the weights ({key!r} among them) are sharded, which rules out another memory format; detach "
+                    f"{self.name!r}: sharded weights, such as {key!r}, cannot change their memory format; detach "
                     f"{self.name!r}, or use DistributedDataParallel"
                 )
             strides = tensor.stride()

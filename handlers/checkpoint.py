@@ -29,51 +29,50 @@ _DONE = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
 class Checkpoint(Handler):
     """Saves checkpoints of the complete training state, keeps the last or the best by a metric, and resumes from them.
 
-    A checkpoint is a folder ``<name>-epoch0003-iter00000120/`` with ``state.pt``, which ``torch.load`` reads (the weights are
-    ``["modules"]["model"]``), and ``manifest.json`` with its size and sha256, the metric, the hyperparameters and the
-    environment. It contains everything that a resume needs (`Engine.state_dict`). It is written under a hidden name, synced, and
-    renamed before an old checkpoint is removed, so a crash at any moment leaves the old ones intact. `load` verifies it; given a
-    folder, it opens the newest intact checkpoint. Two handlers with separate names, such as ``Checkpoint(folder, resume=True,
-    name="last")`` and ``Checkpoint(folder, monitor="val_accuracy", name="best")``, keep the newest and the best of one snapshot.
+    A checkpoint is a folder ``<name>-epoch0003-iter00000120/``. ``torch.load`` reads its ``state.pt`` (the weights are
+    ``["modules"]["model"]``); ``manifest.json`` has the size and sha256 of this file, the metric, the hyperparameters and the
+    environment. A checkpoint contains everything that a resume needs (`Engine.state_dict`). It is written under a hidden name,
+    synced, and renamed before an old one is removed, so a crash at any moment leaves the old ones intact. `load` verifies it;
+    given a folder, `load` opens the newest intact checkpoint. To keep the newest and the best of one snapshot, attach two
+    handlers with separate names, such as ``Checkpoint(folder, resume=True, name="last")`` and ``Checkpoint(folder,
+    monitor="val_accuracy", name="best")``.
 
-    In distributed runs, rank 0 writes, including the states that differ between ranks, while the others wait; a write error is
-    raised on all ranks. All ranks need access to the folder, also on several machines. Sharded tensors are written by
-    ``torch.distributed.checkpoint`` beside ``state.pt``, each rank its part, and load with any number of ranks.
+    In distributed runs, rank 0 writes, including the states that differ between ranks, while the others wait. All ranks need
+    access to the folder, even on several machines. A write error is raised on all ranks. Each rank writes its part of sharded
+    tensors beside ``state.pt`` with ``torch.distributed.checkpoint``; the parts load with any number of ranks.
 
-    A run never replaces or removes a checkpoint of a different run: a name that is taken gets the suffix ``-2``. A resumed run
-    owns the checkpoints of the run that it continues, but never removes the one that it resumed from, except with ``keep=1`` and
-    a fixed filename, such as "last".
+    A run never replaces or removes a checkpoint of a different run; a taken name gets the suffix ``-2``. A resumed run owns the
+    checkpoints of the run that it continues, but never removes the one that it resumed from, except with ``keep=1`` and a fixed
+    filename, such as "last".
 
-    With ``monitor``, each new value is considered once: NaN is never kept, and of equal values the earlier one is kept.
+    With ``monitor``, each new value is considered once. NaN is never kept, and of equal values the earlier one is kept.
 
     Args:
         folder: Folder of the checkpoints; created if necessary.
         monitor: Name of the metric that selects the best checkpoints; without it, the last ones are kept.
-        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
+        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
         keep: Number of checkpoints to keep; by default 1 with ``monitor``, and 2 without, so one remains to fall back to.
-        every: Interval between saves without ``monitor``: "1ep" by default, or for example "15min", counted from the start of
-            each run. A save that is due inside another event, such as EVALUATION_COMPLETED, is written once that event is
-            complete.
+        every: Interval between saves without ``monitor``, such as "15min", counted from the start of each run; by default "1ep".
+            A save due inside another event, such as EVALUATION_COMPLETED, is written once that event is complete.
         filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
-            names of metrics, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
+            metric names, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
         weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
         hyperparameters: Configuration to store as plain values (`plain_mapping`); `hyperparameters` returns them.
         on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
-            completed iteration or epoch, without unfinished work, from which a run resumes bit-exactly. This copies the state
-            in every iteration. It does not count towards ``keep``.
-        resume: When a run starts, resume from the newest intact checkpoint of this handler in the folder, so a restarted script
-            continues, for example with ``torchrun --max-restarts``. A line on stderr names it, or reports that none exists. A
-            checkpoint is skipped if three runs that resumed from it failed before the next save. Ignored if a state was loaded.
-        sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. Without it, a
-            killed process loses nothing, but a power failure may damage the newest checkpoint: use ``keep=2`` or more.
-        asynchronous: Write in a thread while training continues. Training waits only for the copy of the state, and for an
-            earlier write still in progress. The memory of the copy is kept until the run ends. A save is reported once it is on
-            disk. An error in the thread is raised at the next completed iteration, or at the end of the run, which waits for the
-            thread.
+            completed iteration or epoch, from which a run resumes bit-exactly. Copies the state in every iteration; does not
+            count towards ``keep``.
+        resume: When a run starts, resume from the newest intact checkpoint of this handler in the folder, for example after
+            ``torchrun --max-restarts``. A line on stderr names the checkpoint, or reports that none exists. A checkpoint is
+            skipped if three runs that resumed from it failed before the next save. Ignored if a state was loaded.
+        sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. If False, a
+            power failure (but not a killed process) may damage the newest checkpoint; use ``keep=2`` or more.
+        asynchronous: Write in a thread while training continues. Training waits only for the copy of the state, whose memory is
+            kept until the run ends, and for an earlier write in progress. A save is reported once it is on disk. An error in the
+            thread is raised at the next completed iteration, or at the end of the run, which waits for the thread.
         trained_only: Leave out parameters that are frozen when the first run starts and have not changed since, such as the base
             model of adapters (LoRA), and report how many. The manifest holds their sha256, and `load` returns a state that loads
-            only into a model with the same ones. They are hashed when the run starts, at about 1 GB/s, and checked at each save.
-            `EMA` leaves out their averages with its own ``trained_only=True``.
+            only into a model with the same parameters. They are hashed at about 1 GB/s at the start, and checked at each save.
+            `EMA` has its own ``trained_only=True`` for their averages.
 
     Attributes:
         retention: Bookkeeping of the kept checkpoints, both as planned and as on disk.
@@ -311,7 +310,7 @@ class Checkpoint(Handler):
 
     @on("monitor_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def check_metric(self, engine: Engine) -> None:
-        """Find the metric's direction; raise an error for a name, also one in the filename, that nobody announced or writes."""
+        """Find the metric's direction; raise an error for a name, even in the filename, that nobody announced or writes."""
         if self.monitor is not None:
             self.monitor.start(engine, self.name)
         checkpoint_findings.check_filename(engine, self.filename)
@@ -350,7 +349,7 @@ class Checkpoint(Handler):
 
     @on("collect_event", phase=Phase.PERSIST, rank=COLLECT, reads=["processes"], writes=[], repeatable=True)
     def collect_finished(self, engine: Engine) -> None:
-        """Report a finished asynchronous write; wait for it first if another checkpoint is about to be written."""
+        """Report a finished asynchronous write; wait for it first if a new checkpoint is about to be written."""
         if (write := self._saver.pending) is None:
             return
         if self.retention.selected is not None or not engine.processes.broadcast(write.in_progress):
@@ -417,7 +416,7 @@ class Checkpoint(Handler):
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=["error", "step", "device"], writes=["files"])
     def check_saved(self, engine: Engine) -> None:
-        """Report a run that ends with nothing saved; remove checkpoints that were kept only in case the run went back."""
+        """Report a run that saved nothing; remove checkpoints that were kept only in case the run went back."""
         if engine.state.exception is None and not engine.boundary.preempted:
             self._saver.remove_held(self._run(engine))
         nothing = not self.retention.planned and self._saver.pending is None and self._saver.written == 0

@@ -27,24 +27,24 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 class Compile(Handler):
     """Compiles the model, or some of its modules, with torch.compile during the run.
 
-    The first iterations take seconds to minutes longer, and so does the first batch of a different size: torch compiles once for
-    that size, and then for all sizes, unless ``dynamic`` is set. After too many graphs the model runs without compilation, and a
-    warning lists the sizes. `Throughput` leaves out the first iterations of a run.
+    The first iterations take seconds to minutes longer (`Throughput` leaves them out), and so does the first batch of a different
+    size. Torch compiles once for that size, and then for all sizes, unless ``dynamic`` is set. After too many graphs the model
+    runs without compilation, and a warning lists the sizes.
 
-    During a run ``engine.model`` is the compiled model; afterwards it is the original one again. ``engine.modules`` never
-    changes, so parameter names and checkpoints stay the same: an uncompiled run can resume from a checkpoint of a compiled one,
-    and vice versa. With `DistributedDataParallel`, the wrapped model is compiled. With `FullyShardedDataParallel`, name the
-    modules that are sharded as units. An evaluator calls its own model and needs its own handler; modules given in ``modules``
-    are compiled there, too.
+    During a run ``engine.model`` is the compiled model; afterwards it is the original again. ``engine.modules`` never changes, so
+    parameter names and checkpoints stay the same, and runs with and without compilation can resume from each other's checkpoints.
+    With `DistributedDataParallel`, the wrapped model is compiled. With `FullyShardedDataParallel`, name the modules that are
+    sharded as units. An evaluator calls its own model and needs its own handler, except for modules given in ``modules``, which
+    it shares.
 
     "eager" and "aot_eager" give the same bits as without compilation. "inductor" rounds differently, but draws the same random
-    numbers unless ``fallback_random`` is False. Handlers that use hooks inside the model see nothing in a compiled one.
+    numbers unless ``fallback_random`` is False. Handlers that use hooks see nothing inside a compiled model.
 
     Args:
         modules: Modules to compile, each separately: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list
             of these; by default the whole model. Identical blocks compile faster than a whole model.
-        backend: Name of a torch.compile backend, or a function from a graph and its inputs to a callable. "inductor" needs a C++
-            compiler on a CPU, such as g++.
+        backend: Name of a torch.compile backend, or a function from a graph and its inputs to a callable. On a CPU, "inductor"
+            needs a C++ compiler, such as g++.
         mode: For "inductor": "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
         options: For "inductor": options by name; see ``torch._inductor.list_options()``.
         dynamic: Whether to compile graphs for all sizes from the start (True) or for each size separately (False); by default for
@@ -72,7 +72,8 @@ class Compile(Handler):
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> compiled = Compile(backend="eager", dynamic=False)
         >>> _ = engine.attach(compiled)
-        >>> _ = engine.run([(torch.ones(size, 2), torch.ones(size, 1)) for size in (4, 4, 3)], max_epochs=1)
+        >>> batches = [(torch.ones(size, 2), torch.ones(size, 1)) for size in (4, 4, 3)]
+        >>> _ = engine.run(batches, max_epochs=1)
         >>> compiled.sizes  # a graph for each size
         [[('4', '2')], [('3', '2')]]
     """
@@ -99,13 +100,11 @@ class Compile(Handler):
         if mode is not None:
             check_choice(self, "mode", mode, _MODES)
         if options is not None and not isinstance(options, Mapping):
-            raise TypeError(
-                f"Compile(options={options!r}): expected a mapping from names of options of inductor to values"
-            )
+            raise TypeError(f"Compile(options={options!r}): expected a mapping from inductor option names to values")
         for argument, value in (("mode", mode), ("options", options)):
             if value is not None and backend != "inductor":
                 raise ValueError(
-                    f"Compile({argument}={value!r}, backend={backend!r}): it is for backend='inductor' only"
+                    f"Compile({argument}={value!r}, backend={backend!r}): {argument}= is only for backend='inductor'"
                 )
         self.dynamic = None if dynamic is None else check_bool(self, "dynamic", dynamic)
         self.fullgraph = check_bool(self, "fullgraph", fullgraph)
@@ -128,7 +127,7 @@ class Compile(Handler):
         self._known.clear()
 
     def settings(self) -> dict[str, Any]:
-        """None: a run may resume with another backend, or without."""
+        """None: a run may resume with a different backend, or without one."""
         return {}
 
     # ---- beginning and end ----------------------------------------------------------------------------------------
@@ -159,15 +158,16 @@ class Compile(Handler):
             for part in root.modules():
                 if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
                     raise ValueError(
-                        f"{self.name!r}: the model {name!r} is compiled already ({type(part).__name__}); build the Engine with "
-                        f"the model itself, or detach {self.name!r}"
+                        f"{self.name!r}: the model {name!r} is already compiled ({type(part).__name__}); pass the "
+                        f"original model to the Engine, or detach {self.name!r}"
                     )
         if self.modules is None and engine.processes.distributed:
             from torch.distributed.fsdp import FSDPModule
 
             if any(isinstance(part, FSDPModule) for root in engine.modules.values() for part in root.modules()):
                 raise ValueError(
-                    f"{self.name!r}: a sharded model cannot be compiled as a whole; name the sharded units: modules='blocks.*'"
+                    f"{self.name!r}: a sharded model cannot be compiled as a whole; compile its sharded units: "
+                    "modules='blocks.*'"
                 )
 
     def _check_compiler(self) -> None:
@@ -178,8 +178,8 @@ class Compile(Handler):
         except exc.InvalidCxxCompiler:
             tried = " or ".join(repr(one) for one in config.cpp.cxx if one is not None)
             raise ValueError(
-                f"{self.name!r}: backend='inductor' needs a C++ compiler on a CPU, and {tried} is none; install g++, or set CXX "
-                "in the environment to one"
+                f"{self.name!r}: backend='inductor' needs a C++ compiler on a CPU, but {tried} is not a working one; "
+                "install g++, or set the environment variable CXX to a compiler"
             ) from None
 
     def _compile_modules(self, engine: Engine) -> None:
@@ -260,8 +260,9 @@ class Compile(Handler):
         compiled = "; ".join(dict.fromkeys(", ".join(map(_shown, one)) for one in self.sizes))
         limit = self.recompile_limit or usual_recompile_limit()
         warn(
-            f"{self.name!r}: {limit} graphs were compiled, the limit; inputs of other sizes are computed without compilation: "
-            f"compiled are: {compiled}. Pad or drop the smaller batches, or omit dynamic=False, or give a larger recompile_limit="
+            f"{self.name!r}: the limit of {limit} compiled graphs is reached, so inputs of other sizes run without "
+            f"compilation. The compiled sizes are {compiled}. Pad or drop the smaller batches, omit dynamic=False, or "
+            "give a larger recompile_limit="
         )
 
 

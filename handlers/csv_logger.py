@@ -19,22 +19,22 @@ __all__ = ["CSVLogger"]
 class CSVLogger(TextLogger):
     """Writes losses, scalar metrics and the learning rates of each step to a CSV file.
 
-    The file is in long format, one row per value, with the columns ``epoch,iteration,step,name,value``; ``step`` counts the
-    optimizer steps of the first update when the value was measured: a gradient norm comes before its step, the loss of that
-    iteration is written after it. New names can appear at any time, and rows are only appended. Names are the same as in
-    TensorBoard: ``train/loss``, ``lr``, ``val/accuracy``. Values are written in full precision, or as ``nan``,
-    ``inf`` and ``-inf``. To get one column per name with pandas::
+    The file is in long format, with one row per value and the columns ``epoch,iteration,step,name,value``. ``step`` counts the
+    optimizer steps of the first update when the value was measured, so a gradient norm comes before its step, and the loss of
+    that iteration after it. Rows are only appended. Names are the same as in TensorBoard: ``train/loss``, ``lr``,
+    ``val/accuracy``. Values are written in full precision, or as ``nan``, ``inf`` and ``-inf``. To get one column per name with
+    pandas::
 
         pandas.read_csv("log.csv").pivot(index="iteration", columns="name", values="value")
 
-    A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run:
-    no row is lost, duplicated or partial. A new run first copies an existing file to ``log.1.csv``.
+    A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run,
+    with no row lost, duplicated or partial. A new run first copies an existing file to ``log.1.csv``.
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations, such as "10it", at which losses, learning rates and per-iteration metrics are written. All
-            other new metric values are written with the iteration that measured them.
-        time: Whether to add a column ``time`` before ``name``: when the row was written, in seconds since 1970.
+        every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new metric
+            values are written with the iteration that measured them.
+        time: Whether to add a column ``time`` before ``name``, the time of writing in seconds since 1970.
 
     Raises:
         OSError: If a row cannot be written, for example on a full disk. The error names the handler; earlier rows are kept.

@@ -15,20 +15,20 @@ __all__ = ["CutMix"]
 class CutMix(SampleMixing):
     """CutMix: pastes a box of another sample into each sample of the batch and mixes the losses by area.
 
-    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where ``lam`` is the fraction of the sample
-    that is kept; the update's loss function is called a second time. The batch keeps its hard targets ``y``, so metrics
-    such as accuracy compare the outputs of mixed samples with ``y``.
+    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where ``lam`` is the kept fraction of the sample;
+    the update's loss function is called a second time. The batch keeps its targets ``y``, so metrics such as accuracy compare the
+    outputs of mixed samples with hard labels.
 
-    Each batch draws from the handler's own CPU generator, in this order: two Gamma(alpha) variates in float64, of which the first
-    divided by their sum is Beta(alpha, alpha) distributed; ``perm``, a permutation of the batch; the center of the box, one
+    Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, whose
+    ``beta = a / (a + b)`` is Beta(alpha, alpha) distributed; ``perm``, a permutation of the batch; and the center of the box, one
     dimension after the other. In d spatial dimensions each side of the box is the sample's side times ``(1 - beta) ** (1 / d)``.
     The box is clipped at the border, and ``lam`` is computed from the clipped box.
 
     Args:
         alpha: Parameter of the Beta distribution. The smaller, the more often the box covers almost nothing or almost
             everything; the paper uses 1.
-        share: Share of the batches that CutMix mixes when `MixUp` is attached too, relative to MixUp's share. For each batch, one
-            of the two is drawn from the run's seed and the iteration; alone, the handler mixes every batch.
+        share: Relative share of the batches that CutMix mixes if `MixUp` is also attached. One of the two is drawn for each
+            batch, from the run's seed and the iteration. Alone, the handler mixes every batch.
         input: Index, key or name of the inputs in the batch: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
         target: Index, key or name of the targets in the batch, a tensor of shape (N, ...); by default that of the update.
 
@@ -36,8 +36,8 @@ class CutMix(SampleMixing):
         lam: Fraction of each sample kept in the last mixed batch; None before the first.
 
     Raises:
-        ValueError: At the start of a run, for an update that is a single function, because its loss cannot be computed
-            again, and with a handler that computes gradients from parts of the batch, which would separate the pairs.
+        ValueError: At the start of a run, for an update that is a single function, whose loss cannot be computed again, and with
+            a handler that computes gradients from parts of the batch, which would separate the pairs.
 
     Source:
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features" (ICCV 2019).
@@ -51,7 +51,8 @@ class CutMix(SampleMixing):
         >>> @engine.on(Events.FORWARD_STARTED)
         ... def show(engine):
         ...     print(engine.state.batch[0][0, 0], mix.lam)
-        >>> images = torch.stack([torch.zeros(1, 4, 4), torch.ones(1, 4, 4)])  # the first one gets a box of the second
+        >>> # The first image gets a box of the second.
+        >>> images = torch.stack([torch.zeros(1, 4, 4), torch.ones(1, 4, 4)])
         >>> _ = engine.run([(images, images)], max_epochs=1)
         tensor([[0., 0., 0., 0.],
                 [1., 1., 0., 0.],
@@ -75,8 +76,8 @@ class CutMix(SampleMixing):
     ) -> tuple[Tensor, float]:
         if inputs.dim() < 3:
             raise ValueError(
-                f"{self.name!r}: inputs of shape {tuple(inputs.shape)}; expected (N, C, length), (N, C, height, width) or "
-                "more dimensions"
+                f"{self.name!r}: the inputs have shape {tuple(inputs.shape)}; expected (N, C, length), (N, C, height, "
+                "width) or more dimensions"
             )
         sizes = inputs.shape[2:]
         share = math.pow((gammas[1] / gammas.sum()).item(), 1 / len(sizes))

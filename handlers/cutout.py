@@ -20,7 +20,7 @@ __all__ = ["Cutout"]
 class Cutout(Handler):
     """Cutout: masks random boxes of each sample with a constant.
 
-    Boxes are clipped at the border. Their centers are drawn from the handler's own CPU generator: integers of shape (holes, N),
+    Boxes are clipped at the border. Their centers are integers of shape (holes, N), drawn from the handler's own CPU generator,
     one spatial dimension after the other. A box starts ``length // 2`` before its center. MixUp and CutMix, if attached, mix the
     samples first.
 

@@ -38,13 +38,13 @@ _STAGES = {
 class Deterministic(Handler):
     """Allows only deterministic algorithms, so repeated runs on one machine are bit-identical.
 
-    An operation without a deterministic algorithm raises torch's RuntimeError, whose notes name the handler and the event; with
-    ``warn_only`` it runs, and a warning names the place. `Seeding` controls random numbers. cuDNN's benchmark mode is off during
-    the run, and attaching `Benchmark` as well raises an error. Some operations are slower.
+    An operation without a deterministic algorithm raises torch's RuntimeError, whose notes name the handler and the event. With
+    ``warn_only`` the operation runs, and a warning names the place. `Seeding` controls random numbers. cuDNN's benchmark mode is
+    off during the run, so attaching `Benchmark` raises an error. Some operations are slower.
 
     Matrix products on a GPU are deterministic only with the environment variable ``CUBLAS_WORKSPACE_CONFIG``, which CUDA reads
-    when it starts. The handler sets it if CUDA has not started. Unlike torch's deterministic mode by default, memory from
-    ``torch.empty`` is not filled with NaN. Everything is restored after the run, even if it fails.
+    when it starts. The handler sets it if CUDA has not started. Unlike in torch's default deterministic mode, memory from
+    ``torch.empty`` is not filled with NaN. Everything is restored after the run, even if the run fails.
 
     Args:
         warn_only: Whether an operation without a deterministic algorithm gives a warning instead of an error.
@@ -60,7 +60,8 @@ class Deterministic(Handler):
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> def loss(output, target):
-        ...     return output.put(torch.tensor([0]), torch.zeros(1)).mean()  # of which torch has no deterministic algorithm
+        ...     # Torch has no deterministic algorithm for put.
+        ...     return output.put(torch.tensor([0]), torch.zeros(1)).mean()
         >>> update = Update.supervised(loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(Deterministic())
@@ -99,10 +100,9 @@ class Deterministic(Handler):
             if self.warn_only:
                 return  # torch warns of each matrix product
             raise RuntimeError(
-                f"{self.name!r}: CUDA was started without {_VARIABLE}, so matrix products are not deterministic; "
-                "start the "
-                f"script with `export {_VARIABLE}={_WORKSPACES[0]}`, or keep the model on the CPU until the run and attach "
-                "DeviceTransfer()"
+                f"{self.name!r}: CUDA was started without {_VARIABLE}, so matrix products are not deterministic; run "
+                f"`export {_VARIABLE}={_WORKSPACES[0]}` before the script, or keep the model on the CPU until the run "
+                "and attach DeviceTransfer()"
             )
         _started_with[_VARIABLE] = os.environ[_VARIABLE] = _WORKSPACES[0]
 

@@ -27,25 +27,24 @@ __all__ = ["DeviceTransfer"]
 class DeviceTransfer(Handler):
     """Moves the model to a device before its optimizers are built, and every batch after it is loaded.
 
-    A batch may be a tensor, or nested containers of tensors and of other objects with a ``to`` method, such as packed sequences.
-    Containers are tuples, lists, deques, mappings, named tuples, dataclasses, namespaces, and the classes of attrs and pydantic.
-    A ``to`` that returns None moves the object in place. Objects without ``to`` are left unchanged; those that hold tensors are
-    reported as W22. The model stays on the device after the run. An evaluator that the trainer runs
-    (`Validation`, `Engine.evaluate`) inherits this handler.
+    A batch may be a tensor, an object with a ``to`` method, such as a packed sequence, or nested containers of these. Containers
+    are tuples, lists, deques, mappings, named tuples, dataclasses, namespaces, and the classes of attrs and pydantic. A ``to``
+    that returns None moves the object in place. Objects without ``to`` are left unchanged, and W22 reports those that hold
+    tensors. The model stays on the device after the run. An evaluator that the trainer runs (`Validation`, `Engine.evaluate`)
+    inherits this handler.
 
-    With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a
-    value back (``loss.item()``), so the next batch is copied while the GPU still computes on this one. The order of loading
-    and the random number streams are unchanged. Batches have to be in pinned memory: ``DataLoader(pin_memory=True)``.
+    With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a value
+    back (``loss.item()``), so the next batch is copied while the GPU still computes. The order of loading and the random number
+    streams do not change. Batches must be in pinned memory: ``DataLoader(pin_memory=True)``.
 
     Args:
         device: Device to train on, for example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU.
             With several processes, "cuda" and the default select the GPU of each process's LOCAL_RANK.
-        non_blocking: Whether copies from pinned memory may overlap with work of the host.
-        prefetch: Whether copies may also overlap with work of a CUDA device; no effect on the CPU, where nothing is copied.
+        non_blocking: Whether copies from pinned memory may overlap with work on the host.
+        prefetch: Whether copies may also overlap with work on a CUDA device; no effect on the CPU, where nothing is copied.
 
     Raises:
-        ValueError: For a device that is not available, and for a feature that it lacks, such as float64 on MPS; see
-            `devices.TABLE`.
+        ValueError: If the device is not available, or lacks a feature, such as float64 on MPS; see `devices.TABLE`.
 
     Source: "CUDA semantics" in PyTorch's documentation, for `Tensor.record_stream`.
 
@@ -98,7 +97,7 @@ class DeviceTransfer(Handler):
         engine.overrides.claim(Claim("the device", inherited=True), by=self)
 
     def settings(self) -> dict[str, Any]:
-        """None: a run may resume on another device."""
+        """None: a run may resume on a different device."""
         return {}
 
     @on(Events.MODEL_SETUP, phase=Phase.PREPARE, reads=["modules"], writes=["device"])
@@ -146,7 +145,8 @@ class DeviceTransfer(Handler):
         if isinstance(value, Tensor):
             if self._no_float64 is not None and first_wide([("", value)]) is not None:
                 raise ValueError(
-                    f"{self.name!r}: the batch has a tensor of {value.dtype} and shape {tuple(value.shape)}: {self._no_float64}"
+                    f"{self.name!r}: the batch has a {value.dtype} tensor of shape {tuple(value.shape)}: "
+                    f"{self._no_float64}"
                 )
             return value if value.device == self.device else value.to(self.device, non_blocking=self.non_blocking)
         if hasattr(value, "to"):

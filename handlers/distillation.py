@@ -29,30 +29,31 @@ class Distillation(LossTerm):
     """Knowledge distillation: adds the divergence from a teacher's outputs to the loss of the targets.
 
     The loss becomes ``task_weight * loss + weight * T**2 * KL``. KL is the divergence of the student's class probabilities from
-    the teacher's, averaged over samples and positions; both come from logits divided by the temperature T. A higher T gives more
-    weight to the similarities that the teacher sees between classes; ``T**2`` keeps the gradients at the same scale.
+    the teacher's, averaged over samples and positions. Both come from logits divided by the temperature T, and ``T**2`` keeps the
+    gradients at the same scale.
 
-    The teacher gets the same inputs as the student: the batch after MixUp, CutMix and Cutout, each piece of a batch, under the
-    same autocast. It runs without gradients, always in eval mode, and moves to the model's device; its modes are restored after
-    the run. If it draws random numbers in eval mode, they come from a copy of the generators. No checkpoint, state or average
-    contains it; a state holds its `fingerprint`, and resuming with a different teacher is reported as W32. With SAM and LBFGS it
-    is called each time the gradients are computed.
+    The teacher gets the same inputs as the student, under the same autocast: the batch, or each piece of it, after MixUp, CutMix
+    and Cutout. It runs without gradients in eval mode, and moves to the model's device; its modes are restored after the run.
+    Random numbers that it draws in eval mode come from a copy of the generators. No checkpoint, state or average contains the
+    teacher. A state holds its `fingerprint`, and W32 reports a run that resumes with a different teacher. With SAM and LBFGS the
+    teacher is called each time the gradients are computed.
 
     The reported loss stays that of the task. ``T**2 * KL`` is a separate metric, named like the handler.
 
     Args:
         teacher: The trained model. To distill several, give a module that averages their outputs.
-        temperature: T, by which logits are divided. 1 leaves the probabilities unchanged; 2 to 10 are usual.
+        temperature: T, by which logits are divided. A higher T gives more weight to similarities between classes; 1 leaves the
+            probabilities unchanged, and 2 to 10 are usual.
         weight: Factor of the teacher's part. With 0, the teacher is not called.
         task_weight: Factor of the loss; by default ``1 - weight``.
         dim: Dimension of the classes in the outputs: 1, or -1 for language models with logits of shape (N, T, C).
         forward: Function called as ``forward(teacher, batch)`` that returns the teacher's logits. By default the teacher gets the
             update's inputs in its own dtype; for `Update.from_model`, the batch by keyword.
-        update: Name of the update that trains the student; by default all updates.
+        update: Name of the update that trains the student; by default all.
 
     Raises:
-        ValueError: At the start of a run, if the teacher shares parameters with the model, or for an update that is a single
-            function. In a run, for outputs of different shapes.
+        ValueError: At the start of a run, if the teacher shares parameters with the model, or if an update is a single function.
+            In a run, if the outputs differ in shape.
         TypeError: If the outputs (those at the update's ``output``, or their attribute ``logits``) are not tensors of logits.
 
     Source:
@@ -91,11 +92,11 @@ class Distillation(LossTerm):
             self.weight = check_number(self, "weight", weight, least=0)
             self.task_weight = check_number(self, "task_weight", task_weight, least=0)
         if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
-            raise ValueError(f"Distillation(dim={dim!r}): expected the dimension of the classes, such as 1 or -1")
+            raise ValueError(f"Distillation(dim={dim!r}): expected the class dimension, such as 1 or -1")
         self.dim = dim
         self.forward = check_function(self, "forward", forward, "teacher", "batch", optional=True)
         if not isinstance(teacher, nn.Module):
-            raise TypeError(f"Distillation(teacher={teacher!r}): expected a torch module, the trained model")
+            raise TypeError(f"Distillation(teacher={teacher!r}): expected the trained model, a torch.nn.Module")
         self.teacher = teacher
         self._modes: Modes | None = None
         self._parts: list[nn.Module] = []
@@ -132,8 +133,8 @@ class Distillation(LossTerm):
         models = [p for root in engine.modules.values() for p in root.parameters()]
         if any(id(p) in own for p in [*models, *(p for update in engine.updates for p in update.parameters)]):
             raise ValueError(
-                f"{self.name!r}: the teacher shares parameters with what is trained, and would change with it; give a copy: "
-                "copy.deepcopy(model), and leave it out of model= and of the optimizer"
+                f"{self.name!r}: the teacher shares parameters with the trained model, so the teacher would change "
+                "during training; pass copy.deepcopy(model), and leave this copy out of model= and of the optimizer"
             )
         self._draws = self._fingerprint = None
         self._modes, self._parts = Modes([self.teacher]), list(self.teacher.modules())
@@ -184,9 +185,8 @@ class Distillation(LossTerm):
             return call_by_keyword(self.teacher, batch, repr(self.name))
         if update.spec.input is None and (not isinstance(batch, tuple | list) or not batch):
             raise TypeError(
-                f"{self.name!r}: the batch is a {type(batch).__name__}, where the inputs are not known; say where "
-                "they are: "
-                "Update(..., input=), or pass forward=lambda teacher, batch: ..."
+                f"{self.name!r}: the inputs cannot be found in a batch of type {type(batch).__name__}; give their "
+                "place with Update(..., input=), or pass forward=lambda teacher, batch: ..."
             )
         inputs = update.input_in(batch)
         if isinstance(inputs, Tensor) and inputs.is_floating_point():
@@ -196,11 +196,11 @@ class Distillation(LossTerm):
 
     def _divergence(self, update: UpdateState, teacher: Any) -> Tensor:
         ours = self._logits(update, update.output, f"the output of update {update.name!r}")
-        theirs = self._logits(update, teacher, "the output of the teacher")
+        theirs = self._logits(update, teacher, "the teacher's output")
         if ours.shape != theirs.shape:
             raise ValueError(
-                f"{self.name!r}: the output of update {update.name!r} has the shape {tuple(ours.shape)}, that of the teacher "
-                f"{tuple(theirs.shape)}; both need the same classes for the same samples"
+                f"{self.name!r}: the output of update {update.name!r} has shape {tuple(ours.shape)}, but the teacher's "
+                f"has {tuple(theirs.shape)}; both need the same classes for the same samples"
             )
         positions = ours.numel() // ours.shape[self.dim]
         T = self.temperature

@@ -27,38 +27,34 @@ Compression = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., 
 class DistributedDataParallel(Distribution):
     """Distributed data parallel training (DDP) on all processes launched by ``torchrun``; does nothing in a single process.
 
-    The same script runs unchanged in a single process. The batches are sharded over the ranks, torch's DistributedDataParallel
-    reduces the gradients during the backward, and all ranks take the same step. It equals a step on the union of their batches,
-    even in the last round, where batches may be smaller or missing. A stop, a skipped step or a preemption on one rank applies to
-    all. Metrics cover all samples, each counted once. Only rank 0 writes logs, progress bars and checkpoints; checkpoints include
-    the states that differ between ranks.
+    Batches are sharded over the ranks, torch's DistributedDataParallel reduces the gradients during the backward, and all ranks
+    take the same step. It equals a step on the union of their batches, even in the last round, where batches may be smaller or
+    missing. A stop, a skipped step or a preemption on one rank applies to all. Metrics count every sample once. Only rank 0
+    writes logs, progress bars and checkpoints, which include the states that differ between ranks.
 
-    During a run ``engine.model`` is the wrapped model; ``engine.modules`` are the original modules, whose names and states
-    are saved in checkpoints. The wrapper is removed at the end of the run. Within an accumulation window only the last
-    backward reduces (``no_sync``). All ranks get the buffers of rank 0 after every step, as in torch's DDP, and at the start
-    of an evaluation. A module with parameters in several updates raises an error. Trained tensors outside the modules are
-    reduced, too.
+    During a run ``engine.model`` is the wrapped model; the wrapper is removed at the end. ``engine.modules`` are the original
+    modules, whose names and states are saved in checkpoints. Within an accumulation window only the last backward reduces
+    (``no_sync``). All ranks get the buffers of rank 0 after every step, as in torch's DDP, and at the start of an evaluation.
+    Trained tensors outside the modules are also reduced. A module with parameters in several updates raises an error.
 
     Gradients are assigned to the same buckets from the first step on, so a resumed run is bit-exact.
 
     Args:
-        shard_policy: How data is sharded over ranks. "auto": the batches of a sequence, or of a DataLoader over a map-style
-            dataset, are assigned round robin by their indices, in the order drawn by rank 0; a loader with a DistributedSampler
-            uses its sampler, whose epoch is set. "own": each rank has its own data. "round_robin": all ranks read all of the
-            data, and each uses its batches round robin. "auto" raises an error for other data, such as a loader over an
-            IterableDataset: use "round_robin", or "own" if the dataset shards itself. The effective batch size is the loader's
-            times the number of processes.
-        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        shard_policy: How data is sharded. "auto" assigns the batches of a sequence, or of a DataLoader over a map-style dataset,
+            round robin by index, in the order drawn by rank 0. A loader with a DistributedSampler uses its sampler, whose epoch
+            is set. "own": each rank has its own data. "round_robin": all ranks read all of the data and use its batches round
+            robin. "auto" raises an error for other data, such as a loader over an IterableDataset; use "round_robin", or "own" if
+            the dataset shards itself. The effective batch size is the loader's times the number of processes.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and NCCL for GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks then raise
-            an error that names this rank and the last event it reached.
+            an error that names it and its last event.
         sync_batch_norm: Whether BatchNorm normalizes over the batches of all ranks; on GPUs only.
         broadcast_buffers: Whether all ranks get the buffers of rank 0; see above.
         compression: Compression of the gradients sent between ranks: "fp16", "bf16" (not with gloo), "powersgd", or a tuple of
-            state and communication hook for ``register_comm_hook``. PowerSGD's state is saved in checkpoints.
+            state and communication hook for ``register_comm_hook``. Checkpoints contain PowerSGD's state.
         powersgd_rank: Rank of the matrices sent by PowerSGD.
         powersgd_start: Number of iterations before PowerSGD starts.
-        find_unused_parameters: Whether to search for unused parameters in every iteration, for models that do not use all of
-            them.
+        find_unused_parameters: Whether to search for unused parameters in every iteration, for models that do not use all.
         bucket_cap_mb: Size in MiB of a bucket, the gradients that are reduced together.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy.
 
@@ -73,7 +69,8 @@ class DistributedDataParallel(Distribution):
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(DistributedDataParallel())
         >>> state = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 6, max_epochs=1)
-        >>> engine.processes.rank, engine.processes.world_size, state.iteration  # with two processes (0, 2, 3) and (1, 2, 3)
+        >>> # With two processes (0, 2, 3) and (1, 2, 3).
+        >>> engine.processes.rank, engine.processes.world_size, state.iteration
         (0, 1, 6)
     """
 
@@ -324,7 +321,7 @@ class DistributedDataParallel(Distribution):
         return one.message_with_gradient(notice) if one.use.called and one.ddp.require_backward_grad_sync else None
 
     def receive(self, update: UpdateState) -> bool:
-        """Whether any rank gave notice: then the mean over the ranks is not zero."""
+        """Whether any rank gave notice, which makes the mean over the ranks nonzero."""
         one = self._carrying.get(update.name)
         if one is None:
             assert self._separate is not None

@@ -21,25 +21,24 @@ __all__ = ["EarlyStopping"]
 class EarlyStopping(Handler):
     """Early stopping: ends the run when a metric has not improved for ``patience`` consecutive values.
 
-    Each new value is checked once, at whichever event it is reported. While ``min_epochs`` or ``min_iters`` delay a stop,
-    later values can cancel it: it is cancelled if the metric improves. NaN is never an improvement.
+    Each new value is checked once, at whichever event it is reported. While ``min_epochs`` or ``min_iters`` delay a stop, an
+    improvement of the metric cancels the stop. NaN is never an improvement.
 
-    With ``restore_best``, the modules hold the best weights when the run completes. Trained tensors outside the modules, such as
-    a temperature, are restored as well. A later `run` continues from the best weights, with the optimizers, schedules and
-    counters of the last iteration; to continue from the last weights, load a checkpoint. After an error the last weights are
-    kept.
+    With ``restore_best``, the modules, and trained tensors outside them such as a temperature, hold the best weights when the run
+    completes. A later `run` continues from these weights, with the optimizers, schedules and counters of the last iteration. To
+    continue from the last weights, load a checkpoint. After an error the last weights are kept.
 
     Args:
         monitor: Name of the metric in ``state.metrics``.
-        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
+        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
         patience: Number of consecutive values without improvement after which the run stops.
         min_delta: Smallest difference from the best value that counts as an improvement.
         relative: Whether ``min_delta`` is relative to the magnitude of the best value.
-        threshold: Value at which the run stops: when the metric is equal to or better than it.
-        divergence: Value beyond which the run stops: when the metric is worse than it.
+        threshold: The run stops when the metric is equal to or better than this value.
+        divergence: The run stops when the metric is worse than this value.
         check_finite: Whether the run stops at a NaN or infinite value.
-        restore_best: Whether to restore the best weights when the run completes. They are those that `Engine.weights` returns,
-            with averages in place of the weights, and take one more copy on the modules' devices.
+        restore_best: Whether to restore the best weights when the run completes. These are the weights that `Engine.weights`
+            returns, with averages in place, and take one more copy on the modules' devices.
         after: Point before which values are ignored, for example "5ep", "1000it" or "1000st".
 
     Attributes:
@@ -121,7 +120,7 @@ class EarlyStopping(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def reset_new_best(self, engine: Engine) -> None:
-        """Discard a new best value whose weights were not copied because of an error: the weights have changed since."""
+        """Discard a new best value whose weights an error kept from being copied, because they have changed since."""
         if not engine.unfinished.is_due:
             self._is_new_best = False
 
@@ -142,7 +141,7 @@ class EarlyStopping(Handler):
         if self.patience >= epochs and not is_default(self, "patience"):
             engine.findings.report(
                 "W07",
-                f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, in which "
+                f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, because "
                 f"{self.monitor.metric!r} has one value per epoch",
                 "use a smaller patience, or more epochs",
                 self.name,
@@ -180,9 +179,9 @@ class EarlyStopping(Handler):
         if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0:
             engine.findings.report(
                 "W08",
-                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run, because no value of {monitor.metric!r} "
-                f"is better by that much; its values are {largest:.3g} at most",
-                "give min_delta in units of the metric, such as 0.001, or relative=True",
+                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run because {monitor.metric!r} cannot improve "
+                f"by that much; its values are at most {largest:.3g}",
+                "give min_delta in units of the metric, such as 0.001, or set relative=True",
                 self.name,
             )
 
@@ -261,8 +260,8 @@ class EarlyStopping(Handler):
         ):
             yield finding(
                 "C19",
-                f"{self.name!r} waits for {self.patience} values without improvement, but at most "
-                f"{int(last / every.value)} come in this run, so it cannot stop the run",
+                f"{self.name!r} waits for {self.patience} values without improvement, but this run has at most "
+                f"{int(last / every.value)}, so the handler cannot stop the run",
                 "reduce the patience, or evaluate more often",
                 [self.name],
             )

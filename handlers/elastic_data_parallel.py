@@ -21,18 +21,18 @@ __all__ = ["ElasticDataParallel"]
 class ElasticDataParallel(Distribution):
     """Elastic data parallel training: bit-identical weights for any number of processes.
 
-    A step consists of a fixed number of batches, ``shards``. One process computes all of them in turn, two compute half of them
+    A step consists of a fixed number of batches, ``shards``. One process computes all of them in turn; two processes compute half
     each. Each shard has its own batch, random numbers and gradient, as each rank has with `DistributedDataParallel`. The
-    gradients of the shards are added in a binary tree whose form does not depend on the number of processes. So a run that loses
-    a node continues on the remaining ones as if nothing had happened, and a step of eight processes can be repeated on one.
+    gradients are added in a binary tree whose form does not depend on the number of processes. A run that loses a node continues
+    on the others as if nothing had happened, and a step with eight processes can be repeated on one.
 
-    With more processes than shards, or a number of processes that is not a power of two, the largest possible power of two of
-    them computes the shards. The others wait; they hold the same weights.
+    If there are more processes than shards, or if their number is not a power of two, the largest possible power of two computes
+    the shards. The others wait and hold the same weights.
 
-    GET_BATCH_STARTED, GET_BATCH_COMPLETED and the events of forward, loss and backward are emitted once for each shard of this
-    process, with its number in ``state.shard``; all others once a step. From GRADIENTS_READY on, the gradients and
-    ``state.update.loss`` are those of all shards. A handler that acts at the events of a shard must declare with ``by_shard =
-    True`` in its class that it keeps nothing from one shard to the next; others raise an error that names them.
+    GET_BATCH_STARTED, GET_BATCH_COMPLETED and the events of forward, loss and backward are emitted for each shard of this
+    process, with its number in ``state.shard``, and all others once per step. From GRADIENTS_READY on, the gradients and
+    ``state.update.loss`` are those of all shards. A handler that acts at the events of a shard must keep nothing from one shard
+    to the next, and declare ``by_shard = True`` in its class; any other handler raises an error that names it.
 
     BatchNorm normalizes over the batch of its shard; its running statistics after a step are those of shard 0.
 
@@ -53,7 +53,8 @@ class ElasticDataParallel(Distribution):
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(ElasticDataParallel(shards=4))
-        >>> engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 8, max_epochs=1).iteration  # of 1, 2 or 4 processes
+        >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 8
+        >>> engine.run(data, max_epochs=1).iteration  # with 1, 2 or 4 processes
         2
     """
 
@@ -89,17 +90,17 @@ class ElasticDataParallel(Distribution):
         if idle := processes - shards.readers:
             yield finding(
                 "C41",
-                f"{self.name!r}: {idle} of {processes} processes compute no shard, since only a power of two of them can share "
-                f"{shards.world_size} shards",
+                f"{self.name!r}: {idle} of {processes} processes compute no shard, because only a power of two "
+                f"processes can share {shards.world_size} shards",
                 f"start {shards.readers} processes, or twice as many",
                 [self.name],
             )
         for function in functions_of_shards(engine) if processes > 1 else ():
             yield finding(
                 "C42",
-                f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so what it "
-                "counts or keeps depends on the number of processes",
-                "read what all shards have in common at ITERATION_COMPLETED, such as engine.loss",
+                f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so anything "
+                "it counts or keeps depends on the number of processes",
+                "read values of the whole step at ITERATION_COMPLETED, such as engine.loss",
                 [self.name],
             )
 

@@ -19,17 +19,17 @@ __all__ = ["EMA"]
 class EMA(AveragedWeights):
     """Keeps an exponential moving average (EMA) of the weights, and evaluates and exports with it.
 
-    After each optimizer step that is not skipped, once per accumulation window: ``average = decay * average + (1 - decay) *
-    weights``. The first average is a copy of the weights; before that, evaluation uses the weights themselves.
+    After each optimizer step that is not skipped, ``average = decay * average + (1 - decay) * weights``. The first average is a
+    copy of the weights; until then, evaluations use the weights.
 
     Evaluations started by the trainer (`Validation`, `Engine.evaluate`) and `Engine.weights` use the averages, copied into the
-    modules in place; afterwards the weights are restored bit for bit, also after an error. The evaluator therefore has to
-    share the trainer's modules. `Engine.state_dict`, which runs resume from, holds the weights, and the averages as this
-    handler's state. After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights
-    loaded by `Engine.load_weights`, as EarlyStopping does with the best ones, are used unchanged until the next average.
+    modules in place; afterwards the weights are restored bit for bit, even after an error. The evaluator must therefore share the
+    trainer's modules. `Engine.state_dict`, which runs resume from, holds the weights, and the averages as this handler's state.
+    After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights loaded by
+    `Engine.load_weights`, such as the best ones by EarlyStopping, are used unchanged until the next average.
 
-    The averages take the memory of one more copy of the weights. Averages of float16 and bfloat16 weights are kept in float32, so
-    small changes are not lost to rounding.
+    The averages take one more copy of the weights. They are kept in float32 for float16 and bfloat16 weights, so small changes
+    are not lost to rounding.
 
     Args:
         decay: Weight of the previous average, 0 <= decay < 1.
@@ -37,15 +37,15 @@ class EMA(AveragedWeights):
         start: Number of optimizer steps before averaging starts.
         warmup: Whether to ramp up the decay: the smaller of ``decay`` and ``(1 + n) / (10 + n)``, where n is the number of
             updates of the average so far.
-        buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like
-            weights. Integer buffers are copied in either case, and so is a buffer whose shape or type has changed.
+        buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like weights.
+            Integer buffers, and buffers whose shape or type has changed, are always copied.
         evaluate: Whether evaluations and exports use the average. Only one of several averages can; ``with handler.in_place():``
             uses a different one.
-        trained_only: Whether to leave out frozen parameters, which saves their memory; they are used unchanged. A parameter that
-            is unfrozen later is averaged from its first step. Do not use it for parameters that are changed other than by the
-            optimizer, such as those of a target network. Load averages saved with ``trained_only=True`` with the same setting.
-        update: Name of the update whose steps count; the first by default. All of the engine's modules are averaged, and so are
-            trained tensors outside the modules, such as a temperature in ``parameters=``.
+        trained_only: Whether to leave out frozen parameters, which saves memory. They are used unchanged; one that is unfrozen
+            later is averaged from its first step. Not for parameters that something other than the optimizer changes, such as
+            those of a target network. Load averages saved with ``trained_only=True`` with the same setting.
+        update: Name of the update whose steps count; the first by default. All modules are averaged, and so are trained tensors
+            outside the modules, such as a temperature in ``parameters=``.
 
     Attributes:
         count: Number of updates of the average.
@@ -63,7 +63,8 @@ class EMA(AveragedWeights):
         >>> trainer = Engine(update, model=model, seed=0)
         >>> ema = EMA(0.9)
         >>> _ = trainer.attach(ema)
-        >>> _ = trainer.run([(torch.ones(4, 1), torch.ones(4, 1))], max_epochs=2)  # weights 0.5 and 0.75: 0.9 * 0.5 + 0.1 * 0.75
+        >>> # The weights are 0.5 and 0.75, so the average is 0.9 * 0.5 + 0.1 * 0.75.
+        >>> _ = trainer.run([(torch.ones(4, 1), torch.ones(4, 1))], max_epochs=2)
         >>> trainer.model.weight.item(), round(trainer.weights()["model"]["weight"].item(), 3)
         (0.75, 0.525)
         >>> with ema.in_place():  # as evaluations do
@@ -111,7 +112,8 @@ class EMA(AveragedWeights):
         if self.start and to_come is not None and update.steps + to_come <= self.start:
             yield finding(
                 "C18",
-                f"{self.name!r} averages after {self.start} optimizer steps, but the run makes {update.steps + to_come}",
+                f"{self.name!r} starts averaging after {self.start} optimizer steps, but the run takes only "
+                f"{update.steps + to_come}",
                 "start earlier, or train longer",
                 [self.name],
             )
@@ -136,7 +138,7 @@ class EMA(AveragedWeights):
                 "W55",
                 f"EMA(decay={self.decay:g}): after the {averages} updates of this run, {share:.1%} of the average "
                 "still comes from the initial weights",
-                "use a smaller decay, or warmup=True, which ramps it up",
+                "use a smaller decay, or warmup=True, which starts with a smaller decay",
                 self.name,
             )
 

@@ -34,19 +34,19 @@ _READ = ["weights", "buffers", "modes", "modules", "batch"]
 class Export(Handler):
     """Exports the model to a file: weights as safetensors, or a program for `torch.export` or ONNX.
 
-    `export_weights` or `export_program` writes the file atomically, and checks it before it replaces the previous one. Weights
-    that cannot be written raise an error. A program that cannot be exported gives a warning that names the operation, and
-    training continues; `error` holds the exception.
+    `export_weights` or `export_program` writes the file atomically, and checks it before replacing the previous one. Weights that
+    cannot be written raise an error. A program that cannot be exported gives a warning that names the operation; training
+    continues, and `error` holds the exception.
 
     Args:
         path: Path of the file; its suffix selects the format: ".safetensors" for weights, ".pt2" or ".onnx" for a program.
-        at: When to write: "end" for the end of a run, also after a stop; "best" for each best value of a metric.
+        at: When to write: "end" for the end of a run, even after a stop; "best" for each best value of a metric.
         every: Interval, such as "1ep", at which the file is also written before the end.
-        average: Name of the handler whose averages are written, such as "ema"; required if several handlers keep averages, by
-            default the only one. False writes the weights themselves.
+        average: Name of the handler whose averages are written, such as "ema"; by default the only handler that keeps averages,
+            and required if several do. False writes the weights themselves.
         monitor: Name of the metric for ``at="best"``; by default the only metric that other handlers, such as `Checkpoint`,
             monitor.
-        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
+        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
         example: Model input for exporting a program, as for `export_program`; by default that of the current batch, which must be
             (input, target).
 
@@ -69,7 +69,8 @@ class Export(Handler):
         ...     _ = engine.attach(Export(f"{folder}/model.pt2"))
         ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
         ...     program = torch.export.load(f"{folder}/model.pt2").module()
-        >>> torch.equal(program(torch.ones(3, 2)), engine.model(torch.ones(3, 2)))  # it takes batches of any size
+        >>> # The program takes batches of any size.
+        >>> torch.equal(program(torch.ones(3, 2)), engine.model(torch.ones(3, 2)))
         True
     """
 
@@ -113,14 +114,14 @@ class Export(Handler):
         check_parents(self, "path", self.path)
         if self.path.suffix not in (".safetensors", *_PROGRAMS):
             raise ValueError(
-                f"Export(path={os.fspath(path)!r}): expected a name that ends with '.safetensors', for weights, or '.pt2' or "
-                "'.onnx', for a program"
+                f"Export(path={os.fspath(path)!r}): expected a name that ends in '.safetensors' for weights, or in "
+                "'.pt2' or '.onnx' for a program"
             )
         self.is_program = self.path.suffix in _PROGRAMS
         if example is not None and not (self.is_program and _is_input(example)):
             raise TypeError(
-                f"Export(example={example!r}): expected an input of the model, and a path that ends with '.pt2' or '.onnx': only "
-                "programs need one"
+                f"Export(example={example!r}): expected a model input, with a path that ends in '.pt2' or '.onnx', "
+                "because only programs need an example"
             )
         self.example = example
         if not self.is_program:
@@ -133,9 +134,11 @@ class Export(Handler):
             check_choice(self, "mode", mode, ("min", "max"))
         for argument, value in (("monitor", monitor), ("mode", mode)):
             if value is not None and at != "best":
-                raise ValueError(f'Export({argument}={value!r}): it selects the best; add at="best", or omit it')
+                raise ValueError(
+                    f'Export({argument}={value!r}): {argument}= selects the best; add at="best", or omit {argument}='
+                )
         if every is not None and at == "best":
-            raise ValueError(f'Export(every={every!r}, at="best"): the best is written at each new one; omit every=')
+            raise ValueError(f'Export(every={every!r}, at="best"): "best" writes at each new best value; omit every=')
 
     def settings(self) -> dict[str, Any]:
         """None: the weights do not depend on what is exported."""
@@ -147,7 +150,9 @@ class Export(Handler):
         find_averaging(engine, self.average, f"{self.name!r}")
         parameters = (p for root in engine.modules.models.values() for p in root.parameters())
         if self.is_program and any(map(is_sharded, parameters)):
-            raise ValueError(f"{self.name!r}: a sharded model cannot be exported as a program; export its weights")
+            raise ValueError(
+                f"{self.name!r}: a sharded model cannot be exported as a program; export its weights instead"
+            )
 
     @on("start_event", phase=Phase.CONTROL, reads=["metrics"], writes=[])
     def find_metric(self, engine: Engine) -> None:
@@ -166,8 +171,9 @@ class Export(Handler):
         names = {one.metric: one for one in monitors if isinstance(one, Monitor)}
         if len(names) != 1:
             raise ValueError(
-                f"{self.name!r}: the metric of the best is not known, since other handlers monitor "
-                f'{" and ".join(map(repr, names)) or "none"}; name it: Export(..., at="best", monitor="accuracy")'
+                f'{self.name!r}: at="best" needs one monitored metric, but other handlers monitor '
+                f'{" and ".join(map(repr, names)) or "none"}; name the metric: Export(..., at="best", '
+                'monitor="accuracy")'
             )
         (other,) = names.values()
         return other

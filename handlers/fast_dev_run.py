@@ -17,12 +17,12 @@ __all__ = ["FastDevRun"]
 class FastDevRun(Handler):
     """Runs one epoch of a few batches of training and evaluation, to find errors quickly; writes no files.
 
-    Everything happens once: at the end, handlers whose interval is longer than these batches act once (`Handler.rehearse`);
-    `Validation`, for example, validates. A schedule that needs more steps, for a warm-up, is built for the steps that the run
-    would take without this handler.
+    At the end, handlers whose interval is longer than these batches act once (`Handler.rehearse`), so `Validation`, for example,
+    validates. A schedule that needs more steps, for a warm-up, is built for the steps that the run would take without this
+    handler.
 
-    `Engine.dry_run` is on while the handler is attached: handlers that write files or send data elsewhere are disabled during
-    the run. Other limits given to `run` still apply. The weights are trained for real: before the actual training, call
+    `Engine.dry_run` is on while the handler is attached, so handlers that write files or send data elsewhere are disabled during
+    the run. Other limits given to `run` still apply. The run changes the weights. Before the actual training, call
     `Engine.reset`, which keeps the weights, or build the engine again.
 
     A run without data, or with ``epoch_length=``, ends its epoch after this many iterations and discards an open
@@ -53,7 +53,8 @@ class FastDevRun(Handler):
     def attached(self, engine: Engine) -> None:
         if engine.running:
             raise RuntimeError(
-                f"{self.name!r} cannot be attached during a run, whose data is already set; attach it before run()"
+                f"{self.name!r} cannot be attached during a run, because the data is already set; attach it before "
+                "run()"
             )
         engine.overrides.replace(Override.TRIAL, self.limit, by=self)
         self._dry_before, engine.dry_run = engine.dry_run, True
@@ -88,7 +89,7 @@ class FastDevRun(Handler):
         engine.findings.report(
             "W58",
             f"FastDevRun({self.batches}) ends this run after one epoch of at most {self.batches} batches, and nothing is written",
-            f"detach {self.name!r}, and call engine.reset(), for the real training",
+            f"before the real training, detach {self.name!r} and call engine.reset()",
             self.name,
         )
         what = f"one epoch of at most {self.batches} batch{'es' if self.batches > 1 else ''}; nothing is written"

@@ -23,24 +23,24 @@ __all__ = ["Freezing", "discriminative_rates"]
 class Freezing(Handler):
     """Freezes parts of the model for the whole run or until an epoch (gradual unfreezing), for transfer learning.
 
-    Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them: neither momentum nor weight decay
-    changes them. They may be in the optimizer from the start; its state for them is kept until they are unfrozen. Frozen
-    normalization layers with running statistics (BatchNorm) are in eval mode, because each forward would update the statistics;
-    other modules, such as dropout, stay in training mode. (A part that has ``requires_grad=False`` and is in eval mode before the
-    run, inside a model that is not, stays in eval mode without this handler.) Unfreezing restores each parameter's own
-    ``requires_grad``, so parameters that the user froze stay frozen. After the run, everything is as before.
+    Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them, and neither momentum nor weight decay
+    changes them. They may be in the optimizer from the start, which keeps its state for them. Frozen normalization layers with
+    running statistics (BatchNorm) are in eval mode, because each forward would update the statistics; other modules, such as
+    dropout, stay in training mode. (Without this handler, a part that has ``requires_grad=False`` and is in eval mode before the
+    run stays in eval mode inside a model that trains.) Unfreezing restores each parameter's own ``requires_grad``, so parameters
+    that you froze stay frozen. After the run, everything is as before.
 
-    The set of frozen parameters depends only on the epoch, also in a resumed run.
+    The set of frozen parameters depends only on the epoch, even in a resumed run.
 
     Args:
         parts: Paths of modules or parameters, such as "backbone" or "head.bias", or name patterns with ``*``, ``?`` and ``[]``,
-            such as ``"*.bias"``; in an engine with several modules they start with the module's name. Alternatively a mapping
-            from these to the epoch at which the part is unfrozen, or to None for the whole run. If several match a
-            parameter, the longest applies. A parameter shared by two parts may be named by either path.
-        unfreeze_at: Epoch that unfreezes, at its start, all parts not given as a mapping; at least 2. With 3, two epochs are
-            frozen.
-        until: Earlier name of ``unfreeze_at``.
-        statistics: Whether to freeze the running statistics of frozen normalization layers, too.
+            such as ``"*.bias"``. With several modules, paths start with the module's name. Alternatively a mapping from these to
+            the epoch that unfreezes the part, or to None for the whole run. If several match a parameter, the longest applies. A
+            parameter shared by two parts may be named by either path.
+        unfreeze_at: Epoch at whose start the parts are unfrozen, unless a mapping gives their epochs; at least 2. With 3, two
+            epochs are frozen.
+        until: Earlier name of ``unfreeze_at``; deprecated.
+        statistics: Whether to also freeze the running statistics of frozen normalization layers.
 
     Source:
         Howard and Ruder, "Universal Language Model Fine-tuning for Text Classification" (ACL 2018) for gradual unfreezing and
@@ -58,7 +58,8 @@ class Freezing(Handler):
         >>> _ = engine.attach(Freezing("0", unfreeze_at=3))  # the first layer, for two epochs
         >>> @engine.on(Events.EPOCH_STARTED)
         ... def show(engine):
-        ...     print(engine.state.epoch, model[0].weight.requires_grad, model[1].weight.requires_grad)
+        ...     first, second = (layer.weight.requires_grad for layer in model)
+        ...     print(engine.state.epoch, first, second)
         >>> _ = engine.run(data, max_epochs=3)
         1 False True
         2 False True
@@ -82,13 +83,15 @@ class Freezing(Handler):
         if until is not None:
             until = check_int(self, "until", until, least=2)
             warnings.warn(
-                f"Freezing(until={until}) unfreezes as epoch {until} starts; write unfreeze_at={until}, until= goes with 0.4.0",
+                f"Freezing(until={until}) is deprecated and will be removed in 0.4.0; write unfreeze_at={until}, which "
+                f"also unfreezes at the start of epoch {until}",
                 DeprecationWarning,
                 stacklevel=2,
             )
             if unfreeze_at is not None:
                 raise TypeError(
-                    f"Freezing(until={until}, unfreeze_at={unfreeze_at}): two names of one argument; omit until="
+                    f"Freezing(until={until}, unfreeze_at={unfreeze_at}): until= is the old name of unfreeze_at=; omit "
+                    "until="
                 )
             unfreeze_at = until
         self.parts = _epochs_of(parts, unfreeze_at)
@@ -152,7 +155,8 @@ class Freezing(Handler):
             if last is not None and epoch is not None and epoch > last:
                 yield finding(
                     "C17",
-                    f"{self.name!r} unfreezes {part!r} in epoch {epoch}, and this run ends with epoch {last}: it stays frozen",
+                    f"{self.name!r} unfreezes {part!r} in epoch {epoch}, but this run ends with epoch {last}, so the "
+                    "part stays frozen",
                     "unfreeze it earlier, or omit the epoch to keep it frozen",
                     [self.name],
                     "info",
@@ -190,7 +194,8 @@ def discriminative_rates(
 
     Example:
         >>> model = nn.ModuleDict({"backbone": nn.Linear(2, 2), "head": nn.Linear(2, 1)})
-        >>> [(len(group["params"]), group["lr"]) for group in discriminative_rates(model, {"backbone": 1e-4}, default=1e-3)]
+        >>> groups = discriminative_rates(model, {"backbone": 1e-4}, default=1e-3)
+        >>> [(len(group["params"]), group["lr"]) for group in groups]
         [(2, 0.0001), (2, 0.001)]
     """
     rates = {

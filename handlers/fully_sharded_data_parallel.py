@@ -33,14 +33,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class FullyShardedDataParallel(Distribution):
     """Fully sharded data parallel training (FSDP2), for models that are too large for one device.
 
-    Weights, gradients and optimizer states are sharded over the processes launched by torchrun, and so is the data; each step
-    equals a step on the union of the ranks' batches. The weights of a part of the model (a unit) are all-gathered just before its
-    use and freed afterwards; its gradients are reduce-scattered. A rank without a batch or loss participates by running its last
-    batch with zero gradients. In a single process the handler does nothing, so the same script runs unchanged.
+    Weights, gradients, optimizer states and data are sharded over the processes launched by torchrun. Each step equals a step on
+    the union of the ranks' batches. The weights of a part of the model (a unit) are all-gathered just before use and freed
+    afterwards, and its gradients are reduce-scattered. A rank without a batch or loss runs its last batch with zero gradients. In
+    a single process the handler does nothing, so the same script runs unchanged.
 
-    The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded
-    after the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes
-    as shards that load on any number of processes, including one.
+    The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded after
+    the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes as shards
+    that load on any number of processes.
 
     All ranks get the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window
     gradients are not reduced, so an open window cannot be saved: `Engine.state_dict` raises an error unless
@@ -48,25 +48,25 @@ class FullyShardedDataParallel(Distribution):
     evaluate different numbers of batches.
 
     Args:
-        units: Submodules that are gathered as one unit each; the rest of the model is one more. Their paths, such as "encoder"
-            or "blocks.*", where ``*`` matches one name; their classes; an iterable of these; or a function
-            ``(path, module) -> bool``. By default the model's children that have parameters, and the items of module lists.
-            Larger units need fewer messages and more memory; ``()`` makes the whole model one unit. The weights of a unit
-            exist only while it is called, so modules that share weights have to be in the same unit.
-        replicas: Number of copies of the model (HSDP). The ranks divide into this many groups of consecutive ranks, such as those
-            of one machine, and each group shards one copy. Weights are gathered only inside a group; gradients are summed over
-            the groups as well. 1 shards over all ranks.
+        units: Submodules gathered as one unit each; the rest of the model is one more unit. Give paths, such as "encoder" or
+            "blocks.*", where ``*`` matches one name; classes; an iterable of these; or a function ``(path, module) -> bool``. By
+            default the model's children that have parameters, and the items of module lists. Larger units need fewer messages and
+            more memory; ``()`` makes the whole model one unit. A unit's weights exist only while it is called, so modules that
+            share weights must be in the same unit.
+        replicas: Number of copies of the model (HSDP); 1 shards over all ranks. The ranks divide into this many groups of
+            consecutive ranks, such as those of one machine, and each group shards one copy. Weights are gathered only inside a
+            group, and gradients are also summed over the groups.
         reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. False
-            saves a third of the communication per step, but keeps the full weights from the forward to the backward.
-        param_dtype: Data type of gathered and used weights: "bf16", "fp16" or "fp32"; by default their own. The shards seen by
-            the optimizer keep their own type. An alternative to `MixedPrecision`, which casts per operation.
+            saves a third of the communication, but keeps the full weights from the forward to the backward.
+        param_dtype: Data type of gathered and used weights: "bf16", "fp16" or "fp32"; by default their own. The shards that the
+            optimizer sees keep their own type. An alternative to `MixedPrecision`, which casts per operation.
         reduce_dtype: Data type for reducing gradients; by default ``param_dtype``.
         reduce_every_batch: Whether to reduce gradients with every batch of an accumulation window. This takes less memory,
-            because no rank holds full gradients, and open windows can be saved.
+            because no rank holds full gradients, and allows saving open windows.
         gather_to_evaluate: Whether every rank holds the full weights during evaluations by the trainer. If False, models that
             do not fit on one device can be evaluated, but all ranks need the same number of batches.
         shard_policy: How data is sharded over ranks; see `DistributedDataParallel`.
-        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and NCCL for GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
     Raises:
@@ -81,9 +81,11 @@ class FullyShardedDataParallel(Distribution):
 
     Example:
         >>> from signalfire import Engine, Update
-        >>> engine = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=nn.Linear(2, 2), seed=0)
+        >>> update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD)
+        >>> engine = Engine(update, model=nn.Linear(2, 2), seed=0)
         >>> _ = engine.attach(FullyShardedDataParallel())
-        >>> engine.run([(torch.ones(4, 2), torch.ones(4, 2))] * 6, max_epochs=1).iteration  # with two processes 3 each
+        >>> data = [(torch.ones(4, 2), torch.ones(4, 2))] * 6
+        >>> engine.run(data, max_epochs=1).iteration  # with two processes 3 each
         6
     """
 
@@ -204,13 +206,13 @@ class FullyShardedDataParallel(Distribution):
             return
         if self.replicas > 1:
             raise ValueError(
-                f"{self.name!r}: replicas={self.replicas} with layers that are split over {engine.group.alike} ranks: a mesh of "
-                "three dimensions is not supported; use replicas=1, or detach TensorParallel"
+                f"{self.name!r}: replicas={self.replicas} with layers split over {engine.group.alike} ranks needs a "
+                "three-dimensional mesh, which is not supported; use replicas=1, or detach TensorParallel"
             )
         if self.shard_policy == "own":
             raise ValueError(
-                f"{self.name!r}: shard_policy='own' with layers that are split over {engine.group.alike} ranks, which have to "
-                "read the same data: use 'auto' or 'round_robin'"
+                f"{self.name!r}: shard_policy='own' does not work with layers split over {engine.group.alike} ranks, "
+                "which must read the same data; use 'auto' or 'round_robin'"
             )
 
     def _check_units(self, engine: Engine) -> None:
@@ -223,7 +225,9 @@ class FullyShardedDataParallel(Distribution):
         for unit in self.units if isinstance(self.units, tuple) else ():
             if not any(_matches(unit, path, module) for path, module in paths.items()):
                 known_paths = ", ".join(list(paths)[:8])
-                raise ValueError(f"{self.name!r}: units={unit!r} matches no module; there are: {known_paths or 'none'}")
+                raise ValueError(
+                    f"{self.name!r}: units={unit!r} matches no module; the modules are {known_paths or 'none'}"
+                )
 
     def _shard(self, root: nn.Module, name: str, mesh: Any) -> None:
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -258,15 +262,16 @@ class FullyShardedDataParallel(Distribution):
         for module, path in paths.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict) and module in units:
                 raise ValueError(
-                    f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; give its items as units"
+                    f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; give its items as "
+                    "units instead"
                 )
             inside = next((unit for unit in units if module in set(unit.modules())), None)
             for key, parameter in module.named_parameters(recurse=False):
                 if owners.get(parameter) is not inside:
                     other = paths[owners[parameter]]
                     raise ValueError(
-                        f"{self.name!r}: {f'{path}.{key}'.lstrip('.')!r} is shared with the unit {other!r}; shared weights "
-                        "must be in one unit: choose other units=, or units=() for a single one"
+                        f"{self.name!r}: {f'{path}.{key}'.lstrip('.')!r} is shared with the unit {other!r}; shared "
+                        "weights must be in the same unit, so choose different units=, or units=() for a single unit"
                     )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["optimizer"], writes=[])
@@ -324,9 +329,9 @@ class FullyShardedDataParallel(Distribution):
             kept = engine.processes.gather(len(update.window.kept))
             if len(set(kept)) > 1:
                 raise ValueError(
-                    f"{self.name!r}: the window of update {update.name!r} has to be computed again, but the ranks have "
-                    f"{kept} batches of it; give all ranks the same number, with a DataLoader with drop_last=True, or detach "
-                    "the handler that computes gradients several times in a step"
+                    f"{self.name!r}: the accumulation window of update {update.name!r} must be computed again, but the "
+                    f"ranks have {kept} batches in it; give all ranks the same number with DataLoader(drop_last=True), "
+                    "or detach the handler that computes gradients several times per step"
                 )
 
     @on("update_completed_event", phase=Phase.PREPARE, reads=["step", "window", "processes"], writes=["gradients"])
@@ -364,8 +369,8 @@ class FullyShardedDataParallel(Distribution):
         """Make a forward with the last batch, without events or metrics."""
         if self._batch is None:
             raise RuntimeError(
-                f"{self.name!r}: rank {engine.processes.rank} never had a batch to participate with; use fewer processes, or "
-                "smaller batches"
+                f"{self.name!r}: rank {engine.processes.rank} has received no batch yet, so it cannot take part in the "
+                "step; use fewer processes or smaller batches"
             )
         state = engine.state
         current, state.batch = state.batch, self._batch
@@ -446,8 +451,8 @@ def _checked(units: Any) -> Any:
     for unit in collection:
         if not isinstance(unit, str) and not (isinstance(unit, type) and issubclass(unit, nn.Module)):
             raise TypeError(
-                f"FullyShardedDataParallel(units={units!r}): {unit!r} is neither the path of a module nor a module class; "
-                "give these, or a function (path, module) -> bool"
+                f"FullyShardedDataParallel(units={units!r}): {unit!r} is neither a module path nor a module class; "
+                "give one of these, or a function (path, module) -> bool"
             )
     return collection
 

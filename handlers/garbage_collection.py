@@ -22,12 +22,11 @@ LIMIT = 1000
 class GarbageCollection(Handler):
     """Runs Python's garbage collector at the same iterations on all ranks, instead of whenever Python decides.
 
-    Python frees most objects at once, but objects in reference cycles only in a collection, which it starts automatically after a
-    number of allocations. In distributed runs, each process pauses in a different iteration, and all others wait for it. With
-    this handler automatic collection is off, all ranks collect at the same iterations, and the pauses are short: objects that
-    exist when the run starts are set aside (`gc.freeze`), and only objects created since the last collection are examined. All
-    objects are collected at the start of the run, at the end of an epoch, before an evaluation, and after 1,000 collections of
-    young objects.
+    Python frees objects in reference cycles only in a collection, which starts after a number of allocations. In distributed
+    runs, each process pauses in a different iteration, and all others wait for it. With this handler automatic collection is off,
+    and all ranks collect at the same iterations. The pauses are short, because objects that exist when the run starts are set
+    aside (`gc.freeze`), and only objects created since the last collection are examined. All objects are collected at the start
+    of the run, at the end of an epoch, before an evaluation, and after 1,000 collections of young objects.
 
     The weights do not change. Automatic collection and frozen objects are restored when the run ends or fails; if objects were
     frozen before, none are added. Worker processes of a DataLoader collect automatically.
@@ -52,11 +51,13 @@ class GarbageCollection(Handler):
         >>> import torch
         >>> from signalfire import Engine, Events, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        >>> engine, garbage = Engine(update, model=torch.nn.Linear(2, 1), seed=0), GarbageCollection(every="2it")
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> garbage = GarbageCollection(every="2it")
         >>> _ = engine.attach(garbage)
         >>> @engine.on(Events.ITERATION_STARTED)
         ... def show(engine):
-        ...     print(f"iteration {engine.state.iteration}: {garbage.collections} collections, automatic ones: {gc.isenabled()}")
+        ...     counted = f"{garbage.collections} collections, automatic ones: {gc.isenabled()}"
+        ...     print(f"iteration {engine.state.iteration}: {counted}")
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
         iteration 1: 1 collections, automatic ones: False
         iteration 2: 1 collections, automatic ones: False

@@ -14,9 +14,9 @@ __all__ = ["GradientAccumulation"]
 class GradientAccumulation(Handler):
     """Gradient accumulation: takes one optimizer step every n batches, for an n times larger effective batch.
 
-    The step uses the gradient of the mean loss. Windows do not extend over epochs: the last window of an epoch may be shorter,
-    and is averaged over its actual length. The reported loss is that of each batch. Gradient clipping, schedules and weight
-    averages run once per window.
+    The step uses the gradient of the mean loss. A window never extends into the next epoch, so the last window of an epoch may be
+    shorter; it is averaged over its actual length. The reported loss is that of each batch. Gradient clipping, schedules and
+    weight averages run once per window.
 
     If the data has no length, each batch is loaded before the forward of the previous one, to detect the end of the epoch. Random
     numbers that loading draws from the global generators then come before that forward's dropout; with a length, the order is
@@ -27,7 +27,7 @@ class GradientAccumulation(Handler):
             first.
         weight: Function that returns the batch's weight, such as its number of tokens; called as ``weight(engine)`` after the
             loss is computed. The gradient is then that of the weighted mean. By default all batches have the same weight.
-        update: Name of the update to accumulate for; all updates by default.
+        update: Name of the update to accumulate for; all by default.
 
     Example:
         >>> import torch
@@ -38,9 +38,11 @@ class GradientAccumulation(Handler):
         ...     _ = torch.nn.init.zeros_(model.weight)
         ...     engine = Engine(update, model=model, seed=0)
         ...     _ = engine.attach(*handlers)
-        ...     _ = engine.run([(torch.ones(1, 1), torch.full((1, 1), target)) for target in (1.0, 3.0)], max_epochs=1)
+        ...     data = [(torch.ones(1, 1), torch.full((1, 1), target)) for target in (1.0, 3.0)]
+        ...     _ = engine.run(data, max_epochs=1)
         ...     return engine.find_update().steps, model.weight.item()
-        >>> train(), train(GradientAccumulation(2))  # two steps, to 1 and to 3; or one, on the mean of both losses
+        >>> # Two steps, to 1 and to 3; or one, on the mean of both losses.
+        >>> train(), train(GradientAccumulation(2))
         ((2, 3.0), (1, 2.0))
     """
 

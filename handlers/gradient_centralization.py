@@ -29,7 +29,7 @@ class GradientCentralization(Handler):
         exclude: Parameters that are not centralized: the path of a module or parameter such as ``"embedding"``, a pattern of
             names such as ``"*.head.weight"``, or several. Names are those of the model's ``named_parameters()``; with several
             modules, they are prefixed by the module's name.
-        update: Name of the update whose gradients are centralized; all updates by default.
+        update: Name of the update to centralize; all by default.
 
     Raises:
         ValueError: At the start of a run, if a pattern matches no parameter.
@@ -37,7 +37,7 @@ class GradientCentralization(Handler):
 
     Source:
         Yong, Huang, Hua and Zhang, "Gradient Centralization: A New Optimization Technique for Deep Neural Networks" (ECCV
-        2020), Algorithm 1. As in the authors' code, a unit is an index of the first dimension in transposed convolutions, too.
+        2020), Algorithm 1. As in the authors' code, a unit is an index of the first dimension, even in transposed convolutions.
 
     Example:
         >>> import torch
@@ -50,7 +50,8 @@ class GradientCentralization(Handler):
         ...     _ = engine.attach(*handlers)
         ...     _ = engine.run([(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5]]))], max_epochs=1)
         ...     return model.weight.tolist()
-        >>> train(), train(GradientCentralization())  # the gradient is (-1, -3), and less its mean (1, -1)
+        >>> # The gradient is (-1, -3), and less its mean (1, -1).
+        >>> train(), train(GradientCentralization())
         ([[1.0, 3.0]], [[-1.0, 1.0]])
     """
 

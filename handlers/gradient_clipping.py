@@ -23,7 +23,7 @@ class GradientClipping(Handler):
         max_norm: Maximum global norm; if the norm of all gradients together is greater, they are scaled down to it.
         max_value: Maximum absolute value of each element, applied before ``max_norm`` if both are given.
         norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
-        update: Name of the update whose gradients are clipped; by default all updates, each separately.
+        update: Name of the update to clip; by default all, each separately.
 
     Attributes:
         total_norm: Global norm before the last clipping, as a tensor; None before the first.
@@ -43,13 +43,18 @@ class GradientClipping(Handler):
         ...     _ = engine.attach(*handlers)
         ...     _ = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.5]]))], max_epochs=1)
         ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
-        >>> train(), train(GradientClipping(max_norm=1.0))  # the gradient is (-3, -4), whose norm is 5
+        >>> # The gradient is (-3, -4), whose norm is 5.
+        >>> train(), train(GradientClipping(max_norm=1.0))
         ([3.0, 4.0], [0.6, 0.8])
-        >>> # A function in its place clips each parameter group by its own norm.
+        >>> # A function instead clips each parameter group by its own norm.
         >>> model = torch.nn.Linear(1, 1)
-        >>> limits = [{"params": [model.weight], "max_norm": 1.0}, {"params": [model.bias], "max_norm": 5.0}]
+        >>> limits = [
+        ...     {"params": [model.weight], "max_norm": 1.0},
+        ...     {"params": [model.bias], "max_norm": 5.0},
+        ... ]
         >>> optimizer = torch.optim.SGD(limits, lr=0.1)
-        >>> engine = Engine(Update.supervised(torch.nn.functional.mse_loss, optimizer), model=model, seed=0)
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, optimizer)
+        >>> engine = Engine(update, model=model, seed=0)
         >>> @engine.on(Events.GRADIENTS_READY)
         ... def clip_groups(engine):
         ...     for group in engine.optimizer.param_groups:

@@ -21,9 +21,9 @@ class GradientNoise(Handler):
     """Adds Gaussian noise with a decaying variance to the gradients.
 
     The variance is ``eta / (1 + t) ** gamma``, where t is the number of optimizer steps. Noise early in training helps very deep
-    networks escape poor initializations; it decays so training can converge. It is added once per optimizer step, to unscaled
-    gradients and before clipping, so clipping also limits the noise. A skipped step does not increase t. An optimizer that
-    evaluates its loss several times in a step gets new noise each time.
+    networks escape poor initializations. Noise is added once per optimizer step, to unscaled gradients and before clipping, so
+    clipping also limits it. A skipped step does not increase t. An optimizer that evaluates its loss several times in a step gets
+    new noise each time.
 
     The noise is drawn from the handler's own generator, in the order of the optimizer's parameters that have a gradient;
     several updates or steps in one iteration draw from it in turn.
@@ -31,7 +31,7 @@ class GradientNoise(Handler):
     Args:
         eta: Variance at the first step; the paper uses 0.01, 0.3 and 1.0.
         gamma: Exponent of the decay.
-        update: Name of the update whose gradients get noise; by default all updates, each with its own t.
+        update: Name of the update that gets noise; by default all, each with its own t.
 
     Raises:
         TypeError: If a gradient is sparse.
@@ -48,7 +48,8 @@ class GradientNoise(Handler):
         >>> @engine.on(Events.OPTIMIZER_STEP_STARTED, phase=Phase.RECORD)
         ... def show(engine):
         ...     print(f"{engine.model.weight.grad.std().item():.1f}")
-        >>> _ = engine.run([(torch.zeros(4, 100), torch.zeros(4, 100))] * 3, max_epochs=1)  # without noise, the gradient is zero
+        >>> # Without noise, the gradient is zero.
+        >>> _ = engine.run([(torch.zeros(4, 100), torch.zeros(4, 100))] * 3, max_epochs=1)
         1.0
         0.5
         0.3
@@ -111,7 +112,7 @@ class GradientNoise(Handler):
             if any(gradient.is_sparse for gradient in gradients):
                 raise TypeError(
                     f"{self.name!r}: a gradient of update {update.name!r} is sparse, and noise would make it dense; "
-                    "build the embedding with sparse=False, or select another update with update="
+                    "build the embedding with sparse=False, or select a different update with update="
                 ) from error
             raise
 

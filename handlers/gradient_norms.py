@@ -22,12 +22,11 @@ __all__ = ["GradientNorms"]
 class GradientNorms(Handler):
     """Measures gradient norms as metrics: of all gradients, of each layer, or of each parameter, before clipping.
 
-    Norms are measured for each optimizer step, on unscaled gradients averaged over the accumulation window. The total is written
-    to ``state.metrics`` as "gradient_norm", that of each layer as "gradient_norm/0", and that of each parameter as
-    "gradient_norm/0.weight"; in an engine with several updates as "gradient_norm/generator" and
-    "gradient_norm/generator/0.weight". Loggers write them with the iteration that measured them. The values are tensors on the
-    gradients' device, so measuring does not synchronize with the device; displaying or logging them does. Steps that are skipped
-    afterwards are measured, too: their norms may be infinite or NaN.
+    Norms are measured for each optimizer step, on unscaled gradients averaged over the accumulation window. In ``state.metrics``
+    the total is "gradient_norm", the norm of a layer "gradient_norm/0", and the norm of a parameter "gradient_norm/0.weight";
+    with several updates "gradient_norm/generator" and "gradient_norm/generator/0.weight". Loggers write the norms with the
+    iteration that measured them. The values are tensors on the device, so measuring does not synchronize; displaying or logging
+    them does. Steps that are skipped afterwards are also measured, so norms may be infinite or NaN.
 
     Args:
         norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
@@ -36,7 +35,7 @@ class GradientNorms(Handler):
             without those of modules inside it. Parameters of the model itself form the layer "(model)".
         every: Interval between measurements: "10st" measures every tenth optimizer step of each update, "100it" the first step
             after every 100 iterations. Alternatively GRADIENTS_READY with a filter, which counts iterations.
-        update: Name of the update whose gradients are measured; all updates by default.
+        update: Name of the update to measure; all by default.
 
     Source:
         The total is what ``torch.nn.utils.clip_grad_norm_`` returns.
@@ -49,8 +48,10 @@ class GradientNorms(Handler):
         >>> _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(GradientNorms(per_parameter=True, per_layer=True))
-        >>> metrics = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0]]))], max_epochs=1).metrics
-        >>> {name: round(float(value), 2) for name, value in metrics.items()}  # of the gradients (6, 8) and 2
+        >>> data = [(torch.tensor([[3.0, 4.0]]), torch.tensor([[-1.0]]))]
+        >>> metrics = engine.run(data, max_epochs=1).metrics
+        >>> # The gradients are (6, 8) and 2.
+        >>> {name: round(float(value), 2) for name, value in metrics.items()}
         {'gradient_norm': 10.2, 'gradient_norm/weight': 10.0, 'gradient_norm/bias': 2.0, 'gradient_norm/(model)': 10.2}
     """
 
@@ -73,8 +74,8 @@ class GradientNorms(Handler):
         counted = isinstance(interval, Interval) and interval.unit in ("st", "it")
         if not counted and unfiltered(interval) != unfiltered(Events.GRADIENTS_READY):
             raise ValueError(
-                f"GradientNorms(every={every!r}): gradients exist only when a step is made; expected '10st', '100it', "
-                "or Events.GRADIENTS_READY with a filter"
+                f"GradientNorms(every={every!r}): gradients exist only when the optimizer steps; expected '10st', "
+                "'100it', or Events.GRADIENTS_READY with a filter"
             )
         self.norm_type = float(check_number(self, "norm_type", norm_type, above=0, infinite=True))
         self.per_parameter = check_bool(self, "per_parameter", per_parameter)

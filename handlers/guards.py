@@ -46,9 +46,9 @@ _LONGEST = 500  # iterations after which a look that saw no step of some update 
 class Guards(Handler):
     """Detects silent training problems, such as bad data, modes or gradients, and reports them with codes G01 to G24.
 
-    It checks the first three iterations and every n-th: the batch, the modes, the gradients, the step and, with several ranks,
-    whether their weights are the same. On an evaluator it checks the first batch of every run. Between checks it is not called.
-    It changes nothing: runs with and without it are bit-identical. A check synchronizes with the device.
+    The handler checks the first three iterations and every n-th iteration: the batch, the modes, the gradients, the step and,
+    with several ranks, whether all ranks have the same weights. On an evaluator it checks the first batch of every run. A check
+    synchronizes with the device; between checks the handler is not called. Runs with and without the handler are bit-identical.
 
     ``Engine(allow=["G13"])`` silences a code; `signalfire.findings.codes.CODES` explains each one.
 
@@ -121,7 +121,7 @@ class Guards(Handler):
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def check_epoch(self, engine: Engine) -> None:
-        """Compare the losses of the epoch with the loss of guessing."""
+        """Compare the losses of the epoch with the loss of random guessing."""
         looking(engine, self.name, self.error)(self._check_losses, engine)
 
     def _check_losses(self, engine: Engine) -> None:
@@ -132,8 +132,8 @@ class Guards(Handler):
             if len(losses) >= 5 and all(guessed):
                 self._report(
                     "G24",
-                    f"in epoch {engine.state.epoch} the loss of update {update.name!r} stayed at ln {losses[0][1]}, that of "
-                    "guessing",
+                    f"in epoch {engine.state.epoch} the loss of update {update.name!r} stayed at ln {losses[0][1]}, "
+                    "the loss of random guessing",
                     "check that inputs and labels belong together, and the learning rate",
                     key=update.name,
                 )
@@ -173,8 +173,8 @@ class Guards(Handler):
             self._report(
                 "G09",
                 f"the weights of rank {odd} differ from those of rank 0 before iteration {engine.state.iteration}",
-                "do not convert, move or replace parameters during a run, step only through the engine, and let the forward "
-                "use engine.model; the gradients of all ranks are averaged only then",
+                "do not convert, move or replace parameters during a run, step only through the engine, and use "
+                "engine.model in the forward; otherwise the gradients are not averaged over the ranks",
             )
 
     def _check_batch(self, engine: Engine) -> None:
@@ -211,8 +211,8 @@ class Guards(Handler):
             several = len(set(self._labels)) > 1
             self._report(
                 "G15",
-                "each batch has the labels of one class only"
-                + (": the data is sorted by class" if several else f", {low}, so far"),
+                "each batch has labels of only one class"
+                + (", because the data is sorted by class" if several else f", {low}, so far"),
                 "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
                 key=several,
                 severity="warning" if several else "info",
@@ -229,8 +229,8 @@ class Guards(Handler):
         if new := unheld_since(engine, self._known, self._foreign):
             self._report(
                 "G05",
-                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer: a "
-                "layer was created, replaced or unfrozen after the optimizer was built",
+                f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer, "
+                "because a layer was created, replaced or unfrozen after the optimizer was built",
                 "create all layers before run() and pass the Update an optimizer factory, such as "
                 "partial(torch.optim.AdamW, lr=1e-3)",
             )
@@ -238,7 +238,7 @@ class Guards(Handler):
             self._report(
                 "G22",
                 f"only normalization layers are trained, and the last layer {last!r} is frozen",
-                f"unfreeze {last!r}, if it should learn the labels of this data",
+                f"unfreeze {last!r} if it should learn the labels of this data",
             )
 
     def _check_left_over(self, engine: Engine) -> None:
@@ -249,7 +249,7 @@ class Guards(Handler):
                     "G10",
                     f"gradients of norm {left:.3g} exist before iteration {engine.state.iteration} starts, and are "
                     f"added to those of update {update.name!r}",
-                    "clear what your own backward() leaves, or call it with inputs=",
+                    "clear the gradients of your own backward(), or call it with inputs=",
                     key=update.name,
                 )
 
@@ -264,14 +264,15 @@ class Guards(Handler):
         if (wrong := out_of_range(output, labels, update.raw_loss)) is not None:
             self._report(
                 "G12",
-                f"labels from {wrong[0]} to {wrong[1]}, but {wrong[2]} classes have the labels 0 to {wrong[2] - 1}",
-                "count the labels from 0, and give the last layer as many outputs as there are classes",
+                f"labels range from {wrong[0]} to {wrong[1]}, but {wrong[2]} classes are numbered 0 to {wrong[2] - 1}",
+                "number the labels from 0, and give the last layer as many outputs as there are classes",
                 key=update.name,
             )
         if facts.again("G16", update.steps > 0 and same_for_all(output, inputs)) >= 2:
             self._report(
                 "G16",
-                f"the output of update {update.name!r} is the same for all samples of a batch, whose inputs differ",
+                f"the output of update {update.name!r} is the same for all samples of a batch, although their inputs "
+                "differ",
                 "look for dead ReLUs, saturated units, too high a learning rate, or inputs that the forward does not use",
                 key=update.name,
             )
@@ -298,7 +299,7 @@ class Guards(Handler):
             self._report(
                 "G02",
                 f"all gradients of update {update.name!r} are zero in iteration {engine.state.iteration}",
-                "look for dead ReLUs, a clamped loss, one that is multiplied by 0, or cross_entropy of one logit",
+                "look for dead ReLUs, a loss that is clamped or multiplied by 0, or cross_entropy of a single logit",
                 key=update.name,
             )
         self._check_norm(update, facts, norm)
@@ -342,8 +343,8 @@ class Guards(Handler):
                 "G03",
                 f"the step of iteration {engine.state.iteration} does not change the weight with the largest "
                 f"gradient of update {update.name!r}",
-                "check that the optimizer's step() writes to its parameters, and that they are precise enough for such a small "
-                "learning rate",
+                "check that the optimizer's step() writes to its parameters, and that their precision suffices for "
+                "such a small learning rate",
                 key=update.name,
             )
         self._check_rate(engine, update, facts, rates)
@@ -359,7 +360,7 @@ class Guards(Handler):
                 "G18",
                 f"the learning rate of update {update.name!r} has fallen from {facts.largest_rate:.3g} to {rate:.3g} by "
                 f"iteration {state.iteration} of {planned}",
-                'check the unit of the schedule: LRScheduling(..., every="1ep") moves it once an epoch',
+                'check the unit of the schedule: LRScheduling(..., every="1ep") steps it once per epoch',
                 key=update.name,
             )
 
@@ -401,8 +402,8 @@ class Guards(Handler):
         for update, calls in look.counted(engine):
             self._report(
                 "G20",
-                f"the optimizer of update {update.name!r} was stepped {calls} times in iteration {engine.state.iteration}, more "
-                "often than by the engine",
+                f"the optimizer of update {update.name!r} was stepped {calls} times in iteration "
+                f"{engine.state.iteration}, more often than the engine steps it",
                 "remove your optimizer.step(): the engine calls it once per accumulation window",
                 key=update.name,
             )
@@ -415,9 +416,9 @@ class Guards(Handler):
         if left := look.left_over(self._stepped):
             self._report(
                 "G10",
-                f"the gradients of {shown(left, names_of(engine))} are added to those of the iteration before, although they "
-                "were used for a step",
-                "call zero_grad() of the optimizer that you step yourself; or give it its own Update",
+                f"the gradients of {shown(left, names_of(engine))} are added to those of the previous iteration, which "
+                "a step has already used",
+                "call zero_grad() on the optimizer that you step yourself, or give it its own Update",
                 key="elsewhere",
             )
         self._stepped = look.stepped()
@@ -455,13 +456,13 @@ class Guards(Handler):
         if look.dropout.seen:
             self._report(
                 "G07",
-                "the forward of an evaluation computes dropout",
-                "leave the model in eval mode; give dropout functions training=self.training",
+                "dropout is active in the forward of an evaluation",
+                "leave the model in eval mode, and pass training=self.training to dropout functions",
             )
         now = statistics_of(engine)
         if moved := [path for path, old in look.statistics.items() if path in now and not torch.equal(old, now[path])]:
             self._report(
                 "G08",
-                f"the running statistics of {moved[0]!r} move in an evaluation",
+                f"the running statistics of {moved[0]!r} change during an evaluation",
                 "leave the model in eval mode while it is evaluated",
             )

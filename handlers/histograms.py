@@ -20,10 +20,10 @@ __all__ = ["Histograms"]
 class Histograms(Handler):
     """Logs histograms of weights and gradients to every attached logger.
 
-    Each parameter and its gradient gets a histogram, by ``engine.log.histogram``. Weights are logged after every n-th iteration,
-    under "weights/". Gradients are those of the next completed step, under "gradients/", as the optimizer sees them: after
-    clipping. Non-finite values are left out and reported; for complex values, the magnitudes count. For sharded parameters, the
-    histogram covers rank 0's part.
+    Each parameter and each gradient gets a histogram (``engine.log.histogram``). Weights are logged under "weights/" after every
+    n-th iteration. Gradients of the next completed step are logged under "gradients/", as the optimizer sees them after clipping.
+    Non-finite values are left out and reported; for complex values, the magnitudes count. For sharded parameters, the histogram
+    covers rank 0's part.
 
     Args:
         every: Interval in iterations.
@@ -39,7 +39,8 @@ class Histograms(Handler):
         >>> @engine.on(Events.HISTOGRAM_LOGGED)  # as TensorBoard does
         ... def show(engine):
         ...     entry = engine.log.entry
-        ...     print(f"iteration {engine.state.iteration}: {entry.name}, {sum(entry.value.counts)} values")
+        ...     values = sum(entry.value.counts)
+        ...     print(f"iteration {engine.state.iteration}: {entry.name}, {values} values")
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 3))] * 4, max_epochs=1)
         iteration 2: weights/weight, 6 values
         iteration 3: gradients/weight, 6 values

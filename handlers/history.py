@@ -18,20 +18,20 @@ from ._common.new_values import NewValues
 __all__ = ["History"]
 
 STAGE = re.compile(r"^(train|training|val|valid|validation|test|eval|evaluation)[/_.-](?=.)", re.IGNORECASE)
-"""What a metric's name begins with where it says in which stage it is measured."""
+"""The prefixes of metric names that give the stage of a measurement."""
 
 
 class History(Handler):
     """Keeps every value of every scalar metric in memory, with its epoch and iteration, to query, tabulate or plot.
 
-    Values may come in every iteration, as those of `GradientNorms` do, or with evaluations and epochs. The history is part of
-    every checkpoint, so its length is limited: if a metric has more than ``keep`` values, every second one of the older half is
-    dropped, as often as necessary. The newest half is always complete, and the first value stays.
+    Values may come in every iteration, as from `GradientNorms`, or with evaluations and epochs. Checkpoints contain the history,
+    so its length is limited. If a metric has more than ``keep`` values, every second value of the older half is dropped, as often
+    as necessary; the first value stays.
 
     Args:
         keep: Maximum number of values to keep per metric, at least 4; 10,000 take about 250 kB of a checkpoint. None keeps all.
-        print_epochs: Whether rank 0 prints a table row as each epoch completes, and one for a last epoch that does not complete.
-            The columns are the recorded or announced metrics; the header is repeated only when a metric is new.
+        print_epochs: Whether rank 0 prints a table row at the end of each epoch, even if the last epoch does not complete. The
+            columns are the recorded or announced metrics; the header is repeated only when a metric is new.
         file: Stream to print to; standard output by default.
 
     Attributes:
@@ -129,7 +129,7 @@ class History(Handler):
 
     @on(Events.ENDED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def end(self, engine: Engine) -> None:
-        """Record the remaining values, also after an error."""
+        """Record the remaining values, even after an error."""
         self.record(engine)
         self._new.stop()
 
@@ -166,9 +166,9 @@ class History(Handler):
         """The recorded values, one row per iteration that has any, with the columns "epoch", "iteration" and the metrics.
 
         Returns:
-            A ``pandas.DataFrame`` if pandas is installed, with NaN where a metric was not measured; else a dict of columns, which
-            are lists of equal length, with None in these places. If a metric was recorded twice in an iteration, the last value
-            counts.
+            A ``pandas.DataFrame`` if pandas is installed, with NaN where a metric was not measured; otherwise a dict of columns,
+            which are lists of equal length, with None in these places. If a metric was recorded twice in an iteration, the last
+            value counts.
         """
         rows: dict[tuple[int, int], dict[str, float]] = {}
         for name, records in self.records.items():
@@ -212,8 +212,8 @@ class History(Handler):
     def plot(self, path: str | Path | BinaryIO, *names: str) -> None:
         """Plot metrics over iterations, in stacked panels.
 
-        Training and validation values of a metric share a panel: "loss", "train_loss", "val/loss" and "test-loss" do, and so does
-        "digits/loss" of a data set "digits" if one of them exists.
+        Training and validation values of a metric share a panel, such as "loss", "train_loss", "val/loss" and "test-loss", and
+        "digits/loss" of a data set "digits" if one of these exists.
 
         Args:
             path: Path of the image, whose extension selects the format; or an open binary file, for a PNG.
@@ -229,11 +229,11 @@ class History(Handler):
 
         if isinstance(path, str) and path in self.names:
             raise ValueError(
-                f"History.plot({path!r}): this is a metric; the path comes first: plot('curves.png', {path!r})"
+                f"History.plot({path!r}): this is a metric name; give the path first: plot('curves.png', {path!r})"
             )
         if (wrong := next((one for one in names if not isinstance(one, str)), None)) is not None:
             raise TypeError(
-                f"History.plot(..., {wrong!r}): expected names of metrics: plot('curves.png', 'loss', 'accuracy')"
+                f"History.plot(..., {wrong!r}): expected metric names: plot('curves.png', 'loss', 'accuracy')"
             )
         panels = self._panels(names)
         if not panels:
@@ -288,7 +288,7 @@ class History(Handler):
             if "," in name:
                 panel = [one.strip() for one in name.split(",") if one.strip()]
                 if not panel:
-                    raise ValueError(f"History.plot(..., {name!r}): there is no name of a metric in it")
+                    raise ValueError(f"History.plot(..., {name!r}): expected metric names between the commas")
                 yield ", ".join(panel), panel
                 continue
             found = [(title, panel) for title, panel in groups.items() if name == title or name in panel]

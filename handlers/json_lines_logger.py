@@ -24,17 +24,17 @@ class JSONLinesLogger(TextLogger):
         {"epoch": 1, "iteration": 12, "step": 12, "val/accuracy": 0.75}
 
     ``step`` counts the optimizer steps of the first update. Names are the same as in TensorBoard. Values are written in full
-    precision. JSON has no non-finite numbers: they are written as the strings "NaN", "Infinity" and "-Infinity", which are
-    valid JSON and which ``float`` accepts.
+    precision. JSON has no non-finite numbers, so they are written as the strings "NaN", "Infinity" and "-Infinity", which
+    ``float`` accepts.
 
-    A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run:
-    no record is lost, duplicated or partial. A new run first copies an existing file to ``log.1.jsonl``.
+    A run that is stopped or killed at any point and resumes from a checkpoint produces the same file as an uninterrupted run,
+    with no record lost, duplicated or partial. A new run first copies an existing file to ``log.1.jsonl``.
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations, such as "10it", at which losses, learning rates and per-iteration metrics are written. All
-            other new metric values are written with the iteration that measured them.
-        time: Whether to add a ``time`` to each record: when it was written, in seconds since 1970.
+        every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new metric
+            values are written with the iteration that measured them.
+        time: Whether to add a ``time`` to each record, the time of writing in seconds since 1970.
 
     Raises:
         OSError: If a record cannot be written, for example on a full disk. The error names the handler; earlier records are

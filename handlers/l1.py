@@ -15,9 +15,9 @@ __all__ = ["L1"]
 class L1(ParameterPenalty):
     """L1 regularization (lasso): adds ``weight * sum(|p|)`` over the parameters to the loss, which draws weights to zero.
 
-    Each gradient grows by ``weight * sign(p)``. The reported loss excludes the penalty, which is a separate metric, named like
-    the handler. Adaptive optimizers such as Adam divide this gradient by their second moment like any other. Weights become
-    small, and few exactly zero; `Pruning` sets them to zero.
+    Each gradient grows by ``weight * sign(p)``. The reported loss excludes the penalty, which is a separate metric named like the
+    handler. Adaptive optimizers such as Adam divide this gradient by their second moment, like any other gradient. Weights become
+    small, but few become exactly zero; `Pruning` sets weights to zero.
 
     Args:
         weight: Factor, 0 or more; or a function of the update's number of optimizer steps.
@@ -25,10 +25,10 @@ class L1(ParameterPenalty):
             update's optimizer. Parameters that are frozen at the time are left out.
         norms_and_biases: Whether to include biases and the parameters of normalization layers: all with fewer than two
             dimensions. ``print(handler)`` shows which parameters are left out.
-        update: Name of the update whose loss and parameters the penalty applies to; by default all updates, each for its own.
+        update: Name of the update to penalize; by default all, each separately.
 
     Raises:
-        ValueError: At the start of a run, if there are no such parameters, or if they are sharded.
+        ValueError: At the start of a run, if no parameter is left to penalize, or if the parameters are sharded.
 
     Source:
         Tibshirani, "Regression Shrinkage and Selection via the Lasso" (Journal of the Royal Statistical Society B, 1996).
@@ -41,7 +41,8 @@ class L1(ParameterPenalty):
         >>> model.weight.data = torch.tensor([[4.0, -1.0]])
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(L1(0.5))
-        >>> state = engine.run([(torch.zeros(4, 2), torch.zeros(4, 1))], max_epochs=1)  # without it, the gradient is zero
+        >>> # Without the penalty, the gradient is zero.
+        >>> state = engine.run([(torch.zeros(4, 2), torch.zeros(4, 1))], max_epochs=1)
         >>> state.metrics["l1"], model.weight.tolist()
         (tensor(2.5000), [[3.5, -0.5]])
     """

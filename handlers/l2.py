@@ -16,9 +16,10 @@ __all__ = ["L2"]
 class L2(ParameterPenalty):
     """L2 regularization (ridge): adds ``weight / 2 * sum(p ** 2)`` to the loss, which draws weights towards zero.
 
-    Each gradient grows by ``weight * p``. With SGD, this equals the optimizer's ``weight_decay=weight``. With adaptive optimizers
-    it does not: Adam divides this gradient by its second moment like any other, and clipping counts it; the decoupled decay of
-    AdamW is part of the optimizer. The reported loss excludes the penalty, which is a separate metric, named like the handler.
+    Each gradient grows by ``weight * p``. With SGD, this equals the optimizer's ``weight_decay=weight``. Adaptive optimizers such
+    as Adam divide this gradient by their second moment, like any other gradient, and clipping counts it; the decoupled weight
+    decay of AdamW is part of the optimizer. The reported loss excludes the penalty, which is a separate metric named like the
+    handler.
 
     Args:
         weight: Factor, 0 or more; or a function of the update's number of optimizer steps.
@@ -26,10 +27,10 @@ class L2(ParameterPenalty):
             update's optimizer. Parameters that are frozen at the time are left out.
         norms_and_biases: Whether to include biases and the parameters of normalization layers: all with fewer than two
             dimensions. ``print(handler)`` shows which parameters are left out.
-        update: Name of the update whose loss and parameters the penalty applies to; by default all updates, each for its own.
+        update: Name of the update to penalize; by default all, each separately.
 
     Raises:
-        ValueError: At the start of a run, if there are no such parameters, or if they are sharded.
+        ValueError: At the start of a run, if no parameter is left to penalize, or if the parameters are sharded.
 
     Source:
         Hoerl and Kennard, "Ridge Regression: Biased Estimation for Nonorthogonal Problems" (Technometrics, 1970); Loshchilov and
@@ -43,7 +44,8 @@ class L2(ParameterPenalty):
         >>> model.weight.data = torch.tensor([[4.0, -1.0]])
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(L2(0.5))
-        >>> state = engine.run([(torch.zeros(4, 2), torch.zeros(4, 1))], max_epochs=1)  # without it, the gradient is zero
+        >>> # Without the penalty, the gradient is zero.
+        >>> state = engine.run([(torch.zeros(4, 2), torch.zeros(4, 1))], max_epochs=1)
         >>> state.metrics["l2"], model.weight.tolist()
         (tensor(4.2500), [[2.0, -0.5]])
     """

@@ -24,13 +24,13 @@ class LabelSmoothing(Handler):
     """Label smoothing for classification, against overconfidence: ``(1 - alpha) * loss + alpha * uniform``.
 
     ``uniform`` is the cross-entropy of the update's output against the uniform distribution over all classes. With a mean
-    cross-entropy loss, the result is ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` ignores the class weights and the
-    ``ignore_index`` of the loss: it weights all classes and positions equally; use the loss's built-in smoothing if that matters.
-    MixUp and CutMix, if attached, mix the losses first. Only training is affected: evaluations report the original loss.
+    cross-entropy loss, the result is ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` weights all classes and positions
+    equally, without the class weights and the ``ignore_index`` of the loss. If those matter, use the loss's built-in smoothing.
+    MixUp and CutMix, if attached, mix the losses first. Evaluations report the original loss.
 
     Args:
         alpha: Weight of the uniform distribution, above 0 and at most 1; usually 0.1.
-        update: Name of the update whose loss is smoothed; all updates by default.
+        update: Name of the update whose loss is smoothed; all by default.
         dim: Dimension of the classes in the logits: 1, or -1 for language models with logits of shape (N, T, C).
 
     Raises:
@@ -50,9 +50,11 @@ class LabelSmoothing(Handler):
         ...     _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
         ...     engine = Engine(update, model=model, seed=0)
         ...     _ = engine.attach(*handlers)
-        ...     _ = engine.run([(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))], max_epochs=1)
+        ...     data = [(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))]
+        ...     _ = engine.run(data, max_epochs=1)
         ...     return [round(one, 2) for one in model.bias.tolist()]
-        >>> train(), train(LabelSmoothing(0.2))  # the targets (1, 0) or (0.9, 0.1), less the prediction (0.5, 0.5)
+        >>> # The targets are (1, 0) or (0.9, 0.1), and the prediction is (0.5, 0.5).
+        >>> train(), train(LabelSmoothing(0.2))
         ([0.5, -0.5], [0.4, -0.4])
     """
 
@@ -69,7 +71,7 @@ class LabelSmoothing(Handler):
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0, most=1)
         if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
-            raise ValueError(f"LabelSmoothing(dim={dim!r}): expected the dimension of the classes, such as 1 or -1")
+            raise ValueError(f"LabelSmoothing(dim={dim!r}): expected the class dimension, such as 1 or -1")
         self.dim = dim
         self.update = check_name(self, "update", update)
         self._checked: set[str] = set()  # updates whose loss was looked at in this run
@@ -88,7 +90,7 @@ class LabelSmoothing(Handler):
                     "C29",
                     f"the loss of update {update.name!r} smooths labels itself (label_smoothing={own:g}), and so does "
                     f"{self.name!r}",
-                    "use one of the two",
+                    "remove one of the two",
                     [self.name],
                 )
 
@@ -111,8 +113,8 @@ class LabelSmoothing(Handler):
             found = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
             raise TypeError(
                 f"{self.name!r}: the output of update {update.name!r} is {found}; expected a tensor of logits of shape "
-                f"(N, C) or (N, C, ...) with at least two classes, in dimension dim={self.dim}; say where it is in what the "
-                "forward returns: Update(..., output='logits')"
+                f"(N, C) or (N, C, ...) with at least two classes in dimension dim={self.dim}; if the forward returns "
+                "more than the logits, select them with Update(..., output='logits')"
             )
         if update.name not in self._checked:
             self._check_loss(update.backward_loss, update.name)
@@ -127,8 +129,8 @@ class LabelSmoothing(Handler):
         functions = functions_of(loss) if isinstance(loss, Tensor) else set()
         if (other := functions & _NOT_OVER_CLASSES) and "LogSoftmax" not in functions:
             raise TypeError(
-                f"{self.name!r}: the loss of update {update!r} is computed by {min(other)}, and labels are smoothed for a "
-                "cross_entropy over classes only; detach the handler, or smooth the targets themselves"
+                f"{self.name!r}: the loss of update {update!r} is computed by {min(other)}, but label smoothing needs "
+                "a cross_entropy over classes; detach the handler, or smooth the targets yourself"
             )
 
 

@@ -17,12 +17,12 @@ __all__ = ["LimitBatches"]
 class LimitBatches(Handler):
     """Limits the number of batches per epoch, in training and in evaluations.
 
-    Shuffling still covers all of the data, so each epoch sees a different part of it. The workers of a DataLoader stop after
-    the last batch used; persistent workers wait for the next epoch. With ``run(epoch_length=)`` the epoch keeps that length,
-    and the limited data restarts when it is exhausted.
+    Only the first batches of an epoch are used, so with shuffling each epoch sees a different part of the data. The workers of a
+    DataLoader stop after the last batch used; persistent workers wait for the next epoch. With ``run(epoch_length=)`` the epoch
+    keeps that length, and the limited data restarts when it is exhausted.
 
-    Only the first batches are used. A change takes effect in the next `run` or evaluation. Separate handlers may limit training
-    and evaluations. Attached to an evaluator, the handler uses ``validation``.
+    A change takes effect in the next `run` or evaluation. Separate handlers may limit training and evaluations. Attached to an
+    evaluator, the handler uses ``validation``.
 
     Args:
         train: Number of training batches per epoch: an int, or a float in (0, 1] as a fraction of the data's length, rounded down
@@ -77,8 +77,8 @@ class LimitBatches(Handler):
             what = Override.EVALUATION_DATA if engine.training and argument == "validation" else Override.DATA
             if value is not None and what not in owned:
                 raise ValueError(
-                    f"{self.name!r}: {argument}={value!r} was set after the handler was attached without it; detach it, and "
-                    "attach it again"
+                    f"{self.name!r}: {argument}={value!r} was set after the handler was attached without it; detach "
+                    "the handler and attach it again"
                 )
         limited = None if engine.feed.source is None else engine.feed.source.given
         there = length_hint(limited.data, -1) if isinstance(limited, FirstBatches) else -1
@@ -87,7 +87,7 @@ class LimitBatches(Handler):
         given = ", ".join(f"{name}={value!r}" for name, value in limits if value is not None)
         engine.findings.report(
             "W58",
-            f"LimitBatches({given}) leaves out a part of the data",
+            f"LimitBatches({given}) uses only a part of the data",
             f"detach {self.name!r} to use all of it",
             self.name,
         )

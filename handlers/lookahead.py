@@ -26,9 +26,9 @@ __all__ = ["Lookahead"]
 class Lookahead(Handler):
     """Lookahead optimizer: every k steps, moves slow weights towards the current ones and continues from them.
 
-    The slow weights start as a copy of the weights before the first step. After each k-th step ``slow = slow + alpha * (weights -
-    slow)``, and then ``weights = slow``. Skipped steps do not count. The optimizer's state, such as momentum, is unchanged.
-    Handlers that average the weights use those after the synchronization.
+    The slow weights start as a copy of the weights before the first step. After each k-th step
+    ``slow = slow + alpha * (weights - slow)``, and then ``weights = slow``. Skipped steps do not count. The optimizer's state,
+    such as momentum, is unchanged. Weight averages are updated after the synchronization.
 
     Evaluations, exports and checkpoints use the optimizer's weights, which equal the slow ones after every k-th step. With
     ``evaluate=True``, evaluations and exports always use the slow weights, as the paper recommends; the weights are restored
@@ -41,7 +41,7 @@ class Lookahead(Handler):
         k: Number of optimizer steps between two synchronizations.
         alpha: Fraction of the distance that the slow weights move, above 0 and at most 1.
         evaluate: Whether evaluations and exports use the slow weights; only one handler can replace the weights there.
-        update: Name of the update whose weights get slow weights; by default all updates, each with its own.
+        update: Name of the update with slow weights; by default all, each with its own.
 
     Source:
         Zhang, Lucas, Hinton and Ba, "Lookahead Optimizer: k steps forward, 1 step back" (NeurIPS 2019), Algorithm 1. Some
@@ -54,7 +54,8 @@ class Lookahead(Handler):
         >>> _ = trainer.attach(Lookahead(k=2, alpha=0.5))
         >>> before = trainer.model.bias.item()
         >>> _ = trainer.run([(torch.zeros(4, 2), torch.ones(4, 1))], max_steps=2)
-        >>> round((1 - trainer.model.bias.item()) / (1 - before), 2)  # halfway between 1 and 0.8 ** 2
+        >>> # Halfway between 1 and 0.8 ** 2.
+        >>> round((1 - trainer.model.bias.item()) / (1 - before), 2)
         0.82
     """
 
@@ -94,7 +95,7 @@ class Lookahead(Handler):
             if to_come is not None and 0 < update.steps + to_come < self.k:
                 yield finding(
                     "C18",
-                    f"{self.name!r} synchronizes every {self.k} optimizer steps, but the run makes "
+                    f"{self.name!r} synchronizes every {self.k} optimizer steps, but the run takes only "
                     f"{update.steps + to_come}",
                     "use a smaller k, or train longer",
                     [self.name],

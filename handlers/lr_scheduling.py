@@ -47,24 +47,24 @@ __all__ = ["LRScheduling"]
 class LRScheduling(Handler):
     """Learning-rate scheduling with any torch scheduler: stepped per optimizer step, per epoch, or by a metric.
 
-    The scheduler is built at the start of the run, when the optimizer exists and the number of steps is known: a factory with an
-    unset ``total_steps``, ``T_max``, ``num_training_steps`` (Hugging Face) or ``t_initial`` (timm) gets the number of scheduler
-    steps of the run. The scheduler is stepped once per accumulation window, and not after a skipped step. `simulate` and `plot`
-    show a schedule without training.
+    The scheduler is built at the start of the run, when the optimizer and the number of steps are known. A factory with an unset
+    ``total_steps``, ``T_max``, ``num_training_steps`` (Hugging Face) or ``t_initial`` (timm) gets the number of scheduler steps
+    in the run. The scheduler is stepped once per accumulation window, and not after a skipped step. `simulate` and `plot` show a
+    schedule without training.
 
-    Schedulers with timm's interface work, too: they are stepped with ``step_update(steps)``, or with ``step(epochs)`` if they
-    count epochs (``t_in_epochs``). One whose ``step`` requires an argument is stepped with a metric, as ReduceLROnPlateau is.
+    Schedulers with timm's interface are stepped with ``step_update(steps)``, or with ``step(epochs)`` if they count epochs
+    (``t_in_epochs``). A scheduler whose ``step`` requires an argument, such as ReduceLROnPlateau, is stepped with a metric.
 
     Args:
         scheduler: Factory called with the optimizer, such as ``partial(OneCycleLR, max_lr=0.1)``, one of
             `signalfire.handlers.schedules`, or ``lambda optimizer: SequentialLR(optimizer, ...)``. For several optimizers that
-            step together, a mapping from their names to a factory for each of them, all or some.
-        every: Interval between scheduler steps without ``monitor``: by default every optimizer step, for any scheduler. Use "1ep"
-            for one that counts epochs, such as ``StepLR(step_size=30)``; "5steps", ...
+            step together, a mapping from some or all of their names to factories.
+        every: Interval between scheduler steps without ``monitor``, such as "5steps"; by default every optimizer step. Use "1ep"
+            for a scheduler that counts epochs, such as ``StepLR(step_size=30)``.
         monitor: Name of the metric for ReduceLROnPlateau, which is stepped once per new value. A factory
             ``partial(ReduceLROnPlateau, ...)`` without ``mode`` gets the metric's own direction.
-        warmup: With ``monitor``, the factory of a second scheduler, which is stepped after every optimizer step, such as
-            ``partial(LinearLR, start_factor=0.01, total_iters=500)``. Its factor multiplies the learning rates of the first one.
+        warmup: With ``monitor``, the factory of a second scheduler, such as ``partial(LinearLR, start_factor=0.01,
+            total_iters=500)``. It is stepped after every optimizer step, and its factor multiplies the learning rates.
         update: Name of the update whose optimizer is scheduled; required if the engine has several.
 
     Attributes:
@@ -181,7 +181,7 @@ class LRScheduling(Handler):
             return None
         if (total := self._total_steps(engine)) is None:
             raise ValueError(
-                f"{self.name!r}: {name_of(self.factory)} needs {missing}, and the number of steps of this run is not "
+                f"{self.name!r}: {name_of(self.factory)} needs {missing}, but the number of steps in this run is not "
                 f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
             )
         return total
@@ -191,7 +191,8 @@ class LRScheduling(Handler):
         scheduler = self.warmup(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                f"{self.name!r}: the warm-up {scheduler!r} is not a scheduler that is stepped after optimizer steps"
+                f"{self.name!r}: the warm-up must be a scheduler that is stepped after optimizer steps, not "
+                f"{scheduler!r}"
             )
         return scheduler
 
@@ -221,9 +222,9 @@ class LRScheduling(Handler):
         total = self._total_steps(engine) if self.total is not None else None
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
-                f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the factory its number "
-                f"of steps in the first run already, as in {with_total(self.factory)}, or start a new run with the "
-                "weights of this one: engine.load_weights(state), or engine.reset() in place"
+                f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the factory "
+                f"its number of steps before the first run, as in {with_total(self.factory)}, or start a new run from "
+                "these weights with engine.load_weights(state), or with engine.reset() in place"
             )
 
     def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:
@@ -420,7 +421,7 @@ class LRScheduling(Handler):
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
             rest = f"{self.name!r} changes the learning rates of some updates; those of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless you mean this", [self.name])
+            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless intended", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:
@@ -454,9 +455,8 @@ class LRScheduling(Handler):
             self.engine.findings.report(
                 "W32",
                 f"{self.name!r}: {'; '.join(different)}",
-                "use the schedule of that run; to continue with a different one, give the handler a different name, "
-                "and write "
-                f"load_state_dict(state, allow=[{self.name!r}, ...])",
+                "use the schedule of the saved run; to continue with a different one, give the handler a different "
+                f"name, and write load_state_dict(state, allow=[{self.name!r}, ...])",
                 self.name,
                 key=self.name,
             )
@@ -486,8 +486,8 @@ def _check_beside_monitor(monitor: str | None, every: object, warmup: object) ->
         )
     if warmup is not None and (monitor is None or not callable(warmup)):
         raise ValueError(
-            f"LRScheduling(warmup={warmup!r}): expected a factory beside ReduceLROnPlateau and monitor=; other schedules are "
-            "chained: lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
+            f"LRScheduling(warmup={warmup!r}): warmup= needs monitor= and a factory; for other schedules, chain the "
+            "warm-up: lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
         )
 
 

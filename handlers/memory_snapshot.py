@@ -32,12 +32,12 @@ class MemorySnapshot(Handler):
     """On an out-of-memory error, writes a report of what the CPU or GPU memory holds.
 
     The error is raised as usual, with a note that names the file. The text file lists the bytes of parameters, gradients,
-    optimizer states and other tensors on each device, the memory of the process, and the largest tensors with their purpose. It
-    is taken where the error is raised, while the gradients and the tensors of the running functions still exist. Tensors that
-    only autograd holds for the backward are not Python objects and are not listed. On CUDA, the allocator's history is recorded
-    during the run, and a ``.pickle`` for https://pytorch.org/memory_viz is written beside the text file.
+    optimizer states and other tensors on each device, the memory of the process, and the largest tensors with their purpose,
+    while the gradients and the tensors of the running functions still exist. Tensors that only autograd holds for the backward
+    are not Python objects and are not listed. On CUDA, the allocator's history is recorded during the run, and a ``.pickle`` for
+    https://pytorch.org/memory_viz is written beside the text file.
 
-    A batch that `MicroBatching` retries in smaller pieces is not an error. If the files cannot be written, the note reports it.
+    A batch that `MicroBatching` retries in smaller pieces is not an error. If the files cannot be written, the note says so.
 
     Args:
         folder: Folder of the files ``memory-<iteration>.txt``, with the rank if there are several; created when needed. An
@@ -55,7 +55,8 @@ class MemorySnapshot(Handler):
         >>> from signalfire import Engine, Update
         >>> def loss(output, target):
         ...     raise torch.OutOfMemoryError("tried to allocate 20 GiB")
-        >>> engine = Engine(Update.supervised(loss, torch.optim.SGD, lr=0.1), model=torch.nn.Linear(2, 1))
+        >>> update = Update.supervised(loss, torch.optim.SGD, lr=0.1)
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = engine.attach(MemorySnapshot(folder))
         ...     try:
@@ -122,9 +123,9 @@ class MemorySnapshot(Handler):
             path.write_text(text)
             if engine.device.type == "cuda":
                 torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
-            error.add_note(f"{self.name!r}: what the memory held is in {path}")
+            error.add_note(f"{self.name!r}: the memory report is in {path}")
         except Exception as problem:  # whatever goes wrong here, the error is the one that matters
-            error.add_note(f"{self.name!r}: what the memory held was not written: {type(problem).__name__}: {problem}")
+            error.add_note(f"{self.name!r}: the memory report was not written: {type(problem).__name__}: {problem}")
 
     def _free_path(self, engine: Engine) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -198,7 +199,7 @@ def _known(engine: Engine) -> dict[_Key, tuple[Tensor, str, str]]:
 
 
 def _live(known: Iterable[Tensor]) -> dict[_Key, Tensor]:
-    """All tensors that there are in this process, one for each memory, of which the largest view."""
+    """All tensors in this process, the largest view for each memory."""
     found = {key: tensor for tensor in known if (key := _key(tensor)) is not None}
     for one in gc.get_objects():
         if issubclass(type(one), Tensor):  # isinstance would call what lazy objects define as their class

@@ -29,34 +29,33 @@ class MicroBatching(Handler):
     """Micro-batching: computes each batch's gradients in pieces to save memory, and halves the pieces on out-of-memory.
 
     The gradients of the pieces, weighted by their numbers of samples, add up to those of the batch, which is split as evenly as
-    possible. For a loss that is a mean over the samples, training equals that on whole batches up to floating-point rounding.
-    Operations across samples (BatchNorm) and random ones (dropout) see single pieces. The events from FORWARD_STARTED to
-    BACKWARD_COMPLETED are emitted once for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the
-    whole batch again, ``update.loss`` its mean loss, and ``update.output`` the joined outputs of the pieces.
+    possible. For a loss that is a mean over the samples, training equals that on whole batches up to rounding. Operations across
+    samples (BatchNorm) and random ones (dropout) see single pieces. The events from FORWARD_STARTED to BACKWARD_COMPLETED are
+    emitted for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the whole batch again,
+    ``update.loss`` its mean loss, and ``update.output`` the joined outputs.
 
-    A batch that runs out of memory is retried with pieces of half the size: buffers, random states and the window's gradients
-    are restored (UPDATE_RETRIED), and receivers that record outputs and losses see the successful attempt only. The smaller
-    size is kept for the rest of the run. To be able to retry, each batch costs a copy of the buffers and of the gradients
-    accumulated so far.
+    A batch that runs out of memory is retried with pieces of half the size, which is kept for the rest of the run. Buffers,
+    random states and the window's gradients are restored (UPDATE_RETRIED), and receivers that record outputs and losses see only
+    the successful attempt. For this, each batch costs a copy of the buffers and of the gradients accumulated so far.
 
     Args:
         size: Largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until memory runs out.
         pieces: Number of pieces of each batch, instead of ``size``.
         split: Function called as ``split(batch, n)`` that returns the batch as a list of n batches of about the same size. By
             default, tensors and arrays are split along their first dimension, whose length is that of the batch's first tensor,
-            in tuples, lists, dicts, namedtuples and dataclasses, nested; lists of that length without tensors are split, too;
-            everything else is passed to each piece unchanged.
+            in nested tuples, lists, dicts, namedtuples and dataclasses. Lists of that length without tensors are also split. Each
+            piece gets everything else unchanged.
         samples: Function called as ``samples(batch)`` that returns the number of samples in a batch or a piece, for batches where
             this is not the first dimension of the first tensor. Requires ``split``.
         halve_on_oom: Whether to retry with pieces of half the size when memory runs out, on a GPU or a CPU.
-        update: Name of the update whose batches are split; by default all updates.
+        update: Name of the update whose batches are split; all by default.
 
     Attributes:
         reduced: Largest number of samples in a piece since the memory last ran out; None if it never did.
 
     Raises:
         ValueError: For a batch that cannot be split.
-        torch.OutOfMemoryError: If memory does not suffice for a single sample.
+        torch.OutOfMemoryError: If the memory does not suffice for a single sample.
 
     Source:
         Huang et al., "GPipe: Efficient Training of Giant Neural Networks using Pipeline Parallelism" (NeurIPS 2019), for the
@@ -68,7 +67,9 @@ class MicroBatching(Handler):
         >>> trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = trainer.attach(MicroBatching(4))
         >>> sizes = []
-        >>> _ = trainer.connect(Events.FORWARD_STARTED, lambda engine: sizes.append(len(engine.state.batch[0])))
+        >>> @trainer.on(Events.FORWARD_STARTED)
+        ... def count(engine):
+        ...     sizes.append(len(engine.state.batch[0]))
         >>> _ = trainer.run([(torch.ones(10, 2), torch.ones(10, 1))], max_epochs=1)
         >>> sizes
         [4, 3, 3]
@@ -101,7 +102,7 @@ class MicroBatching(Handler):
         if samples is not None and split is None:
             raise ValueError(f"MicroBatching(samples={samples!r}): samples= requires split=; give both")
         if size is None and pieces is None and not halve_on_oom:
-            raise ValueError("MicroBatching(halve_on_oom=False): this never splits a batch; give size or pieces")
+            raise ValueError("MicroBatching(halve_on_oom=False): no batch would be split; give size or pieces")
         self.split = split
         self.samples = samples or _samples
         self.update = check_name(self, "update", update)
@@ -117,8 +118,8 @@ class MicroBatching(Handler):
         """Raise an error in a run without data, which has no batches to split, and for sizes that would differ by process."""
         if self.halve_on_oom and engine.group.shards is not None:
             raise ValueError(
-                f"{self.name!r}: halve_on_oom=True: the size would depend on the memory of the process that computes a shard; "
-                "give size= or pieces=, and halve_on_oom=False"
+                f"{self.name!r}: halve_on_oom=True does not work with shards, because the size would depend on the "
+                "memory of the process that computes a shard; give size= or pieces=, and halve_on_oom=False"
             )
         if not engine.feed.has_data:
             raise ValueError(f"{self.name!r}: a run without data has no batches to split; detach {self.name!r}")
@@ -160,7 +161,7 @@ class MicroBatching(Handler):
             work()
         except Exception as error:
             if is_out_of_memory(error):
-                error.add_note(f"{self.name!r}: the memory ran out for {largest} of a batch's {samples} samples: "
+                error.add_note(f"{self.name!r}: out of memory with {largest} of the batch's {samples} samples: "
                                + self._way_out(largest))  # fmt: skip
             raise
 
@@ -170,8 +171,8 @@ class MicroBatching(Handler):
         self.reduced = min(size for size in reduced if size is not None)
         if any(exhausted):
             raise torch.OutOfMemoryError(
-                f"{self.name!r}: the memory ran out for a single sample on rank {exhausted.index(True)}: no piece can be "
-                "smaller; use a smaller model, or samples of a smaller size"
+                f"{self.name!r}: out of memory with a single sample on rank {exhausted.index(True)}, and no piece can "
+                "be smaller; use a smaller model or smaller samples"
             )
 
     def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:
@@ -235,8 +236,8 @@ class MicroBatching(Handler):
         piece.output = _detached(piece.output)
         if update.hidden is not None:
             raise RuntimeError(
-                f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, "
-                f"but would pass it to the next piece of the batch; detach {self.name!r}, or do not carry hidden "
+                f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, but "
+                f"it would be passed to the next piece of the batch; detach {self.name!r}, or do not carry hidden "
                 "states"
             )
         if piece.raw_loss is not None:
@@ -255,7 +256,7 @@ class MicroBatching(Handler):
 
     def _way_out(self, largest: int) -> str:
         if largest <= 1:
-            return "no piece can be smaller; use a smaller model, or samples of a smaller size"
+            return "no piece can be smaller; use a smaller model or smaller samples"
         if not self.halve_on_oom:
             return "give MicroBatching a smaller size, more pieces, or halve_on_oom=True"
         return "split= returned no smaller pieces than before"
@@ -349,7 +350,7 @@ def _combine_losses(update: UpdateState, seen: list[_Piece]) -> None:
 
 
 def _weighted(loss: Any, weight: Any) -> Any:
-    """The loss of a piece times its weight; 0 for weight 0, also if the loss is NaN, as a mean over no targets is."""
+    """The loss of a piece times its weight; 0 for weight 0, even if the loss is NaN, as a mean over no targets is."""
     if isinstance(weight, Tensor):
         return torch.where(weight == 0, torch.zeros_like(loss), loss * weight)
     return loss * weight if weight != 0 else torch.zeros_like(loss)

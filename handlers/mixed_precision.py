@@ -27,27 +27,27 @@ _OTHER_NAMES: dict[Any, str] = {
 class MixedPrecision(Handler):
     """Mixed-precision training (AMP): autocast to bfloat16 or float16, the latter with gradient scaling.
 
-    The forward and the loss run under autocast. With float16, scaling the loss keeps small gradients from underflowing: each
-    update has its own GradScaler, whose scale is updated once per accumulation window. A step with non-finite gradients is
-    skipped, at the cost of one synchronization with the device per window, shared with `NonFiniteGuard`. Gradients are clipped
-    and measured unscaled. On an evaluator, only autocast applies; an evaluator that the trainer runs (`Validation`,
-    `Engine.evaluate`) inherits it. The modules keep their dtype; `TruePrecision` converts them.
+    The forward and the loss run under autocast. With float16, each update has its own GradScaler, which keeps small gradients
+    from underflowing and is updated once per accumulation window. A step with non-finite gradients is skipped, at the cost of one
+    synchronization with the device per window, shared with `NonFiniteGuard`. Gradients are clipped and measured unscaled. An
+    evaluator uses only autocast, and inherits it if the trainer runs it (`Validation`, `Engine.evaluate`). The modules keep their
+    dtype; `TruePrecision` converts them.
 
     Autocast computes losses such as cross_entropy in float32. For a custom loss, disable it inside the loss: ``with
     torch.autocast(output.device.type, enabled=False): return my_loss(output.float(), target)``.
 
-    Scaled and unscaled gradients cannot be mixed in one accumulation window: a window left open between two runs is discarded
+    Scaled and unscaled gradients cannot be mixed in one accumulation window, so a window left open between two runs is discarded
     when "fp16" is attached, detached or toggled.
 
-    A handler that computes the gradients of a step several times, such as `SharpnessAwareMinimization`, gets each of them
-    unscaled; the step is skipped if one of them is not finite. "fp16" raises an error for optimizers with a closure, such as
-    LBFGS, whose step cannot be interrupted; "bf16" works with them.
+    If a handler computes the gradients of a step several times, as `SharpnessAwareMinimization` does, all of them are unscaled,
+    and the step is skipped if one is not finite. Optimizers with a closure, such as LBFGS, raise an error with "fp16", because
+    their step cannot be interrupted; use "bf16" with them.
 
     Args:
-        precision: Data type of autocast: "bf16" or "fp16"; also the dtype, torch.bfloat16 or torch.float16, its name, or
-            Lightning's "bf16-mixed" and "16-mixed". bfloat16 has float32's range and needs no scaling. CUDA GPUs older than
-            Ampere emulate bfloat16, which is slow; use "fp16" there. If a GPU cannot even emulate it, torch raises an error at
-            the first forward.
+        precision: Data type of autocast: "bf16" or "fp16", the dtype torch.bfloat16 or torch.float16, its name, or Lightning's
+            "bf16-mixed" and "16-mixed". bfloat16 has float32's range and needs no scaling. CUDA GPUs older than Ampere emulate
+            bfloat16, which is slow; use "fp16" there. If a GPU cannot even emulate it, torch raises an error at the first
+            forward.
         init_scale: Initial scale; for fp16 only, like the arguments below.
         growth_factor: Factor that the scale is multiplied by after ``growth_interval`` windows without a skipped step.
         backoff_factor: Factor that the scale is multiplied by after a step skipped for its gradients.
@@ -64,7 +64,8 @@ class MixedPrecision(Handler):
         >>> _ = engine.attach(MixedPrecision("bf16"))
         >>> @engine.on(Events.BACKWARD_COMPLETED)
         ... def show(engine):
-        ...     print(engine.state.update.output.dtype, engine.model.weight.dtype, engine.model.weight.grad.dtype)
+        ...     weight = engine.model.weight
+        ...     print(engine.state.update.output.dtype, weight.dtype, weight.grad.dtype)
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
         torch.bfloat16 torch.float32 torch.float32
     """
@@ -90,7 +91,10 @@ class MixedPrecision(Handler):
     ) -> None:
         super().__init__(name=name)
         if isinstance(precision, str) and precision.endswith("-true"):
-            raise ValueError(f"MixedPrecision(precision={precision!r}): write TruePrecision({precision!r})")
+            raise ValueError(
+                f"MixedPrecision(precision={precision!r}): names that end in '-true' convert the weights, but "
+                f"MixedPrecision keeps their dtype; use TruePrecision({precision!r}) instead"
+            )
         if isinstance(precision, str | torch.dtype):
             precision = _OTHER_NAMES.get(precision, precision)
         precision = check_choice(self, "precision", precision, tuple(_DTYPES))
@@ -132,8 +136,8 @@ class MixedPrecision(Handler):
                 if update.optimizer is not None and needs_closure(update.optimizer):
                     kind = type(update.optimizer).__name__
                     raise ValueError(
-                        f"{self.name!r}: the {kind} of update {update.name!r} computes gradients inside its step, by a closure, "
-                        "which rules out gradient scaling; use MixedPrecision('bf16')"
+                        f"{self.name!r}: the {kind} of update {update.name!r} computes gradients inside its step, with "
+                        "a closure, which gradient scaling does not support; use MixedPrecision('bf16')"
                     )
                 if update.name not in self.scalers:
                     scaler = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]
@@ -182,7 +186,7 @@ class MixedPrecision(Handler):
 
     @on("step_event", phase=Phase.PREPARE, reads=["optimizer"], writes=["scale"])
     def update_scale(self, engine: Engine) -> None:
-        """Update the scale, also after a skipped step."""
+        """Update the scale, even after a skipped step."""
         update = engine.state.update
         if self._found(update):
             self.scalers[update.name].update()

@@ -13,18 +13,18 @@ __all__ = ["MixUp"]
 class MixUp(SampleMixing):
     """MixUp: mixes each sample with another of its batch, ``lam * x + (1 - lam) * x[perm]``, and the losses of both targets.
 
-    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``. This works with any loss: the update's loss
-    function is called a second time. The batch keeps its targets ``y``, so metrics such as accuracy compare the outputs of mixed
-    samples with hard labels.
+    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, for which the update's loss function is called a
+    second time. The batch keeps its targets ``y``, so metrics such as accuracy compare the outputs of mixed samples with hard
+    labels.
 
-    The handler's own CPU generator draws for each batch: two float64 numbers from Gamma(alpha), where lam is the first divided by
-    their sum, distributed as Beta(alpha, alpha); then ``perm``, a permutation of the batch.
+    Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, whose
+    ``lam = a / (a + b)`` is Beta(alpha, alpha) distributed; and ``perm``, a permutation of the batch.
 
     Args:
         alpha: Parameter of the Beta distribution. The smaller it is, the closer lam is to 0 or 1; the paper uses 0.1 to 0.4 for
             ImageNet and 1 for CIFAR.
-        share: Share of the batches that MixUp mixes when `CutMix` is attached too, relative to CutMix's share. For each batch,
-            one of the two is drawn from the run's seed and the iteration; alone, the handler mixes every batch.
+        share: Relative share of the batches that MixUp mixes if `CutMix` is also attached. One of the two is drawn for each
+            batch, from the run's seed and the iteration. Alone, the handler mixes every batch.
         input: Index, key or name of the inputs in the batch: floats of shape (N, ...).
         target: Index, key or name of the targets in the batch, a tensor of shape (N, ...); by default that of the update.
 
@@ -33,8 +33,8 @@ class MixUp(SampleMixing):
 
     Errors:
         ValueError: At the start of a run, for an update that is a single function or takes the loss from the model's output,
-            since that cannot be computed again; and together with a handler that computes gradients from parts of the batch,
-            which would separate the pairs.
+            which cannot be computed again, and with a handler that computes gradients from parts of the batch, which would
+            separate the pairs.
 
     Source:
         Zhang, Cisse, Dauphin and Lopez-Paz, "mixup: Beyond Empirical Risk Minimization" (ICLR 2018).
@@ -47,7 +47,8 @@ class MixUp(SampleMixing):
         >>> _ = engine.attach(mixup)
         >>> @engine.on(Events.FORWARD_STARTED)
         ... def show(engine):
-        ...     print(round(mixup.lam, 2), [[round(value, 2) for value in sample] for sample in engine.state.batch[0].tolist()])
+        ...     samples = engine.state.batch[0].tolist()
+        ...     print(round(mixup.lam, 2), [[round(value, 2) for value in one] for one in samples])
         >>> _ = engine.run([(torch.eye(2), torch.ones(2, 1))], max_epochs=1)
         0.29 [[0.29, 0.71], [0.71, 0.29]]
     """

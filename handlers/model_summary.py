@@ -34,7 +34,7 @@ class ModuleSummary:
         parameters: Number of its parameters, those of its submodules included, each counted once; None if a lazy module has not
             been initialized.
         trainable: Number of these that require gradients.
-        shared: Number of these that rows before it, other than those it belongs to, also have.
+        shared: Number of these that earlier rows already have, other than the rows of modules that contain this one.
         output: Shape of its last output, such as "32x10", or "(32x8, 2x32x8)"; empty if it was not called.
         calls: Number of calls in the forward.
         flops: Floating-point operations of the forward, those of its submodules included; None if it was not called.
@@ -59,7 +59,7 @@ class ModelSummary:
     """Summary of a model: parameters, memory and operations.
 
     Attributes:
-        rows: One for each module, a model before its submodules.
+        rows: One row for each module; a model comes before its submodules.
         parameters: Number of parameters of all models, each counted once; None if a lazy module has not been initialized.
         trainable: Number of these that require gradients.
         weight_bytes, buffer_bytes: Memory of parameters and of buffers.
@@ -153,7 +153,7 @@ def summary(model: nn.Module | Mapping[str, nn.Module]) -> ModelSummary:
         memory: weights 232 B, gradients 232 B
     """
     if not isinstance(model, nn.Module | Mapping):
-        raise TypeError(f"summary({model!r}): expected a torch.nn.Module, or a mapping from names to them")
+        raise TypeError(f"summary({model!r}): expected a torch.nn.Module, or a mapping from names to modules")
     roots = {"model": model} if isinstance(model, nn.Module) else dict(model)
     for name, root in roots.items():
         if not isinstance(root, nn.Module):
@@ -181,12 +181,12 @@ def _summarized(roots: Mapping[str, nn.Module], watch: _Watch | None) -> ModelSu
 class Summary(Handler):
     """Prints a model summary after the first iteration: parameters, output shapes, FLOPs and memory of each module.
 
-    It watches the first forward of the training. It runs no extra forward, which would draw random numbers or change BatchNorm
-    statistics. Hooks and counter are removed before the backward, also after an error. Shared parameters are counted once, those
-    of sharded models (FSDP) in full. For a compiled model, only parameters are shown.
+    The handler watches the first forward of the training. It runs no extra forward, which would draw random numbers or change
+    BatchNorm statistics. Hooks and counter are removed before the backward, even after an error. Shared parameters are counted
+    once, and parameters of sharded models (FSDP) in full. For a compiled model, only parameters are shown.
 
-    Operations are those of matrix products, convolutions and attention in one forward: a multiplication and an addition are two.
-    Modules that torch does not count, such as an LSTM, are listed.
+    Operations are those of matrix products, convolutions and attention in one forward; a multiplication and an addition count as
+    two. Modules that torch does not count, such as an LSTM, are listed.
 
     Args:
         depth: Number of levels of modules to show below the models; None shows all.
@@ -204,7 +204,8 @@ class Summary(Handler):
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Linear(100, 500), torch.nn.Linear(500, 100)), seed=0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(100, 500), torch.nn.Linear(500, 100))
+        >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(Summary(file=sys.stdout))
         >>> _ = engine.run([(torch.ones(10, 100), torch.ones(10, 100))], max_epochs=1)
         module  type        parameters  output  MFLOPs
@@ -247,7 +248,7 @@ class Summary(Handler):
 
     @on(Events.ENDED, phase=Phase.RECORD, reads=[], writes=[])
     def stop_watching(self, engine: Engine) -> None:
-        """Disconnect from the forward, also if there was none."""
+        """Disconnect from the forward, even if there was none."""
         for one in self._connected:
             one.detach()
         self._connected, self._watch, self._watched = [], None, set()
@@ -303,7 +304,7 @@ class _Watch(OperationCounter):
             self.flops[key] = self.flops.get(key, 0) + operations
 
     def uncounted(self, roots: Iterable[nn.Module]) -> dict[str, int]:
-        """The kinds of modules that multiply by weights of their own, but of which no operations were counted."""
+        """The kinds of modules that multiply by their own weights, but whose operations were not counted."""
         modules = {one for root in roots for one in root.modules() if id(one) in self.calls}
         kinds = [
             type(one).__name__

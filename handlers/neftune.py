@@ -24,11 +24,11 @@ class NEFTune(Handler):
     """NEFTune: adds uniform noise to the embeddings while fine-tuning a language model.
 
     The noise has magnitude ``alpha / sqrt(L * d)`` for embeddings of shape (N, L, d). A model that is fine-tuned on little text
-    then repeats its wording less. Evaluations, and an embedding in eval mode, get no noise. With a mask, L is each sample's
-    number of tokens, and padding gets no noise, as in the paper; without one, L is the length of the batch, as in TRL.
+    then repeats its wording less. Evaluations and embeddings in eval mode get no noise. With a mask, L is each sample's number of
+    tokens, and padding gets no noise, as in the paper. Without a mask, L is the length of the batch, as in TRL.
 
-    The noise depends on the run's seed, the iteration, the forward within it and the rank; it is drawn on the embedding's device,
-    and is the same when activation checkpointing recomputes the forward. The hook is on the embedding only during an update.
+    The noise depends on the run's seed, the iteration, the forward within it and the rank. It is drawn on the embedding's device,
+    and stays the same when activation checkpointing recomputes the forward. The hook is on the embedding only during an update.
 
     Args:
         alpha: Scale of the noise; the paper uses 5, 10 and 15.
@@ -50,7 +50,8 @@ class NEFTune(Handler):
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Embedding(10, 8)), seed=0)
         >>> _ = torch.nn.init.zeros_(engine.model[0].weight)  # what comes out is the noise
-        >>> _ = engine.attach(NEFTune(4, mask=2))  # up to 4 / sqrt(2 * 8) for two tokens of 8 dimensions
+        >>> # Up to 4 / sqrt(2 * 8) for two tokens of 8 dimensions.
+        >>> _ = engine.attach(NEFTune(4, mask=2))
         >>> @engine.on(Events.FORWARD_COMPLETED)
         ... def show(engine):
         ...     noise = engine.state.update.output.abs().amax(dim=-1)
@@ -92,7 +93,7 @@ class NEFTune(Handler):
 
     @on(Events.UPDATE_STARTED, rank=ADD_EMBEDDING_NOISE, reads=[], writes=["modules"])
     def hook(self, engine: Engine) -> None:
-        """Put the hook on the embedding until the update is complete, since the backward may recompute the forward."""
+        """Put the hook on the embedding until the update is complete, because the backward may recompute the forward."""
         engine.regions.enter(self._hooked(engine))
 
     @on(Events.FORWARD_STARTED, phase=Phase.PREPARE, reads=[], writes=[])
@@ -105,9 +106,8 @@ class NEFTune(Handler):
         """Raise an error if the first forward has not called the embedding."""
         if self._draws.begun and not self._called and len(engine.updates) == 1:
             raise ValueError(
-                f"{self.name!r}: the forward did not call the embedding, so there was no noise; name the one that it "
-                "calls: "
-                "NEFTune(embedding=), and give it token ids, not embeddings"
+                f"{self.name!r}: the forward did not call the embedding, so no noise was added; select the embedding "
+                "that it calls with NEFTune(embedding=), and pass token ids instead of embeddings to the model"
             )
 
     @on(Events.ENDED, reads=[], writes=[])
@@ -152,8 +152,8 @@ class NEFTune(Handler):
         if not isinstance(mask, Tensor) or mask.shape != output.shape[:2]:
             found = tuple(mask.shape) if isinstance(mask, Tensor) else mask
             raise ValueError(
-                f"{self.name!r}: the mask is {found!r}, and the embeddings are of shape {tuple(output.shape)}; expected a mask "
-                "of shape (N, L)"
+                f"{self.name!r}: the mask is {found!r}, but the embeddings have shape {tuple(output.shape)}; expected "
+                "a mask of shape (N, L)"
             )
         return mask.to(output.device) != 0
 
@@ -163,7 +163,8 @@ class NEFTune(Handler):
         if self.embedding is not None:
             if self.embedding not in named:
                 raise ValueError(
-                    f"{self.name!r}: embedding={self.embedding!r} is not in the model; its embeddings are: {_listed(embeddings)}"
+                    f"{self.name!r}: embedding={self.embedding!r} is not in the model; the embeddings are "
+                    f"{_listed(embeddings)}"
                 )
             return named[self.embedding]
         for module in engine.modules.values():
@@ -173,7 +174,7 @@ class NEFTune(Handler):
                 return found
         if len(embeddings) != 1:
             raise ValueError(
-                f"{self.name!r}: the model has {len(embeddings)} embeddings ({_listed(embeddings)}); name one: "
+                f"{self.name!r}: the model has {len(embeddings)} embeddings ({_listed(embeddings)}); select one with "
                 "NEFTune(embedding=)"
             )
         return next(iter(embeddings.values()))

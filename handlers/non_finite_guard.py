@@ -37,10 +37,10 @@ class NonFiniteGuard(Handler):
     Args:
         check: Values to check: "gradients", "loss", or "both".
         action: Action after ``patience`` consecutive bad steps, besides skipping them: none ("skip"), stop the run ("stop"), or
-            raise a FloatingPointError ("raise"). The reason names the parameters; clipping by norm spreads one NaN to all of
-            them.
+            raise a FloatingPointError ("raise"). The reason names the parameters; clipping by norm spreads one NaN to all
+            parameters.
         patience: Number of consecutive bad steps for "stop" and "raise"; 1 by default.
-        update: Name of the update to guard; by default all updates, each with a separate count.
+        update: Name of the update to guard; by default all, each with a separate count.
 
     Attributes:
         skipped: Number of steps that the guard skipped, by the update's name.
@@ -52,13 +52,15 @@ class NonFiniteGuard(Handler):
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
-        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), allow=["W19"])  # without the warning
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> engine = Engine(update, model=model, allow=["W19"])  # without the warning
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> guard = NonFiniteGuard()
         >>> _ = engine.attach(guard)
         >>> inputs = [torch.ones(4, 1), torch.full((4, 1), float("nan")), torch.ones(4, 1)]
         >>> _ = engine.run([(x, torch.zeros(4, 1)) for x in inputs], max_epochs=1)
-        >>> engine.model.weight.item(), guard.skipped  # two steps, each of which halves the weight
+        >>> # Two steps, each of which halves the weight.
+        >>> engine.model.weight.item(), guard.skipped
         (0.25, {'main': 1})
     """
 
@@ -96,7 +98,7 @@ class NonFiniteGuard(Handler):
 
     @on("loss_event", phase=Phase.FINALIZE, rank=RECORD_LOSS, reads=["loss", "loss_weight", "window"], writes=[])
     def record_loss(self, engine: Engine) -> None:
-        """Keep the loss on its device until the window is complete: reading it now would synchronize."""
+        """Keep the loss on its device until the window is complete, because reading it now would synchronize."""
         update = engine.state.update
         if self.update not in (None, update.name) or update.evaluation > 0:
             return

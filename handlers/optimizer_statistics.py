@@ -19,28 +19,30 @@ __all__ = ["OptimizerStatistics"]
 class OptimizerStatistics(Handler):
     """Records learning rate, momentum and weight decay as metrics, as schedules have set them.
 
-    In ``state.metrics``: "learning_rate", "momentum" (for Adam and its relatives the first beta), "beta2" (the second) and
-    "weight_decay", as far as the optimizer has them. With several parameter groups their names end in "/group0" and so on; in an
-    engine with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". Loggers already write
-    learning rates, as "lr" or "lr/group0"; with this handler they write all of these metrics, so learning rates appear twice, and
-    `History` has them too.
+    The metrics in ``state.metrics`` are "learning_rate", "momentum" (for Adam and its relatives the first beta), "beta2" (the
+    second) and "weight_decay", as far as the optimizer has them. With several parameter groups the names end in "/group0" and so
+    on; with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". `History` records these
+    metrics. Loggers write them and also their own learning rates, "lr" or "lr/group0", so learning rates appear twice.
 
     Skipped steps are not recorded. A hyperparameter that is a tensor, such as the learning rate of a capturable optimizer, is
     recorded as a tensor, so nothing waits for the device.
 
     Args:
         every: Interval between two records, in optimizer steps of each update.
-        update: Name of the update whose optimizer is recorded; all updates by default.
+        update: Name of the update to record; all by default.
 
     Example:
         >>> import torch
         >>> from functools import partial
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import History, LRScheduling
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.4, momentum=0.5)
+        >>> update = Update.supervised(
+        ...     torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.4, momentum=0.5
+        ... )
         >>> engine, history = Engine(update, model=torch.nn.Linear(2, 1), seed=0), History()
         >>> halved = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)
-        >>> _ = engine.attach(LRScheduling(halved, every="1step"), OptimizerStatistics(every="1st"), history)
+        >>> schedule = LRScheduling(halved, every="1step")
+        >>> _ = engine.attach(schedule, OptimizerStatistics(every="1st"), history)
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
         >>> history["learning_rate"], history["momentum"]
         ([0.4, 0.2, 0.1], [0.5, 0.5, 0.5])

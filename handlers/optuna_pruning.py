@@ -16,8 +16,7 @@ class OptunaPruning(MetricReports):
     """Reports a metric to an Optuna trial, and stops the run when the study's pruner prunes it.
 
     The run ends as usual first: files are closed, ENDED is emitted, checkpoints can be loaded. Then `Engine.run` raises
-    ``optuna.TrialPruned``, which Optuna expects from an objective. With several ranks, only rank 0 has a trial; the others pass
-    None.
+    ``optuna.TrialPruned``, which Optuna expects from an objective.
 
     Args:
         trial: The trial that Optuna passes to the objective; None on ranks other than 0.
@@ -48,13 +47,12 @@ class OptunaPruning(MetricReports):
         self, trial: Any, monitor: str, *, mode: Literal["min", "max"] | None = None, name: str | None = None
     ) -> None:
         if trial is not None and not all(callable(getattr(trial, one, None)) for one in ("report", "should_prune")):
-            raise TypeError(
-                f"OptunaPruning(trial={trial!r}): expected a trial of Optuna, or None on ranks other than 0"
-            )
+            raise TypeError(f"OptunaPruning(trial={trial!r}): expected an Optuna trial, or None on ranks other than 0")
         directions = [one.name for one in getattr(getattr(trial, "study", None), "directions", ())]
         if len(directions) > 1:
             raise ValueError(
-                f"OptunaPruning(trial=...): the study has {len(directions)} objectives, and Optuna prunes trials of one; use one"
+                f"OptunaPruning(trial=...): the study has {len(directions)} objectives, but Optuna prunes only studies "
+                "with one"
             )
         if mode is None and directions:
             mode = "max" if directions == ["MAXIMIZE"] else "min"
@@ -69,11 +67,11 @@ class OptunaPruning(MetricReports):
     def check_trial(self, engine: Engine) -> None:
         """Check that rank 0 has a trial."""
         if self.trial is None and engine.processes.is_rank_zero:
-            raise TypeError("OptunaPruning(trial=None) was given on rank 0; only the other ranks go without a trial")
+            raise TypeError("OptunaPruning(trial=None): rank 0 needs the trial; only the other ranks pass None")
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=sys.maxsize, reads=["stop"], writes=[])
     def raise_pruned(self, engine: Engine) -> None:
-        """Raise for Optuna once everything else has ended; also where a pruned run is resumed, which has nothing left to do."""
+        """Raise for Optuna once everything else has ended, even if a pruned run resumes, which has nothing left to do."""
         if engine.state.stop_reason == self.reason:
             raise _error(f"pruned after report {self.reported} of {self.monitor.metric!r}")
 

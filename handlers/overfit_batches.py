@@ -19,14 +19,13 @@ __all__ = ["OverfitBatches"]
 class OverfitBatches(Handler):
     """Overfits a few batches, as a sanity check: a sound model brings their loss close to zero.
 
-    The batches are the first ones of the data, read once and kept in memory: shuffling and augmentation are the same in every
-    epoch. They are drawn with random states that depend only on the run's seed and the handler's name, so a resumed run draws the
-    same ones, and all other random draws stay the same. The handler takes effect with the next `run`, which reports it in one
-    line on stderr.
+    The batches are the first ones of the data, read once and kept in memory, so shuffling and augmentation are the same in every
+    epoch. Their random states depend only on the run's seed and the handler's name, so a resumed run draws the same batches, and
+    all other random draws stay the same. The handler takes effect with the next `run`, which reports it in one line on stderr.
 
     Args:
         count: Number of batches to train on.
-        validation: Whether evaluations inside the run use these batches, too, instead of their own data.
+        validation: Whether evaluations inside the run use these batches instead of their own data.
 
     Example:
         >>> import torch
@@ -35,8 +34,11 @@ class OverfitBatches(Handler):
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1), seed=0)
         >>> _ = engine.attach(OverfitBatches(2))
         >>> seen = []
-        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: seen.append(engine.state.batch[0].item()))
-        >>> _ = engine.run([(torch.full((1, 1), float(i)), torch.ones(1, 1)) for i in range(5)], max_epochs=3)
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def look(engine):
+        ...     seen.append(engine.state.batch[0].item())
+        >>> data = [(torch.full((1, 1), float(i)), torch.ones(1, 1)) for i in range(5)]
+        >>> _ = engine.run(data, max_epochs=3)
         >>> seen
         [0.0, 1.0, 0.0, 1.0, 0.0, 1.0]
     """
@@ -66,7 +68,7 @@ class OverfitBatches(Handler):
             return  # that is all of it
         engine.findings.report(
             "W58",
-            f"OverfitBatches({self.count}) trains on {self.count} of the batches only",
+            f"OverfitBatches({self.count}) trains on only {self.count} of the batches",
             f"detach {self.name!r} to train on all of them",
             self.name,
         )

@@ -21,18 +21,16 @@ class ParameterScheduling(Handler):
     """Schedules weight decay, momentum, betas or any other field of the optimizer's parameter groups.
 
     The value is a function of the number of optimizer steps or epochs so far. The first step uses the value for 0. The field is
-    set after each optimizer step (once per accumulation window, and not after a skipped step), or after each epoch. As with a
-    learning-rate schedule, its value is part of the training: it stays when the run ends, and ``engine.reset()`` restores the
-    optimizer's initial value.
+    set after each optimizer step (once per accumulation window, and not after a skipped step), or after each epoch. The value
+    stays when the run ends, and ``engine.reset()`` restores the optimizer's initial value.
 
     Args:
         field: Name of the field, such as "weight_decay", "momentum", "betas" or "eps". Use `LRScheduling` for the learning
             rate.
-        schedule: Function of the count; or a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; or
-            one of `linear` and `cosine`. For a field with multiple values, such as betas, it returns all of them, unless
-            ``index`` is set.
-        every: Interval between changes: "1step" (every optimizer step), "10steps", "1ep", ... The schedule is called with the
-            number of steps or epochs, according to the unit, and not with the number of intervals.
+        schedule: Function of the count; a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; `linear`; or
+            `cosine`. For a field with multiple values, such as betas, it returns all of them, unless ``index`` is set.
+        every: Interval between changes, such as "1step" (every optimizer step), "10steps" or "1ep". The schedule is called with
+            the number of steps or epochs, according to the unit, and not with the number of intervals.
         index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.
         update: Name of the update whose optimizer is scheduled; required if the engine has several.
         groups: Indices of the parameter groups to schedule; all by default.
@@ -40,9 +38,12 @@ class ParameterScheduling(Handler):
     Example:
         >>> import torch
         >>> from signalfire import Engine, Events, Update
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1, weight_decay=0.3)
+        >>> update = Update.supervised(
+        ...     torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1, weight_decay=0.3
+        ... )
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
-        >>> _ = engine.attach(ParameterScheduling("weight_decay", ParameterScheduling.cosine(0.04, 0.4, over=2)))
+        >>> schedule = ParameterScheduling.cosine(0.04, 0.4, over=2)
+        >>> _ = engine.attach(ParameterScheduling("weight_decay", schedule))
         >>> decays = []
         >>> @engine.on(Events.GRADIENTS_READY)
         ... def look(engine):
@@ -68,9 +69,7 @@ class ParameterScheduling(Handler):
     ) -> None:
         super().__init__(name=name)
         if not isinstance(field, str):
-            raise TypeError(
-                f"ParameterScheduling(field={field!r}): expected the name of a field, such as 'weight_decay'"
-            )
+            raise TypeError(f"ParameterScheduling(field={field!r}): expected a field name, such as 'weight_decay'")
         if field in _OTHER_FIELDS:
             raise ValueError(f"ParameterScheduling(field={field!r}): {_OTHER_FIELDS[field]}")
         _check_schedule(schedule)
@@ -115,7 +114,7 @@ class ParameterScheduling(Handler):
     def _check_group(self, group: Mapping[str, Any]) -> None:
         if self.field not in group:
             fields = ", ".join(key for key in group if key != "params" and not key.startswith("initial_"))
-            raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; its fields are: {fields}")
+            raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; the fields are {fields}")
         if self.field in ("momentum", "betas") and "max_momentum" in group:
             raise ValueError(
                 f"{self.name!r}: the learning-rate schedule also sets {self.field!r}; build it with cycle_momentum=False"
@@ -186,7 +185,7 @@ class ParameterScheduling(Handler):
 
 _OTHER_FIELDS = {
     "lr": "use LRScheduling for the learning rate: LRScheduling(partial(LambdaLR, lr_lambda=...))",
-    "params": "this field holds the parameters themselves; use another one, such as 'weight_decay'",
+    "params": "this field holds the parameters themselves; choose a different field, such as 'weight_decay'",
 }
 """Fields that are no hyperparameters to schedule here, each with what to do instead."""
 
@@ -224,8 +223,8 @@ def _check_schedule(schedule: Schedule | Mapping[int, Any]) -> None:
     if not isinstance(schedule, Mapping):
         if not callable(schedule):
             raise TypeError(
-                f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping from "
-                "that number to values"
+                f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping "
+                "from numbers of steps to values"
             )
         check_function("ParameterScheduling", "schedule", schedule, "steps")
         return

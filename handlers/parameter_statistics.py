@@ -22,11 +22,11 @@ KINDS = ("weight_norm", "weight_mean", "weight_sd", "weight_zeros", "update_rati
 class ParameterStatistics(Handler):
     """Measures the weights as metrics after every n-th optimizer step, and how much the step changed them.
 
-    In ``state.metrics``: "weight_norm" (the 2-norm), "weight_mean", "weight_sd" (the standard deviation), "weight_zeros" (the
-    share of zeros), and "update_ratio", the norm of the change divided by the norm of the weights before it. About 1e-3 is usual;
-    with far more, training is unstable, and with far less it hardly learns. All weights are measured together, and each parameter
-    alone as "weight_norm/0.weight"; in an engine with several updates as "weight_norm/generator/0.weight". The values are tensors
-    on the weights' device, so measuring does not synchronize with the device. For gradients, use `GradientNorms`.
+    The metrics in ``state.metrics`` are "weight_norm" (the 2-norm), "weight_mean", "weight_sd" (the standard deviation),
+    "weight_zeros" (the share of zeros), and "update_ratio", the norm of the change divided by the norm of the weights before it.
+    A ratio of about 1e-3 is usual. Training is unstable with far more, and hardly learns with far less. Each metric covers all
+    weights, and each parameter as "weight_norm/0.weight", or with several updates as "weight_norm/generator/0.weight". The values
+    are tensors on the device, so measuring does not synchronize. For gradients, use `GradientNorms`.
 
     Weights are copied before each measured step. Skipped steps are not measured.
 
@@ -34,7 +34,7 @@ class ParameterStatistics(Handler):
         every: Interval between two measurements, in optimizer steps of each update.
         per_parameter: Whether to also measure each parameter.
         parameters: Name patterns of the parameters to measure, such as ``"backbone"`` or ``["*.weight"]``; all by default.
-        update: Name of the update whose parameters are measured; all updates by default.
+        update: Name of the update to measure; all by default.
 
     Source:
         The ratio of updates to weights: Karpathy, "CS231n: Neural Networks Part 3", https://cs231n.github.io/neural-networks-3/.
@@ -47,7 +47,8 @@ class ParameterStatistics(Handler):
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> _ = engine.attach(ParameterStatistics(every="1st"))
         >>> metrics = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=1).metrics
-        >>> [(name, metrics[name].item()) for name in ("weight_norm", "update_ratio", "update_ratio/weight")]
+        >>> names = "weight_norm", "update_ratio", "update_ratio/weight"
+        >>> [(name, metrics[name].item()) for name in names]
         [('weight_norm', 0.5), ('update_ratio', 0.5), ('update_ratio/weight', 0.5)]
     """
 
@@ -85,7 +86,9 @@ class ParameterStatistics(Handler):
         check_matches(f"{self.name!r}: parameters=", self.parameters or (), named)
         for name, parameter in named.items():
             if is_sharded(parameter):
-                raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, whose parts it does not add up")
+                raise ValueError(
+                    f"{self.name!r}: {name!r} is sharded over the ranks, which this handler does not support"
+                )
         self._names = {id(parameter): name for name, parameter in named.items()}
         engine.state.metrics.announce(self.name, self.metric_names(engine))
 

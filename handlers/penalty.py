@@ -17,18 +17,18 @@ __all__ = ["Penalty"]
 class Penalty(Penalizing):
     """Adds a custom penalty to the loss: ``weight * function(engine)``.
 
-    The reported loss excludes it: the added term is a separate metric, named like the handler, in an engine with several updates
-    "penalty/generator". It is a tensor on its device, so measuring does not synchronize. The function is called for each
-    micro-step, like the loss function: with gradient accumulation it has the weight of its micro-step, with micro-batching it
-    gets single pieces, SAM and LBFGS call it again, and loss scaling scales it. Several penalties are added in the order of their
-    names, after mixup, label smoothing and distillation. Evaluations are not affected.
+    The reported loss excludes the term, which is a separate metric named like the handler, or "penalty/generator" with several
+    updates. The metric is a tensor on its device, so measuring does not synchronize. The function is called for each micro-step,
+    as the loss function is. With gradient accumulation the term has the weight of its micro-step, and with micro-batching the
+    function gets single pieces. SAM and LBFGS call the function again, and loss scaling scales the term. Several penalties are
+    added in the order of their names, after mixup, label smoothing and distillation. Evaluations are not affected.
 
     Args:
         function: Function called as ``function(engine)`` at LOSS_COMPUTED that returns a scalar tensor. The model is in
             ``engine.model``, the output in ``engine.state.update.output``, the batch in ``engine.state.batch``.
         weight: Factor of the term, negative to increase it; or a function of the update's number of optimizer steps, such as
             ``ParameterScheduling.linear(0.0, 1e-3, over=1000)``. With a factor of 0, the function is not called.
-        update: Name of the update whose loss it is added to; by default all updates.
+        update: Name of the update to penalize; all by default.
 
     Raises:
         TypeError: In a run, if the function does not return a scalar tensor.

@@ -37,7 +37,8 @@ class Perplexity:
 
     Example:
         >>> metric = Perplexity()
-        >>> metric.update(torch.zeros(2, 3, 4), torch.tensor([[0, 1, 2], [3, -100, -100]]))  # scores of 4 tokens, equally likely
+        >>> # The scores of 4 tokens are equally likely.
+        >>> metric.update(torch.zeros(2, 3, 4), torch.tensor([[0, 1, 2], [3, -100, -100]]))
         >>> round(metric.compute(), 6)
         4.0
     """
@@ -97,7 +98,8 @@ def _classes_first(output: Tensor, target: Tensor) -> Tensor:
     shapes = f"scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
     if first and last and output.dim() > 2:
         raise ValueError(
-            f"Perplexity: {shapes} fit with the classes second and last; flatten both: (tokens, C) and (tokens,)"
+            f"Perplexity: {shapes} are ambiguous, because the classes could be second or last; flatten both: (tokens, "
+            "C) and (tokens,)"
         )
     if not first and not last:
         raise ValueError(f"Perplexity: {shapes}; expected scores (N, C, ...) or (N, ..., C) for targets (N, ...)")

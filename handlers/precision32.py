@@ -21,10 +21,10 @@ class Precision32(Handler):
     Weights and activations stay in float32; only the products inside a matrix multiplication are rounded. With "high", Ampere and
     later GPUs multiply in TensorFloat-32 (10 bits of mantissa instead of 23), several times faster. "medium" also allows bfloat16
     (7 bits), which CPUs with bfloat16 instructions use. "highest" is full float32, torch's default. cuDNN convolutions are not
-    affected: they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` is set.
+    affected; they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` is set.
 
-    The setting applies to the whole process: evaluations inside the run use it, and so do other engines in the meantime. It is
-    restored after the run, even if the run fails; all of torch's getters return their earlier values.
+    The setting applies to the whole process, including evaluations inside the run and other engines. It is restored after the
+    run, even if the run fails, and all of torch's getters return their earlier values.
 
     Args:
         precision: Precision of the products: "high", "medium" or "highest", as in ``torch.set_float32_matmul_precision``.
@@ -44,7 +44,9 @@ class Precision32(Handler):
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
         >>> _ = engine.attach(Precision32("high"))
         >>> precisions = [torch.get_float32_matmul_precision()]
-        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: precisions.append(torch.get_float32_matmul_precision()))
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def look(engine):
+        ...     precisions.append(torch.get_float32_matmul_precision())
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
         >>> [*precisions, torch.get_float32_matmul_precision()]
         ['highest', 'high', 'highest']
@@ -67,8 +69,8 @@ class Precision32(Handler):
         except RuntimeError as error:
             found = ", ".join(f"{name}: {one.fp32_precision!r}" for name, one in backends.items())
             raise RuntimeError(
-                f"{self.name!r}: fp32_precision of torch.backends was set in this process ({found}), which rules out "
-                f"torch.set_float32_matmul_precision; remove that line, or detach {self.name!r}"
+                f"{self.name!r}: fp32_precision of torch.backends was set in this process ({found}), which conflicts "
+                f"with torch.set_float32_matmul_precision; remove that line, or detach {self.name!r}"
             ) from error
         self._before = general, {name: one.fp32_precision for name, one in backends.items()}
         torch.set_float32_matmul_precision(self.precision)

@@ -25,19 +25,18 @@ __all__ = ["Predictions"]
 class Predictions(Handler):
     """Collects the model's predictions for every batch, in memory or on disk.
 
-    Attach it to an evaluator: ``Engine(Update.prediction(), model=model)``. Tensors are detached and copied to the CPU, which
-    synchronizes with the device once per batch. In memory, the batches are concatenated. With a folder, each batch is written to
-    a separate file, ``<name>-00000001.pt`` and so on, and nothing is kept in memory. Files are written under a temporary name and
-    renamed, so every file is complete. Each run starts empty: the files of an earlier run under this name are removed.
+    Attach the handler to an evaluator: ``Engine(Update.prediction(), model=model)``. Tensors are detached and copied to the CPU,
+    which synchronizes with the device once per batch. In memory, the batches are concatenated. With a folder, nothing is kept in
+    memory: each batch is written to a separate file, ``<name>-00000001.pt`` and so on, under a temporary name first, so every
+    file is complete. Each run first removes the files of an earlier run under this name.
 
-    With several processes every rank has the outputs of all ranks when the run completes, in the order of the data, as one
-    process would have collected them.
+    With several processes, every rank has the outputs of all ranks when the run completes, in the order of the data.
 
     Args:
         folder: Folder to write to, created if it does not exist; None to collect in memory.
-        inputs: Whether to collect the inputs, too. True takes the update's ``input``, by default the first element of the batch.
+        inputs: Whether to also collect the inputs. True takes the update's ``input``, by default the first element of the batch.
             Or give a different index, key or name, or a function called as ``inputs(batch)``.
-        targets: Whether to collect the targets, too, given like ``inputs``. True takes the update's ``target``, by default the
+        targets: Whether to also collect the targets, given like ``inputs``. True takes the update's ``target``, by default the
             second element of the batch.
         update: Name of the update whose output is collected; required if the engine has several.
 
@@ -87,7 +86,8 @@ class Predictions(Handler):
     def attached(self, engine: Engine) -> None:
         if engine.training:
             raise ValueError(
-                f"{self.name!r}: this engine trains; predict with a separate one: Engine(Update.prediction(), model=model)"
+                f"{self.name!r}: this engine trains; predict with a separate engine: Engine(Update.prediction(), "
+                "model=model)"
             )
         update = only_update(engine, self.update, by=self, does="predicts")
         if update.forward is None:
@@ -103,8 +103,8 @@ class Predictions(Handler):
         if not self._parts and is_shuffled(engine.feed.current.data):
             engine.findings.report(
                 "W54",
-                f"{self.name!r} collects outputs of shuffled data: their order is not that of the dataset",
-                "use a DataLoader with shuffle=False; or collect the targets, too, to identify them: "
+                f"{self.name!r} collects outputs from shuffled data, so their order is not the dataset's order",
+                "use a DataLoader with shuffle=False, or also collect the targets to match the outputs with: "
                 "Predictions(targets=True)",
                 self.name,
             )

@@ -25,27 +25,27 @@ is saved."""
 class Preemption(Handler):
     """Saves a checkpoint and stops the run at a preemption signal (Slurm, spot instances), so it can resume without loss.
 
-    The current iteration completes. Then PREEMPTED is emitted, and every `Checkpoint` of the whole state saves
-    ``<name>-...-preempted``, also inside an accumulation window; you can connect functions to PREEMPTED as well. The run stops as
-    with ``engine.terminate``: TERMINATED, COMPLETED and ENDED are emitted, and ``state.stop_reason`` names the signal. A run
-    resumed from there is bit-identical to one that was never stopped.
+    The current iteration completes. Then PREEMPTED is emitted, to which you can also connect functions, and every `Checkpoint` of
+    the whole state saves ``<name>-...-preempted``, even inside an accumulation window. The run stops as with
+    ``engine.terminate``: TERMINATED, COMPLETED and ENDED are emitted, and ``state.stop_reason`` names the signal. A run resumed
+    from there is bit-identical to one that was never stopped.
 
-    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number as
-    in shells, 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job of ``sbatch --requeue``
+    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number, as
+    in shells: 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job of ``sbatch --requeue``
     that Slurm itself has preempted; before a time limit, the batch script must requeue it if the training ended with such a
-    status: ``scontrol requeue $SLURM_JOB_ID``. Let Slurm send the signal early enough with ``sbatch --signal=USR1@120``: the
-    number of seconds must exceed an iteration, an evaluation and a checkpoint together.
+    status: ``scontrol requeue $SLURM_JOB_ID``. Let Slurm send the signal early enough with ``sbatch --signal=USR1@120``; the
+    seconds must exceed an iteration, an evaluation and a checkpoint together.
 
-    The previous signal handlers are replaced during a run and restored when it ends, also after an error. A second signal of
-    the same kind is forwarded to the previous handler, which by default ends the process at once. Forked workers of a
-    DataLoader ignore SIGUSR1 and SIGUSR2. A SIGTERM kills them, and the run with them: send it to the training process only.
+    The previous signal handlers are replaced during a run and restored when it ends, even after an error. A second signal of the
+    same kind goes to the previous handler, which by default ends the process at once. Forked workers of a DataLoader ignore
+    SIGUSR1 and SIGUSR2. A SIGTERM kills them, and the run with them, so send it to the training process only.
 
     Args:
         signals: Names of the signals that stop the run.
         exit_status: Exit status of the process: "signal" for 128 + the signal's number, any other number, or None to return from
             ``run()``; then check `preempted`.
-        repeat_seconds: Time in seconds within which a second signal of the same kind is ignored, because torchrun forwards
-            signals that the scheduler has already sent to all processes.
+        repeat_seconds: Seconds within which a second signal of the same kind is ignored, because torchrun forwards signals that
+            the scheduler has already sent to all processes.
 
     Attributes:
         preempted: Name of the signal received in the latest run; None if there was none.
@@ -62,7 +62,8 @@ class Preemption(Handler):
         ...     return Engine(update, model=model)
         >>> data = [(torch.ones(2, 1), torch.zeros(2, 1))] * 4
         >>> engine = build(torch.nn.Linear(1, 1))
-        >>> _ = engine.attach(Preemption(exit_status=None))  # and Checkpoint(folder, resume=True), which saves and resumes
+        >>> # Beside Checkpoint(folder, resume=True), which saves and resumes.
+        >>> _ = engine.attach(Preemption(exit_status=None))
         >>> @engine.on(Events.PREEMPTED)
         ... def report(engine):
         ...     print("saved after iteration", engine.state.iteration)
@@ -135,15 +136,15 @@ class Preemption(Handler):
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
     def check_installed(self, engine: Engine) -> None:
-        """Report a signal handler that something else has put in place since the run began."""
+        """Report a signal handler that something else has installed since the run started."""
         for one in self.signals:
             if not self._is_called_by(signal.getsignal(one)):
                 engine.findings.report(
                     "W66",
-                    f"{self.name!r}: the handler of {one.name} was replaced during the run: unless the new one calls it, this "
-                    "signal does not save the run",
-                    "install your signal handlers before run(): they are called at a second signal; or leave this "
-                    "one out of signals=",
+                    f"{self.name!r}: a different handler of {one.name} was installed during the run, so this signal "
+                    "does not save the run unless the new handler calls the old one",
+                    "install your signal handlers before run(), so a second signal calls them, or leave this signal "
+                    "out of signals=",
                     self.name,
                     key=one.name,
                 )
@@ -215,11 +216,11 @@ class Preemption(Handler):
 def _check_signals(signals: Sequence[str]) -> tuple[signal.Signals, ...]:
     where = f"Preemption(signals={signals!r})"
     if isinstance(signals, str) or not isinstance(signals, Sequence) or not signals:
-        raise TypeError(f"{where}: expected a list of names of signals, such as ['SIGTERM', 'SIGUSR1']")
+        raise TypeError(f"{where}: expected a list of signal names, such as ['SIGTERM', 'SIGUSR1']")
     found = []
     for name in signals:
         if not isinstance(name, str) or name not in signal.Signals.__members__:
-            raise ValueError(f"{where}: {name!r} is not a signal of this system; give names such as 'SIGTERM'")
+            raise ValueError(f"{where}: {name!r} is not a signal on this system; give names such as 'SIGTERM'")
         if name in ("SIGKILL", "SIGSTOP"):
             raise ValueError(f"{where}: no process can catch {name}; remove it")
         found.append(signal.Signals[name])

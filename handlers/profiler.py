@@ -49,7 +49,8 @@ class Timing:
         >>> import torch
         >>> from signalfire import Engine, Events, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        >>> engine, profiler = Engine(update, model=torch.nn.Linear(2, 1), seed=0), Profiler(file=io.StringIO())
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> profiler = Profiler(file=io.StringIO())
         >>> _ = engine.attach(profiler)
         >>> @engine.on(Events.EPOCH_COMPLETED)
         ... def pause(engine):
@@ -79,19 +80,19 @@ class Profiler(Handler):
     """Profiles the run: the time of each stage of the training loop and of each handler, as a table and a trace.
 
     Receivers are timed where signals call them, so the table includes every attached handler and connected function. A detached
-    or disabled profiler costs nothing; an attached one costs one to two microseconds per call of a receiver. On a GPU, kernels
-    run asynchronously, after the measured time; ``synchronize`` waits for them.
+    or disabled profiler costs nothing; an attached one costs one to two microseconds per call. On a GPU, kernels run
+    asynchronously, after the measured time; ``synchronize`` waits for them.
 
-    A receiver's time includes everything that it calls: that of a validation is the whole evaluation. Attach a second profiler
-    to the evaluator to see its parts.
+    A receiver's time includes everything that it calls, such as a whole evaluation for a validation. To see its parts, attach a
+    second profiler to the evaluator.
 
     Args:
         folder: Folder for "profile.txt" (the table) and "trace.json", for chrome://tracing or https://ui.perfetto.dev. With None,
             the table is printed and no trace is written.
         trace_after: Number of iterations before the trace starts.
         trace_iterations: Number of iterations to trace.
-        torch_profiler: Whether to trace with torch's profiler, which includes operators and kernels, and writes
-            "operators.txt" as well. Everything is much slower while it runs.
+        torch_profiler: Whether to trace with torch's profiler, which includes operators and kernels and also writes
+            "operators.txt". Everything is much slower while it runs.
         synchronize: Whether to wait for the GPU before each clock reading.
         file: Stream to print the table to; standard error by default.
 
@@ -106,7 +107,8 @@ class Profiler(Handler):
         >>> from signalfire import Engine, Update
         >>> from signalfire.handlers import GradientClipping
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        >>> engine, profiler = Engine(update, model=torch.nn.Linear(2, 1), seed=0), Profiler(file=io.StringIO())
+        >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
+        >>> profiler = Profiler(file=io.StringIO())
         >>> _ = engine.attach(profiler, GradientClipping(1.0))
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=2)
         >>> [one.name for one in profiler.timings]

@@ -41,30 +41,31 @@ class ProgressBar(Handler):
     """Shows a progress bar with metrics, iterations and samples per second, and the time left; plain lines in log files.
 
     In a terminal each epoch has a bar; a single bar covers the run if epochs are short, or if the run is bounded by iterations,
-    steps or time. The bar fits into the terminal: speeds and values that were not requested are left out first, the metrics last.
-    Output of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes cannot be
-    detected. In a notebook one output is updated, and its last line stays. Elsewhere (a file, a pipe) plain lines are written:
-    after an epoch, at most one in ``line_interval`` seconds and in 2 % of the time since the run began; within an epoch, or
-    without a value to show, one a minute.
+    steps or time. If the bar does not fit, speeds and values that were not requested are left out first, the metrics last. Output
+    of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes cannot be detected. In a
+    notebook one output is updated, and its last line stays. Files and pipes get plain lines: after an epoch, at most one in
+    ``line_interval`` seconds and in 2 % of the time since the run began; within an epoch, or without a value to show, one per
+    minute.
 
     At the end of training a bar or a line with the time of the whole run always stays. After an error or an interrupt, the bar
-    stays as it was last drawn. The bar of an evaluation stays, too, unless a different bar was on the terminal when it began.
-    Consecutive evaluations do not write lines faster.
+    stays as last drawn. The bar of an evaluation stays unless a different bar was on the terminal when it began. Consecutive
+    evaluations do not write lines faster.
 
-    The time left is that of the run up to its nearest bound, from the mean time of an iteration. If it depends on the iterations
-    per step, or per epoch of data without a length, those of this run so far are used. During an evaluation the bar shows that
-    one is running.
+    The time left runs to the nearest bound, from the mean time of an iteration. If it depends on the iterations per step, or per
+    epoch of data without a length, the values of this run so far are used. During an evaluation the bar shows that one is
+    running.
 
-    Without training metrics, the bar shows the loss of the last batch and a smoothed one: an exponential average, with bias
-    correction, of losses sampled at most once in ``interval`` seconds. It stays on the device, and values are fetched only when
-    something is drawn, so an iteration costs a fraction of a microsecond. Samples are counted when a loss is sampled; all ranks
-    are assumed to train the same number.
+    Without training metrics, the bar shows the loss of the last batch and a smoothed loss: an exponential average, with bias
+    correction, of losses sampled at most once in ``interval`` seconds. It stays on the device and is fetched only when something
+    is drawn, so an iteration costs a fraction of a microsecond. Samples are counted when a loss is sampled, assuming that all
+    ranks train the same number.
 
     Args:
         metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while no
-            running ones exist. Without a metric of that name, "loss" is the last batch's loss; "smooth_loss" is the smoothed one.
+            running values exist. Unless a metric has that name, "loss" is the last batch's loss, and "smooth_loss" the smoothed
+            loss.
         interval: Shortest time in seconds between two drawings.
-        leave: Whether the bar of each epoch stays in a terminal, and not only the last one.
+        leave: Whether the bars of all epochs stay in a terminal, and not only the last one.
         line_interval: Shortest time in seconds between two lines; 0 for a line after each epoch.
         learning_rate: Whether to show the learning rate, or the smallest and the largest if parameter groups differ.
         smoothing: Weight of the previous smoothed loss when a loss is added, from 0 to below 1.
@@ -82,7 +83,8 @@ class ProgressBar(Handler):
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine, file = Engine(update, model=torch.nn.Linear(1, 1, bias=False)), io.StringIO()
         >>> _ = torch.nn.init.ones_(engine.model.weight)
-        >>> bar = ProgressBar(["loss"], line_interval=0, file=file, clock=lambda: engine.state.iteration)  # one second for each
+        >>> clock = lambda: engine.state.iteration  # one second for each
+        >>> bar = ProgressBar(["loss"], line_interval=0, file=file, clock=clock)
         >>> _ = engine.attach(bar)
         >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))] * 2, max_epochs=2)
         >>> print(file.getvalue().strip())
@@ -430,9 +432,10 @@ class ProgressBar(Handler):
             if name not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
                 engine.findings.report(
                     "W61",
-                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; there are: "
+                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; the metrics "
+                    "are "
                     f"{', '.join(sorted(known - {'loss', 'smooth_loss'})) or 'none'}{did_you_mean(name, sorted(known))}",
-                    f"correct the name, or announce it: engine.state.metrics.announce('user', [{name!r}])",
+                    f"correct the name, or announce the metric: engine.state.metrics.announce('user', [{name!r}])",
                     self.name,
                     key=name,
                 )

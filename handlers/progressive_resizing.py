@@ -23,14 +23,14 @@ _ANTIALIASED = ("bilinear", "bicubic")
 
 
 class ProgressiveResizing(Handler):
-    """Progressive resizing: trains on small images first, which cost less, and on full-size ones at the end.
+    """Progressive resizing: trains on small images first, which cost less, and on full-size images at the end.
 
     Batches are interpolated on the device, before samples are mixed or cut out. The size depends only on the epoch or the
     iteration, so a resumed run continues with the right one. At full size, batches are unchanged. Evaluations use whole images.
     The model has to accept any size: convolutions, and pooling to a fixed size before the head.
 
     Without ``sizes``, the scale is ``initial`` for the share ``delay`` of the run's iterations, grows linearly, and is 1 for the
-    share ``final``. The number of iterations is that of the first run's bounds (``max_epochs`` or ``max_iters``); it is part of
+    share ``final``. The number of iterations comes from the first run's bounds (``max_epochs`` or ``max_iters``) and is part of
     the state, so extending a run later does not shrink its images again.
 
     Args:
@@ -62,11 +62,14 @@ class ProgressiveResizing(Handler):
         >>> import torch
         >>> from signalfire import Engine, Events, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
-        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 1, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+        >>> layers = torch.nn.Conv2d(3, 1, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()
+        >>> model = torch.nn.Sequential(*layers)
         >>> engine = Engine(update, model=model, seed=0)
         >>> _ = engine.attach(ProgressiveResizing(initial=0.5, delay=0.25, final=0.25, increment=4))
         >>> sides = []
-        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: sides.append(engine.state.batch[0].shape[-1]))
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def look(engine):
+        ...     sides.append(engine.state.batch[0].shape[-1])
         >>> _ = engine.run([(torch.ones(2, 3, 32, 32), torch.ones(2, 1))] * 2, max_epochs=4)
         >>> sides
         [16, 16, 16, 20, 24, 28, 32, 32]
@@ -104,7 +107,8 @@ class ProgressiveResizing(Handler):
         self.target = None if target is None else check_place(self, "target", target)
         if target == input and target is not None:
             raise ValueError(
-                f"ProgressiveResizing(input={input!r}, target={target!r}): they need different indices or keys"
+                f"ProgressiveResizing(input={input!r}, target={target!r}): input and target need different indices or "
+                "keys"
             )
         self.scale: float | None = None
         self._iterations: int | None = None  # of the run
@@ -112,7 +116,8 @@ class ProgressiveResizing(Handler):
     def _checked(self, sizes: Any) -> dict[int, int | float]:
         if not isinstance(sizes, Mapping) or 1 not in sizes:
             raise ValueError(
-                f"ProgressiveResizing(sizes={sizes!r}): expected a mapping that begins with 1, such as {{1: 0.5, 10: 1.0}}"
+                f"ProgressiveResizing(sizes={sizes!r}): expected a mapping whose first key is 1, such as {{1: 0.5, 10: "
+                "1.0}"
             )
         found: dict[int, int | float] = {}
         for place, size in sizes.items():
@@ -153,8 +158,8 @@ class ProgressiveResizing(Handler):
         self._iterations = last_iteration(engine)
         if self._iterations is None:
             raise ValueError(
-                f"{self.name!r}: how many iterations the run makes is not known; give max_iters= or epoch_length= to run(), or "
-                "sizes= to ProgressiveResizing"
+                f"{self.name!r}: the number of iterations in the run is not known; give max_iters= or epoch_length= to "
+                "run(), or sizes= to ProgressiveResizing"
             )
 
     @on(Events.GET_BATCH_COMPLETED, rank=RESIZE, reads=["batch"], writes=["batch"])
@@ -180,8 +185,8 @@ class ProgressiveResizing(Handler):
             targets = tensor_at(self, batch, "target")
             if list(targets.shape[-len(sides) :]) != sides or targets.dim() <= len(sides):
                 raise ValueError(
-                    f"{self.name!r}: targets of shape {tuple(targets.shape)} do not have the sides of the inputs, "
-                    f"{tuple(sides)}, as their last dimensions"
+                    f"{self.name!r}: the targets have shape {tuple(targets.shape)}, whose last dimensions differ from "
+                    f"the sides of the inputs, {tuple(sides)}"
                 )
             batch = with_value_at(batch, self.target, _nearest(targets, wanted))
         engine.state.batch = batch
@@ -200,7 +205,7 @@ class ProgressiveResizing(Handler):
             raise TypeError(f"{self.name!r}: the inputs are {images.dtype}, but only floats are resized; convert them")
         if self.mode == "bicubic" and images.dim() != 4:
             raise ValueError(
-                f"{self.name!r}: mode='bicubic' is for (N, C, H, W), not {tuple(images.shape)}; use bilinear"
+                f"{self.name!r}: mode='bicubic' is for (N, C, H, W), not {tuple(images.shape)}; use mode='bilinear'"
             )
         mode = _LINEAR[images.dim()] if self.mode == "bilinear" else self.mode
         if mode in _ANTIALIASED:

@@ -38,10 +38,10 @@ _READ, _WRITTEN = ["modules", "step", "trainable", "weights", "optimizer"], ["me
 class Pruning(Handler):
     """Prunes the weights of smallest magnitude during training: sets a growing share of them to zero and keeps them there.
 
-    Parameters keep their names, order and shapes, so checkpoints, averages and exports hold plain tensors with true zeros. After
-    every optimizer step pruned weights are zero again, also with momentum or weight decay. From then on, their gradients, the
-    optimizer's moments and averages such as `EMA` are zero, too. Detaching the handler leaves the zeros. The share of zeros is
-    written to ``state.metrics`` as "sparsity" whenever it grows.
+    Parameters keep their names, order and shapes, so checkpoints, averages and exports hold plain tensors with true zeros. Pruned
+    weights are zero after every optimizer step, even with momentum or weight decay, and so are their gradients, the optimizer's
+    moments and averages such as `EMA`. Detaching the handler leaves the zeros. The share of zeros is written to ``state.metrics``
+    as "sparsity" whenever it grows.
 
     Args:
         amount: Final share of zero weights, such as 0.8; not with ``structure``.
@@ -50,10 +50,9 @@ class Pruning(Handler):
         every: Number of steps between prunings from ``start`` to ``end``.
         schedule: Function from progress (0 at ``start``, 1 at ``end``) to the share of the amount that is pruned; by default
             cubic, ``1 - (1 - progress) ** 3``, which prunes most at the beginning.
-        scope: Weights that are compared: "global" compares those of all parameters; "layer" prunes the same share of each
-            parameter.
-        structure: Pattern of the zeros: "2:4" keeps the two largest of each four consecutive weights of a unit's inputs, as
-            sparse tensor cores of GPUs require; any other "n:m" works likewise. Pruned all at once, at ``start``.
+        scope: "global" compares the weights of all parameters; "layer" prunes the same share of each parameter.
+        structure: Pattern of the zeros: "2:4" keeps the two largest of every four consecutive weights of a unit's inputs, as
+            sparse tensor cores of GPUs require; any other "n:m" works likewise. All weights are pruned at once, at ``start``.
         parameters: Name patterns of the parameters to prune, such as ``"backbone"`` or ``["*.weight"]``; by default all
             parameters with two or more dimensions. Frozen parameters are neither pruned nor counted.
         update: Name of the update whose steps count; the first by default.
@@ -106,7 +105,7 @@ class Pruning(Handler):
             1 - self._kept / self._of if amount is None else check_number(self, "amount", amount, above=0, below=1)
         )
         if structure is not None and self.end > self.start:
-            raise ValueError(f"Pruning(end={end!r}, structure={structure!r}): a structure is pruned at once; omit end=")
+            raise ValueError(f"Pruning(end={end!r}, structure={structure!r}): structure= prunes all at once; omit end=")
         self.masks: dict[str, Tensor] = {}  # by name: true where a weight is pruned
         self._found: dict[str, nn.Parameter] = {}
         self._pruned: list[tuple[nn.Parameter, Tensor]] = []
@@ -125,7 +124,8 @@ class Pruning(Handler):
         if to_come is not None and update.steps + to_come < self.end:
             yield finding(
                 "C17",
-                f"{self.name!r} reaches its amount after {self.end} optimizer steps, but the run makes {update.steps + to_come}",
+                f"{self.name!r} reaches its amount after {self.end} optimizer steps, but the run takes only "
+                f"{update.steps + to_come}",
                 "prune earlier, or train longer",
                 [self.name],
             )
@@ -144,7 +144,7 @@ class Pruning(Handler):
         for name, mask in self.masks.items():
             if name not in self._found or self._found[name].shape != mask.shape:
                 raise ValueError(
-                    f"{self.name!r}: the saved state has pruned {name!r}, which is not among the parameters now"
+                    f"{self.name!r}: the saved state has pruned {name!r}, which is no longer a parameter to prune"
                 )
         self._bind()
         steps = engine.find_update(self.update).steps
@@ -159,8 +159,8 @@ class Pruning(Handler):
                 if parameter.grad.is_sparse:
                     name = next(name for name, one in self._found.items() if one is parameter)
                     raise TypeError(
-                        f"{self.name!r}: the gradient of {name!r} is sparse, which pruning does not support; leave it out by "
-                        "parameters=, or build the embedding with sparse=False"
+                        f"{self.name!r}: the gradient of {name!r} is sparse, which pruning does not support; exclude "
+                        "the parameter with parameters=, or build the embedding with sparse=False"
                     )
                 parameter.grad.masked_fill_(mask, 0)
 
@@ -201,7 +201,8 @@ class Pruning(Handler):
         }
         if not found:
             raise ValueError(
-                f"{self.name!r}: no parameter has two or more dimensions; name those to prune: parameters="
+                f"{self.name!r}: no parameter has two or more dimensions; select the parameters to prune with "
+                "parameters="
             )
         for name, parameter in found.items():
             self._check_prunable(name, parameter)
@@ -210,15 +211,15 @@ class Pruning(Handler):
     def _check_prunable(self, name: str, parameter: nn.Parameter) -> None:
         if ".parametrizations." in f".{name}":
             raise ValueError(
-                f"{self.name!r}: {name!r} is what a parametrization computes a weight from; zeros in it do not make that 0: "
-                "remove the parametrization, or leave it out by parameters="
+                f"{self.name!r}: a parametrization computes a weight from {name!r}, so zeros in it do not make the "
+                "weight zero; remove the parametrization, or exclude the parameter with parameters="
             )
         if is_sharded(parameter):
             raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
         if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
             raise ValueError(
                 f"{self.name!r}: structure={self.structure!r} needs a multiple of {self._of} inputs for each unit, but "
-                f"{name!r} has the shape {tuple(parameter.shape)}; leave it out by parameters="
+                f"{name!r} has shape {tuple(parameter.shape)}; exclude it with parameters="
             )
 
     @torch.no_grad()

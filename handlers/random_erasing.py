@@ -25,13 +25,13 @@ ATTEMPTS = 10
 class RandomErasing(Handler):
     """Random erasing: replaces a rectangle of random size, shape and position in a share of the samples.
 
-    It is applied to whole batches on their device, each sample separately, after mixing handlers such as MixUp. The arguments are
-    those of ``torchvision.transforms.RandomErasing``; give normalized inputs, for which a value of 0 is the mean. In sequences, a
-    segment is erased: ``scale`` is then the share of the length, and ``ratio`` is ignored.
+    Rectangles are erased in whole batches on their device, separately for each sample, after mixing handlers such as MixUp. The
+    arguments are those of ``torchvision.transforms.RandomErasing``. Give normalized inputs, for which a value of 0 is the mean.
+    In sequences a segment is erased; ``scale`` is the share of the length, and ``ratio`` is ignored.
 
-    All sizes and positions are drawn from the handler's own CPU generator, float32 from 0 to 1: first one number per sample, of
-    shape (N), which erases if it is below ``p``; then areas, aspect ratios, rows and columns of all attempts, in one tensor of
-    shape (4, count, 10, N); without columns for sequences. "random" values are drawn on the inputs' device.
+    All draws come from the handler's own CPU generator, as float32 from 0 to 1. The first tensor, of shape (N), erases the
+    samples whose number is below ``p``. The second, of shape (4, count, 10, N), has the areas, aspect ratios, rows and columns of
+    all attempts; for sequences it has no columns. "random" values are drawn on the inputs' device.
 
     Args:
         p: Probability that a sample is erased.
@@ -49,8 +49,10 @@ class RandomErasing(Handler):
         >>> import torch
         >>> from signalfire import Engine, Events, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
-        >>> engine = Engine(update, model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 1)), seed=0)
-        >>> _ = engine.attach(RandomErasing(1.0, scale=(0.25, 0.5)))  # a quarter to a half of each sequence
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(8, 1))
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> # A quarter to a half of each sequence is erased.
+        >>> _ = engine.attach(RandomErasing(1.0, scale=(0.25, 0.5)))
         >>> @engine.on(Events.FORWARD_STARTED)
         ... def show(engine):
         ...     print(engine.state.batch[0].int().tolist())
@@ -97,7 +99,7 @@ class RandomErasing(Handler):
             check_number(self, f"{argument}[{n}]", one, above=0, most=most) for n, one in enumerate(given)
         )
         if least > largest:
-            raise ValueError(f"RandomErasing({argument}={given!r}): the smallest comes first")
+            raise ValueError(f"RandomErasing({argument}={given!r}): give the smallest value first")
         return least, largest
 
     def attached(self, engine: Engine) -> None:
@@ -120,7 +122,8 @@ class RandomErasing(Handler):
         if self.value is None:
             if not inputs.is_floating_point():
                 raise TypeError(
-                    f"{self.name!r}: inputs of {inputs.dtype} take no random values; convert them first, or give value="
+                    f"{self.name!r}: inputs of {inputs.dtype} cannot hold random values; convert them first, or give "
+                    "value="
                 )
             if inputs.device.type != "cpu":
                 generator = self.generator(engine, inputs.device, of_rank=of_rank)
@@ -130,7 +133,8 @@ class RandomErasing(Handler):
             values = values.view(-1, *[1] * (inputs.dim() - 2))
             if len(values) not in (1, inputs.shape[1]):
                 raise ValueError(
-                    f"{self.name!r}: value={self.value!r} has {len(values)} numbers, but the inputs {inputs.shape[1]} channels"
+                    f"{self.name!r}: value={self.value!r} has {len(values)} numbers, but the inputs have "
+                    f"{inputs.shape[1]} channels"
                 )
         engine.state.batch = with_value_at(batch, self.input, torch.where(erased, values, inputs))
 

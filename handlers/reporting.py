@@ -17,13 +17,13 @@ class Reporting(MetricReports):
 
     Each value is reported once, at whichever event it is written; values of a sanity check are not reported. If the function
     returns True, the run stops at the end of the iteration and ends as usual, with ``state.stop_reason == "pruned"``. With
-    several ranks, rank 0 calls the function, and all get its answer; an error in it ends all of them.
+    several ranks, rank 0 calls the function, and all ranks get its answer; an error in the function ends all ranks.
 
     Args:
         report: Function called as ``report(value, step)`` with the value and the number of values before it. It returns whether
             to stop.
         monitor: Name of the metric in ``state.metrics``.
-        mode: "min" if smaller is better, "max" if greater is better; by default the metric's own direction.
+        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
 
     Raises:
         TypeError: if ``report`` cannot be called.

@@ -37,16 +37,17 @@ _SHAPES = ("linear", "cosine", "1-sqrt")
 def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -> Factory:
     """Linear learning-rate warm-up before any torch scheduler.
 
-    For W steps the learning rate rises linearly to the first one of ``then``: at step t it is ``s + (1 - s) * t / W`` of it. From
-    step W on it follows ``then`` from its step 0, as in a run that is W steps shorter; fractions in ``then`` are fractions of
-    that shorter run. As in torch's LinearLR, the full learning rate is reached after the W steps, not at the last of them.
+    For W steps the learning rate rises linearly to the first rate of ``then``; at step t it is ``s + (1 - s) * t / W`` of this
+    rate. From step W on, the rate follows ``then`` from step 0, as in a run that is W steps shorter. Fractions in ``then`` are
+    fractions of that shorter run. As in torch's LinearLR, the full learning rate is reached after the W steps, not at the last of
+    them.
 
     First rate: ``s``; after the warm-up: as ``then``.
 
     Args:
         amount: Length of the warm-up, in steps or as a fraction of the run.
-        then: Factory of the scheduler that follows, as for `LRScheduling`. If it requires ``total_steps`` or ``T_max`` and you do
-            not set it, it gets the rest of the run.
+        then: Factory of the scheduler that follows, as for `LRScheduling`. If the factory requires ``total_steps`` or ``T_max``
+            and you do not set it, it gets the rest of the run.
         start_factor: Initial factor s. By default 1 / (W + 1), so no step has a learning rate of 0.
 
     Source:
@@ -71,7 +72,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
             f"warmup(then={then!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler"
         )
     if base_of(then) is ReduceLROnPlateau:
-        raise ValueError("warmup(then=ReduceLROnPlateau): it follows a metric, not steps; use it without a warm-up")
+        raise ValueError("warmup(then=ReduceLROnPlateau): it is stepped by a metric; use it without a warm-up")
     if start_factor is not None:
         start_factor = _factor("warmup", "start_factor", start_factor)
     missing = missing_total(then)
@@ -97,7 +98,8 @@ def cosine_with_warmup(*, warmup: float = 0, cooldown: float = 0, min_factor: fl
 
     Example:
         >>> from signalfire.handlers import LRScheduling
-        >>> [round(rate, 2) for rate in LRScheduling(cosine_with_warmup(warmup=1, cooldown=0.2)).simulate(10, lr=1.0)]
+        >>> schedule = LRScheduling(cosine_with_warmup(warmup=1, cooldown=0.2))
+        >>> [round(rate, 2) for rate in schedule.simulate(10, lr=1.0)]
         [0.5, 1.0, 0.95, 0.81, 0.61, 0.39, 0.19, 0.05, 0.0, 0.0]
     """
     return _phases("cosine_with_warmup", "cosine", warmup=warmup, cooldown=cooldown, min_factor=min_factor)
@@ -126,7 +128,8 @@ def warmup_stable_decay(
 
     Example:
         >>> from signalfire.handlers import LRScheduling
-        >>> [round(rate, 2) for rate in LRScheduling(warmup_stable_decay(warmup=3, decay=0.4)).simulate(10, lr=1.0)]
+        >>> schedule = LRScheduling(warmup_stable_decay(warmup=3, decay=0.4))
+        >>> [round(rate, 2) for rate in schedule.simulate(10, lr=1.0)]
         [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     check_choice("warmup_stable_decay", "shape", shape, _SHAPES)
@@ -197,9 +200,11 @@ def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> F
 
     Example:
         >>> from signalfire.handlers import LRScheduling
-        >>> [round(rate, 2) for rate in LRScheduling(piecewise({2: 0.5, 5: 0.1})).simulate(6, lr=1.0)]
+        >>> schedule = LRScheduling(piecewise({2: 0.5, 5: 0.1}))
+        >>> [round(rate, 2) for rate in schedule.simulate(6, lr=1.0)]
         [1.0, 1.0, 0.5, 0.5, 0.5, 0.1]
-        >>> [round(rate, 2) for rate in LRScheduling(piecewise({0: 0.0, 2: 1.0, 1.0: 0.0}, interpolate=True)).simulate(6, lr=1.0)]
+        >>> schedule = LRScheduling(piecewise({0: 0.0, 2: 1.0, 1.0: 0.0}, interpolate=True))
+        >>> [round(rate, 2) for rate in schedule.simulate(6, lr=1.0)]
         [0.0, 0.5, 1.0, 0.75, 0.5, 0.25]
     """
     if not isinstance(factors, Mapping) or not factors:
@@ -222,7 +227,7 @@ def piecewise(factors: Mapping[float, float], *, interpolate: bool = False) -> F
 
 @dataclass(frozen=True)
 class _Warmup:
-    """Takes no ``total_steps``, so that `LRScheduling` does not tie the run to its length."""
+    """Takes no ``total_steps``, so `LRScheduling` does not tie the run to its length."""
 
     amount: int | float
     then: Factory
@@ -236,8 +241,8 @@ class _Warmup:
             if self.missing is not None:
                 if rising >= total_steps:
                     raise ValueError(
-                        f"warmup(amount={self.amount!r}): the warm-up takes all {total_steps} steps of the run and leaves "
-                        "none for the schedule that follows; use a shorter one"
+                        f"warmup(amount={self.amount!r}): the warm-up takes all {total_steps} steps of the run and "
+                        "leaves none for the schedule that follows; use a shorter warm-up"
                     )
                 arguments[self.missing] = total_steps - rising
         assert isinstance(rising, int)
@@ -289,8 +294,8 @@ class _OneCycle:
             share = self.warmup
         if share == 1:
             raise ValueError(
-                f"one_cycle(warmup={self.warmup!r}): the warm-up takes all {total} steps of the run and leaves none for the "
-                "decay; use a shorter one"
+                f"one_cycle(warmup={self.warmup!r}): the warm-up takes all {total} steps of the run and leaves none "
+                "for the decay; use a shorter warm-up"
             )
         # OneCycleLR overwrites the groups' rates; a second one finds the highest rate in the group's "max_lr".
         largest: Any = self.max_lr
@@ -375,7 +380,7 @@ class _PiecewiseFactor:
 
 
 class _WarmupLR(LRScheduler):
-    """Warms up to the initial rates of another scheduler, then follows that one.
+    """Warms up to the initial rates of a second scheduler, then follows it.
 
     SequentialLR resets its second scheduler to step 0 in a way that MultiplicativeLR and SequentialLR itself do not support.
     """
@@ -386,8 +391,8 @@ class _WarmupLR(LRScheduler):
             raise TypeError(f"warmup(then=...): the factory returned {scheduler!r}, which is not a scheduler")
         if isinstance(scheduler, ReduceLROnPlateau) or hasattr(scheduler, "step_update"):
             raise ValueError(
-                f"warmup(then=...): the factory returned a {type(scheduler).__name__}, which needs more than step() without "
-                "arguments; use it without a warm-up"
+                f"warmup(then=...): the factory returned a {type(scheduler).__name__}, whose step() needs arguments; "
+                "use it without a warm-up"
             )
         self._schedulers = [scheduler]
         self.steps = steps

@@ -13,10 +13,10 @@ __all__ = ["Seeding"]
 class Seeding(Handler):
     """Seeds the global random generators of Python, NumPy and torch when a run starts.
 
-    So dropout and shuffling do not depend on random numbers drawn before the run. A run that continues, or resumes from a
-    checkpoint, keeps its random states instead. Two other seeds exist. The model's initial weights are drawn before the engine is
-    built: call ``signalfire.seed_everything(seed)``, which seeds the same generators immediately, before building the model.
-    ``Engine(seed=)`` seeds the random numbers of handlers, such as MixUp, and leaves the global generators unchanged.
+    Dropout and shuffling then do not depend on random numbers drawn before the run. A run that continues, or resumes from a
+    checkpoint, keeps its random states instead. Two other seeds exist. ``signalfire.seed_everything(seed)`` seeds the same
+    generators immediately; call it before you build the model, because the initial weights are drawn then. ``Engine(seed=)``
+    seeds the random numbers of handlers, such as MixUp, and leaves the global generators unchanged.
 
     Args:
         seed: Seed with 0 <= seed < 2**32; the engine's seed by default.
@@ -29,7 +29,8 @@ class Seeding(Handler):
         ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=7)
         ...     _ = engine.attach(*handlers)
         ...     drawn = []
-        ...     _ = engine.connect(Events.FORWARD_STARTED, lambda engine: drawn.append(torch.rand(1).item()))
+        ...     draw = lambda engine: drawn.append(torch.rand(1).item())
+        ...     _ = engine.connect(Events.FORWARD_STARTED, draw)
         ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
         ...     return drawn
         >>> first_draw() == first_draw(), first_draw(Seeding()) == first_draw(Seeding())

@@ -18,18 +18,18 @@ __all__ = ["SequenceLengthWarmup"]
 
 
 class SequenceLengthWarmup(Handler):
-    """Sequence-length warm-up: trains on short sequences first, which is more stable and cheaper; they grow linearly.
+    """Sequence-length warm-up: trains on short sequences first, which is more stable and cheaper.
 
-    The length depends only on the run's counters, so a resumed run continues with the right one. All tensors of the batch that
-    are as long as its first one in dimension ``dim`` are changed alike: tokens, labels, masks. From length ``end`` on, batches
-    are unchanged; evaluations use whole sequences. Two modes:
+    The length grows linearly and depends only on the run's counters, so a resumed run continues with the right one. All tensors
+    of the batch that are as long as its first tensor in dimension ``dim`` are changed alike: tokens, labels, masks. Evaluations
+    use whole sequences. The two modes are:
 
-    - "cut" keeps the first tokens of each sequence, and drops the others: a batch has fewer tokens. A function of the batch as
-      ``GradientAccumulation(weight=)`` counts those that are kept.
-    - "split" makes several rows of each sequence: a batch keeps all of its tokens, and has more rows. The length is the largest
-      divisor of the batch's length that is reached. Batches with values for whole sequences, such as classes, cannot be split.
+    - "cut" keeps the first tokens of each sequence and drops the others, so a batch has fewer tokens. A
+      ``GradientAccumulation(weight=)`` that counts tokens counts only those kept.
+    - "split" turns each sequence into several rows, so a batch keeps all of its tokens. The length is the largest divisor of the
+      batch's length that the warm-up has reached. Batches with values for whole sequences, such as classes, cannot be split.
 
-    Learning-rate schedules count steps, not tokens: with "cut", a learning-rate warm-up should last longer than this one.
+    Learning-rate schedules count steps, not tokens, so with "cut" a learning-rate warm-up should last longer than this warm-up.
 
     Args:
         start: Initial length, in tokens.
@@ -58,7 +58,9 @@ class SequenceLengthWarmup(Handler):
         >>> engine = Engine(update, model=torch.nn.Linear(3, 1), seed=0)
         >>> _ = engine.attach(SequenceLengthWarmup(2, 8, over="4it", increment=2))
         >>> lengths = []
-        >>> _ = engine.connect(Events.FORWARD_STARTED, lambda engine: lengths.append(engine.state.batch[0].shape[1]))
+        >>> @engine.on(Events.FORWARD_STARTED)
+        ... def look(engine):
+        ...     lengths.append(engine.state.batch[0].shape[1])
         >>> _ = engine.run([(torch.ones(4, 8, 3), torch.ones(4, 8, 1))] * 6, max_epochs=1)
         >>> lengths
         [2, 2, 4, 6, 8, 8]
@@ -96,7 +98,7 @@ class SequenceLengthWarmup(Handler):
         if comes_up(engine, self.over) is False and self._done(engine) < self.over.value:
             yield finding(
                 "C17",
-                f"{self.name!r} reaches whole sequences after {self.over}, which is longer than the run",
+                f"{self.name!r} reaches whole sequences only after {self.over}, which is longer than the run",
                 "shorten over=, or train longer",
                 [self.name],
             )
@@ -115,8 +117,8 @@ class SequenceLengthWarmup(Handler):
             other = engine.overrides.owner_of(TIME_CHUNKS, f"of update {update.name!r}")
             if self.mode == "split" and other is not None:
                 raise ValueError(
-                    f"{self.name!r}: mode='split' makes rows of the parts of a sequence, between which {other!r} cannot carry a "
-                    "hidden state; use mode='cut'"
+                    f"{self.name!r}: mode='split' turns the parts of a sequence into rows, so {other!r} cannot carry a "
+                    "hidden state between them; use mode='cut'"
                 )
 
     @on(Events.GET_BATCH_COMPLETED, rank=CUT_SEQUENCES, reads=["batch", "step"], writes=["batch"])
@@ -128,7 +130,8 @@ class SequenceLengthWarmup(Handler):
         first = next((one for one in tensors_in(batch) if one.dim() > self.dim), None)
         if first is None:
             raise ValueError(
-                f"{self.name!r}: the batch has no tensor with more than dim={self.dim} dimensions; give the dimension of time"
+                f"{self.name!r}: the batch has no tensor with more than dim={self.dim} dimensions; set dim= to the "
+                "time dimension"
             )
         whole, length = first.shape[self.dim], self.length(done)
         if length >= whole:
@@ -149,8 +152,8 @@ class SequenceLengthWarmup(Handler):
         found = next((one for one in range(length, self.start - 1, -1) if whole % one == 0), None)
         if found is None:
             raise ValueError(
-                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts of {self.start} to {length}; let "
-                "start= divide their length, or use mode='cut'"
+                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts of {self.start} to "
+                f"{length}; choose a start= that divides the length, or use mode='cut'"
             )
         return found
 
@@ -164,8 +167,8 @@ class SequenceLengthWarmup(Handler):
             if value.dim() == 0 or value.shape[0] != rows:
                 return value  # it belongs to no sequence
             raise ValueError(
-                f"{self.name!r}: the batch holds a tensor of shape {tuple(value.shape)}, with values for whole sequences, which "
-                "cannot be split; use mode='cut'"
+                f"{self.name!r}: the batch holds a tensor of shape {tuple(value.shape)} with values for whole "
+                "sequences, so it cannot be split; use mode='cut'"
             )
         parts = value.movedim(self.dim, 1)
         parts = parts.reshape(rows * (whole // length), length, *parts.shape[2:])

@@ -36,7 +36,7 @@ class SharpnessAwareMinimization(Handler):
             one down makes no difference: ``e(w) = rho * T^2 g / ||T g||`` with ``T = |w| + eta``.
         eta: Constant added to the size of each weight; only for ``adaptive``.
         every: Interval in optimizer steps: the weights are perturbed in every n-th step, and the others are plain steps.
-        update: Name of the update whose steps are changed; by default all updates.
+        update: Name of the update whose steps are changed; all by default.
 
     Raises:
         ValueError: At the start of a run, for an optimizer with a closure such as LBFGS.
@@ -56,7 +56,8 @@ class SharpnessAwareMinimization(Handler):
         ...     _ = engine.attach(*handlers)
         ...     _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=1)
         ...     return engine.model.weight.item()
-        >>> trained(), trained(SharpnessAwareMinimization(rho=0.5))  # by the gradient 2 at a weight of 1, and by 3 at 1.5
+        >>> # The gradient is 2 at a weight of 1, and 3 at 1.5.
+        >>> trained(), trained(SharpnessAwareMinimization(rho=0.5))
         (0.5, 0.25)
     """
 
@@ -96,9 +97,9 @@ class SharpnessAwareMinimization(Handler):
             assert update.optimizer is not None
             if needs_closure(update.optimizer):
                 raise ValueError(
-                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes gradients "
-                    "inside its step, by a closure, and would not use those at the perturbed weights; use an optimizer "
-                    f"without a closure, or detach {self.name!r}"
+                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes "
+                    "gradients inside its step, with a closure, so it would not use those at the perturbed weights; "
+                    f"use an optimizer without a closure, or detach {self.name!r}"
                 )
         self._buffers = Buffers(engine.modules.values())
 

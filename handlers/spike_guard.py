@@ -31,25 +31,24 @@ class SpikeGuard(Handler):
 
     A value is a spike if its logarithm is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
     The guard acts before the optimizer step. Spikes do not enter the window, nor do infinite values and NaN, which
-    `NonFiniteGuard` handles. No value counts as a spike before the window is full. In an accumulation window the mean loss
-    counts. The norm is measured before clipping. With several ranks, the loss is the mean over all, so all decide alike.
+    `NonFiniteGuard` handles. Nothing counts as a spike before the window is full. The mean loss of an accumulation window counts,
+    and the norm before clipping. With several ranks, the loss is the mean over all ranks, so all decide alike.
 
-    - "skip" omits the step. After 20 in a row it accepts the new level as normal, and reports this (W19).
-    - "stop" omits it and stops the run; afterwards `Engine.replay` shows whether the spike recurs, and which sample causes it.
-    - "rewind" goes back, inside the process, to where the run stood ``rewind`` iterations ago, and continues without the batches
-      that it has seen since then. Weights, optimizers, schedules, averages, metrics, logs and generators are those of a run that
-      has never seen these batches.
+    - "skip" omits the step. After 20 in a row the guard accepts the new level as normal, and reports this (W19).
+    - "stop" omits the step and stops the run. `Engine.replay` then shows whether the spike recurs, and which sample causes it.
+    - "rewind" returns, inside the process, to the state ``rewind`` iterations ago, and continues without the batches seen since
+      then. Weights, optimizers, schedules, averages, metrics, logs and generators are as if they had never been seen.
 
-    For the last two, states are kept in main memory, as by `Rewindable`, and a checkpoint includes the oldest.
+    For "stop" and "rewind", states are kept in main memory, as by `Rewindable`, and a checkpoint includes the oldest one.
 
-    The first action, the 10th, the 100th and so on is reported (W19), as is every rewind.
+    W19 reports every rewind, and of other actions the first, the 10th, the 100th and so on.
 
     Args:
         policy: Action at a spike: "skip", "stop" or "rewind".
         window: Number of recent steps that define the normal range.
-        sigmas: Threshold in standard deviations of the logarithm. `alarms` tells how many of some recorded losses exceed it.
-        rewind: Number of iterations that the run goes back. It is also the interval of the states, in iterations, and the number
-            of batches that are left out. For "rewind" it has to be less than an epoch.
+        sigmas: Threshold in standard deviations of the logarithm. `alarms` counts how many recorded losses exceed it.
+        rewind: Number of iterations that the run goes back, interval of the states in iterations, and number of batches that are
+            left out. For "rewind" it must be less than an epoch.
         keep: Number of states to keep in memory.
         at_most: Maximum number of rewinds; a further spike raises an error.
         watch: Values to watch: "loss", "gradient_norm", or both.
@@ -69,13 +68,15 @@ class SpikeGuard(Handler):
         >>> import torch
         >>> from signalfire import Engine, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.01)
-        >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False), allow=["W19"])  # without the warning
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> engine = Engine(update, model=model, allow=["W19"])  # without the warning
         >>> _ = torch.nn.init.ones_(engine.model.weight)
         >>> guard = SpikeGuard("skip", window=8)
         >>> _ = engine.attach(guard)
         >>> inputs = [torch.ones(4, 1)] * 10 + [torch.full((4, 1), 100.0)] + [torch.ones(4, 1)]
         >>> _ = engine.run([(x, torch.zeros(4, 1)) for x in inputs], max_epochs=1)
-        >>> [(action["iteration"], action["batches"]) for action in guard.actions]  # epoch and index of the batch
+        >>> # Epoch and index of the batch.
+        >>> [(action["iteration"], action["batches"]) for action in guard.actions]
         [(11, [[1, 10]])]
         >>> engine.state.update.steps
         11
@@ -105,8 +106,8 @@ class SpikeGuard(Handler):
         self.keep = check_int(self, "keep", keep)
         if policy == "rewind" and self.keep < 2:
             raise ValueError(
-                f"SpikeGuard(policy='rewind', keep={keep}): when a spike comes, one state alone is less than rewind={rewind} "
-                "iterations old; keep at least 2"
+                f"SpikeGuard(policy='rewind', keep={keep}): at a spike, a single state may be less than "
+                f"rewind={rewind} iterations old; keep at least 2"
             )
         self.at_most = check_int(self, "at_most", at_most)
         watched = [watch] if isinstance(watch, str) else list(watch) if isinstance(watch, Iterable) else []
@@ -143,7 +144,7 @@ class SpikeGuard(Handler):
                 yield finding(
                     "C39",
                     f"{self.name!r} detects no spike in the first {self.window} steps (window), but update "
-                    f"{update.name!r} makes only {update.steps + to_come}",
+                    f"{update.name!r} takes only {update.steps + to_come}",
                     "give a smaller window=, of 8 or more",
                     [self.name],
                 )
@@ -264,9 +265,8 @@ class SpikeGuard(Handler):
         if engine.processes.is_rank_zero:
             engine.findings.report(
                 "W19",
-                f"{self.name!r} has skipped {_MOST_IN_A_ROW} steps of update {update.name!r} in a row, and from "
-                "iteration "
-                f"{engine.state.iteration} on treats as normal that {'; '.join(reasons)}",
+                f"{self.name!r} has skipped {_MOST_IN_A_ROW} steps of update {update.name!r} in a row and accepts the "
+                f"new level as normal from iteration {engine.state.iteration} on: {'; '.join(reasons)}",
                 "check the data and the learning rate of these iterations",
                 self.name,
                 key=f"level {engine.state.iteration}",
@@ -277,7 +277,7 @@ class SpikeGuard(Handler):
         if not self._told and engine.processes.is_rank_zero:
             self._told = True
             watched = "only the gradient norm is watched" if "gradient_norm" in self.watch else "it is not watched"
-            warn(f"{self.name!r}: the loss is {loss:.4g}, which has no logarithm: where it is not positive, {watched}")
+            warn(f"{self.name!r}: the loss is {loss:.4g}, which has no logarithm; while it is not positive, {watched}")
 
     # ---- acting ---------------------------------------------------------------------------------------------------
 
@@ -298,8 +298,8 @@ class SpikeGuard(Handler):
         if len(self.actions) >= self.at_most:
             left_out = "; ".join(_named(action["batches"]) for action in self.actions)
             raise RuntimeError(
-                f"{self.name!r}: iteration {now}: {reason}, after {self.at_most} rewinds (at_most), which have left out "
-                f"{left_out}. Look at these batches, at the learning rate, or raise at_most="
+                f"{self.name!r}: iteration {now}: {reason}, after {self.at_most} rewinds (at_most), which have left "
+                f"out {left_out}. Check these batches and the learning rate, or raise at_most="
             )
         to = max(now - self.rewind, 0)
         self._note(now, reason, engine.past.places_of(range(to + 1, now + 1)))
@@ -320,8 +320,8 @@ class SpikeGuard(Handler):
         length = engine.state.epoch_length
         if length is not None and self.rewind >= length:
             raise ValueError(
-                f"{self.name!r}: rewind={self.rewind} is not less than an epoch, which has {length} batches: nothing would be "
-                "left of it; give a smaller rewind="
+                f"{self.name!r}: rewind={self.rewind} would leave out a whole epoch, which has {length} batches; give "
+                "a smaller rewind="
             )
 
     def _note(self, iteration: int, reason: str, places: Sequence[Place]) -> None:
@@ -419,7 +419,7 @@ class _Window:
         return self.sums[0] / len(self.values)
 
     def exceeds(self, value: float, sigmas: float) -> float | None:
-        """By how many standard deviations a value exceeds the mean, if that makes it a spike; else None."""
+        """By how many standard deviations a value exceeds the mean, if this makes it a spike; otherwise None."""
         if len(self.values) < self.size:
             return None
         mean = self.sums[0] / self.size

@@ -24,25 +24,25 @@ __all__ = ["StochasticDepth"]
 class StochasticDepth(Handler):
     """Stochastic depth (drop path): skips residual blocks at random during training, separately for each sample.
 
-    For a block ``x + f(x)``, the output becomes ``x + f(x) / (1 - rate)`` for the samples that keep it, and x for the others
-    (drop path). The block needs no change: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is its first
-    input. The block has to be residual, with an output of the shape of x. If an activation follows the addition inside the block,
-    a dropped sample skips it, too. Unlike in the paper, which scales the blocks in evaluations, evaluations use the unchanged
-    model; both have the same mean. The block is computed for dropped samples as well, which saves no time; normalization layers
-    inside see all samples, and a block that no sample keeps has zero gradients.
+    For a block ``x + f(x)``, the output becomes ``x + f(x) / (1 - rate)`` for the samples that keep it, and x for the others. The
+    block needs no change: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is its first input. The block
+    must be residual, with an output of the shape of x. A dropped sample also skips an activation that follows the addition inside
+    the block. The paper scales the blocks in evaluations; here, evaluations use the unchanged model, which has the same mean.
+    Dropped samples are still computed, so no time is saved. Normalization layers inside see all samples, and a block that no
+    sample keeps has zero gradients.
 
-    The masks depend on the run's seed, the iteration, the forward within it and the rank, and are the same when activation
+    The masks depend on the run's seed, the iteration, the forward within it and the rank, and stay the same when activation
     checkpointing recomputes a block. The hooks are on the blocks only during an update.
 
     Args:
-        blocks: The residual blocks: a path such as "layers.3", a pattern such as "encoder.layers.*", or several; of nested
-            modules, the outermost. They are numbered in the model's order.
+        blocks: The residual blocks: a path such as "layers.3", a pattern such as "encoder.layers.*", or several. If matches are
+            nested, the outermost module is taken. Blocks are numbered in the model's order.
         rate: Largest probability that a sample drops a block.
         depth: How the drop rate depends on depth: "linear" gives the l-th of L blocks ``rate * l / L``, as in the paper;
             "uniform" gives all blocks the same.
         schedule: Function from the number of optimizer steps to a factor from 0 to 1 of all rates, such as
             ``lambda step: min(1, step / 1000)``; by default 1.
-        update: Name of the update whose steps count and that drops blocks; required if the engine has several.
+        update: Name of the update that drops blocks and whose steps count; required if the engine has several.
 
     Raises:
         ValueError: At the start of a run, if a pattern matches no module, or if the model is compiled, which skips hooks; in the
@@ -63,7 +63,7 @@ class StochasticDepth(Handler):
         >>> _ = torch.nn.init.ones_(engine.model[0].weight)
         >>> _ = engine.attach(StochasticDepth("0", 0.5))
         >>> @engine.on(Events.FORWARD_COMPLETED)
-        ... def show(engine):  # 1 for the samples that drop the block, 1 + 1 / 0.5 for the others
+        ... def show(engine):  # 1 for samples that drop the block, 1 + 1 / 0.5 for others
         ...     print(engine.state.update.output.flatten().tolist())
         >>> _ = engine.run([(torch.ones(6, 1), torch.ones(6, 1))], max_epochs=1)
         [3.0, 1.0, 3.0, 1.0, 1.0, 3.0]
@@ -90,7 +90,7 @@ class StochasticDepth(Handler):
         self.update = check_name(self, "update", update)
         self.blocks = check_patterns(self, "blocks", blocks) or []
         if not self.blocks:
-            raise TypeError("StochasticDepth(blocks=None): expected a path of a block, or a pattern such as 'layers.*'")
+            raise TypeError("StochasticDepth(blocks=None): expected a block path, or a pattern such as 'layers.*'")
         self._found: dict[str, nn.Module] = {}
         self._draws = Draws()
         self._uncalled: set[str] = set()  # blocks that no forward of this run has called
@@ -130,7 +130,7 @@ class StochasticDepth(Handler):
 
     @on(Events.UPDATE_STARTED, rank=DROP_PATHS, reads=["step"], writes=["modules"])
     def hook(self, engine: Engine) -> None:
-        """Put hooks on the blocks until the update is complete, since the backward may recompute them."""
+        """Put hooks on the blocks until the update is complete, because the backward may recompute them."""
         update = engine.state.update
         if self.update in (None, update.name):
             engine.regions.enter(self._hooked(self.rates(update.steps)))
@@ -200,8 +200,8 @@ class _Drop:
                 tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__ for one in (*tensors[:1], first)
             ]
             raise ValueError(
-                f"{self.handler.name!r}: block {self.path!r} is not residual: from its first input to its output the shape "
-                f"changes ({' to '.join(map(str, shapes))}); leave it out of blocks="
+                f"{self.handler.name!r}: block {self.path!r} is not residual, because its output shape differs from "
+                f"its input shape ({' to '.join(map(str, shapes))}); leave it out of blocks="
             )
         inputs = tensors[0]
         kept = self.handler.mask(inputs, self.place, self.keep)

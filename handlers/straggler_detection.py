@@ -32,12 +32,12 @@ PARTS = {
 class StragglerDetection(Handler):
     """Detects stragglers in distributed training: names slow ranks and the slow part of their iterations.
 
-    In every iteration all ranks wait for the slowest, so all seem equally slow. Here each rank times its own work without this
-    waiting, and every ``every`` iterations the ranks compare their times. A rank whose work takes more than ``threshold`` times
-    the median of all ranks, and at least 1 ms more, in three quarters of the iterations, is named in a warning, once, with the
-    part that is slow: data, forward (with the transfer of the batch and the loss), backward, or handlers (with the optimizer
-    step). A second warning reports when the rank is back to normal. In ``state.metrics``: "straggler_ratio", the median time of
-    the slowest rank divided by the median of all ranks.
+    In every iteration all ranks wait for the slowest, so all seem equally slow. This handler times the work of each rank without
+    the waiting, and the ranks compare their times every ``every`` iterations. A rank is a straggler if its work takes more than
+    ``threshold`` times the median of all ranks, and at least 1 ms more, in three quarters of the iterations. One warning names
+    the rank and the slow part: data, forward (with the transfer of the batch and the loss), backward, or handlers (with the
+    optimizer step). A second warning reports when the rank is back to normal. "straggler_ratio" in ``state.metrics`` is the
+    median time of the slowest rank divided by the median of all ranks.
 
     The backward is measured in CPU time, which does not pass while a process waits for another or sleeps. On GPUs only data and
     forward are compared, since the host cannot tell when the device waits; for sharded models on GPUs, only data.
@@ -63,10 +63,13 @@ class StragglerDetection(Handler):
         >>> _ = engine.attach(detection)
         >>> engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 10, max_epochs=1).iteration
         10
-        >>> detection.stragglers, engine.state.metrics.get("straggler_ratio")  # with several processes, from the first comparison
+        >>> # With several processes, from the first comparison on.
+        >>> detection.stragglers, engine.state.metrics.get("straggler_ratio")
         ({}, None)
-        >>> usual = {"data": Times(0.010, 0.009), "forward": Times(0.020, 0.019)}  # what such a comparison finds
-        >>> find_stragglers([usual, usual | {"data": Times(0.030, 0.029)}, usual], detection.threshold, before={})
+        >>> # What such a comparison finds:
+        >>> usual = {"data": Times(0.010, 0.009), "forward": Times(0.020, 0.019)}
+        >>> slow = usual | {"data": Times(0.030, 0.029)}
+        >>> find_stragglers([usual, slow, usual], detection.threshold, before={})
         {1: 'data'}
     """
 
@@ -128,7 +131,7 @@ class StragglerDetection(Handler):
 
     @on("backward_event", phase=Phase.PERSIST, rank=AFTER_ALL, reads=[], writes=[])
     def begin_backward(self, engine: Engine) -> None:
-        """Note how long the forward took, and when the backward begins; of several, the first."""
+        """Note how long the forward took, and when the first backward begins."""
         if self._arrived is not None and self._mark is not None:
             self._times["forward"].append((self._arrived, self._mark()))
             self._arrived = None
@@ -197,9 +200,9 @@ def find_stragglers(
 ) -> dict[int, str]:
     """Find slow ranks, each with the part that exceeds the median of the ranks most.
 
-    The lower quartile decides: if processes compete for the cores of a busy machine, any of them may be slow in many iterations,
-    but is as fast as the others in some. A slow rank stays slow until half of its excess is gone, by the median, so a rank near
-    the threshold is not named repeatedly.
+    The lower quartile decides, because processes that compete for the cores of a busy machine may be slow in many iterations, but
+    are as fast as the others in some. A slow rank stays slow until half of its excess is gone, by the median, so a rank near the
+    threshold is not named repeatedly.
 
     Args:
         ranks: The times of each part, for each rank.
@@ -225,13 +228,13 @@ def find_stragglers(
 
 
 def _slow(rank: int, part: str, ranks: Sequence[Mapping[str, Times]]) -> str:
-    """What is reported of a slow rank."""
+    """The report about a slow rank."""
     totals = [sum(times.median for times in parts.values()) for parts in ranks]
     own, usual = ranks[rank][part].median, median(parts[part].median for parts in ranks)
     return (
-        f"rank {rank} is a straggler, for which all others wait: its own work takes {totals[rank] * 1e3:.1f} ms an iteration, "
-        f"the median of the ranks is {median(totals) * 1e3:.1f} ms. Slow is: {part} ({PARTS[part]}), {own * 1e3:.1f} ms in place "
-        f"of {usual * 1e3:.1f} ms"
+        f"rank {rank} is a straggler that all other ranks wait for: its own work takes {totals[rank] * 1e3:.1f} ms an "
+        f"iteration, and the median of the ranks is {median(totals) * 1e3:.1f} ms. The slow part is {part} "
+        f"({PARTS[part]}): {own * 1e3:.1f} ms instead of {usual * 1e3:.1f} ms"
     )
 
 

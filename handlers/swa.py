@@ -41,22 +41,20 @@ __all__ = ["SWA"]
 class SWA(AveragedWeights):
     """Stochastic weight averaging (SWA): averages the weights at the ends of epochs, and evaluates with the average.
 
-    All epochs count equally, and exports use the average, too. Late in training, a high constant learning rate lets the weights
-    explore a wide minimum, and their mean is closer to its center than any of them. With ``lr``, the handler anneals the learning
-    rate from the start of averaging, epoch by epoch, as ``torch.optim.swa_utils.SWALR`` does. To schedule the learning rate
-    before that, too, omit ``lr`` and chain both in `LRScheduling` with ``every="1ep"``: ``lambda optimizer:
-    SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)], milestones=[75])``.
+    All epochs count equally. With a high constant learning rate late in training, the weights explore a wide minimum, and their
+    mean is closer to its center. With ``lr``, the handler anneals the learning rate epoch by epoch from the start of averaging,
+    as ``torch.optim.swa_utils.SWALR`` does. To also schedule it before that, omit ``lr`` and chain both in `LRScheduling` with
+    ``every="1ep"``: ``lambda optimizer: SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)], milestones=[75])``.
 
-    Evaluations started by the trainer (`Validation`, `Engine.evaluate`) and `Engine.weights` use the average, which is copied
-    into the modules in place. Afterwards the weights are restored bit for bit, also after an error. An evaluator must therefore
-    share the trainer's modules. The state to resume from (`Engine.state_dict`) holds the weights, and the average as this
-    handler's state. After training, ``engine.load_weights(engine.weights())`` makes the average the weights. Weights loaded by
-    `Engine.load_weights`, as EarlyStopping does with the best ones, are used unchanged until the next average.
+    Evaluations started by the trainer (`Validation`, `Engine.evaluate`), exports and `Engine.weights` use the average, which is
+    copied into the modules in place and swapped out afterwards. The evaluator must therefore share the trainer's modules.
+    `Engine.state_dict` holds the weights, and the average as this handler's state. For more about loading and evaluating, see
+    `EMA`.
 
     BatchNorm statistics are valid only for the weights that they were computed with. When the run is complete, they are
-    recomputed for the average by passing training data through the model without gradients. This calls the update's forward
-    with the modules in their training modes, without the handlers of the forward, such as mixed precision. Frozen BatchNorm
-    layers, those in eval mode, keep their statistics.
+    recomputed for the average by passing training data through the update's forward without gradients, with the modules in their
+    training modes, but without the handlers of the forward, such as mixed precision. Frozen BatchNorm layers (in eval mode) keep
+    their statistics.
 
     Args:
         start: First epoch at whose end the weights are averaged.
@@ -71,8 +69,7 @@ class SWA(AveragedWeights):
         evaluate: Whether evaluations and exports use the average. Only one of several averages can; ``with handler.in_place():``
             uses a different one.
         update: Name of the update whose learning rate is annealed and whose forward is called; the first by default, but required
-            with ``lr`` if the engine has several. All modules of the engine are averaged, and so are trained tensors outside the
-            modules.
+            with ``lr`` if the engine has several. All modules and trained tensors outside the modules are averaged.
 
     Attributes:
         count: Number of averaged weights.
@@ -88,7 +85,8 @@ class SWA(AveragedWeights):
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         >>> engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         >>> _ = torch.nn.init.ones_(engine.model.weight)
-        >>> _ = engine.attach(SWA(2))  # averages the weights after the epochs 2 and 3, 0.25 and 0.125
+        >>> # Averages the weights after the epochs 2 and 3, 0.25 and 0.125.
+        >>> _ = engine.attach(SWA(2))
         >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=3)
         >>> engine.model.weight.item(), engine.weights()["model"]["weight"].item()
         (0.125, 0.1875)
@@ -156,7 +154,7 @@ class SWA(AveragedWeights):
         if last is not None and last < self.start:
             yield finding(
                 "C18",
-                f"{self.name!r} averages from epoch {self.start} on, but the run completes {last} epochs",
+                f"{self.name!r} averages from epoch {self.start} on, but the run has only {last} epochs",
                 "start earlier, or train longer",
                 [self.name],
             )

@@ -30,18 +30,18 @@ __all__ = ["TensorParallel"]
 class TensorParallel(Distribution):
     """Tensor parallelism: splits layers over several ranks, for layers too large or too slow for one device.
 
-    It uses torch's DTensor. With the processes launched by torchrun, each rank holds a part of the layers in the plan, and
-    computes its part of their outputs; all ranks read the same batches in the order of rank 0, and draw the same random numbers.
-    So W ranks train like one process, up to the rounding of sums. In a single process the handler does nothing, and the same
-    script runs unchanged.
+    With the processes launched by torchrun, each rank holds a part of the layers in the plan and computes its part of their
+    outputs, with torch's DTensor. All ranks read the same batches in the order of rank 0 and draw the same random numbers, so
+    they train like one process, up to the rounding of sums. In a single process the handler does nothing, so the same script runs
+    unchanged.
 
     The model is split in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. Parameters outside the
-    plan become DTensors too, with a copy on each rank, so clipping, norms and averages see one kind of parameter; their modules
-    compute on plain tensors as before. The model stays split after the run; `unsplit` restores plain modules. `Checkpoint` writes
-    the parts as shards that load on any number of ranks, including one.
+    plan also become DTensors, with a copy on each rank, so clipping, norms and averages see one kind of parameter; their modules
+    compute on plain tensors. The model stays split after the run; `unsplit` restores plain modules. `Checkpoint` writes the parts
+    as shards that load on any number of ranks.
 
     With a ``size`` smaller than the number of ranks, each group of ``size`` consecutive ranks splits the layers and reads the
-    same batches; attach `FullyShardedDataParallel` as well to shard the model and the data over the groups.
+    same batches. Then also attach `FullyShardedDataParallel`, which shards the model and the data over the groups.
 
     Each sample counts once in metrics, speeds and the progress bar, since all ranks read the same batches. Dropout between two
     split layers acts on a part of the features, and draws the same mask for each part.
@@ -51,16 +51,15 @@ class TensorParallel(Distribution):
             path of the module, where ``*`` matches one name: "blocks.*.up". With several modules, paths begin with the module's
             name. A style is used for all modules that its path matches.
         size: Number of ranks that split the layers; None uses all.
-        backend: Backend of torch.distributed; by default gloo for the CPU, and also NCCL if there are GPUs.
+        backend: Backend of torch.distributed; by default gloo for the CPU, and NCCL for GPUs.
         timeout: Seconds after which a rank that does not reach a collective operation counts as lost.
 
     Raises:
-        ValueError: Before the first batch: for a path that matches no module, or a module that another path matches as well; for
-            a style that does not fit its module; for a parameter shared by a layer of the plan and another one; for an optimizer
-            instance instead of a factory, and for optimizers with a closure (LBFGS); for a ``size`` that does not divide the
-            number of ranks, or without a handler that shards the data over the groups. In the first step, for a parameter outside
-            the plan that is used with a part of the features, so its gradient differs between ranks: such a module belongs in the
-            plan.
+        ValueError: Before the first batch, if a path matches no module, or two paths match the same module; if a style does not
+            fit its module; if a layer of the plan shares a parameter with another layer; for an optimizer instance instead of a
+            factory, and for optimizers with a closure (LBFGS); if ``size`` does not divide the number of ranks, or if no handler
+            shards the data over the groups. In the first step, if a parameter outside the plan is used with a part of the
+            features, so its gradient differs between ranks; add its module to the plan.
 
     Source:
         Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models Using Model Parallelism" (2019). The
@@ -77,12 +76,16 @@ class TensorParallel(Distribution):
         ...         return x + self.down(self.up(x).relu())
         >>> model = nn.ModuleDict({"blocks": nn.Sequential(Block(), Block())})
         >>> model.forward = lambda x: model["blocks"](x)
-        >>> engine = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=model, seed=0)
-        >>> split = TensorParallel({"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()})
+        >>> update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD)
+        >>> engine = Engine(update, model=model, seed=0)
+        >>> plan = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
+        >>> split = TensorParallel(plan)
         >>> _ = engine.attach(split)
-        >>> engine.run([(torch.ones(4, 8), torch.ones(4, 8))] * 3, max_epochs=1).iteration  # the same with each number of ranks
+        >>> data = [(torch.ones(4, 8), torch.ones(4, 8))] * 3
+        >>> engine.run(data, max_epochs=1).iteration  # the same with each number of ranks
         3
-        >>> split.processes.world_size, model["blocks"][0].up.weight.shape  # torchrun --nproc-per-node 2: 2, and half of the rows
+        >>> # With torchrun --nproc-per-node 2: 2, and half of the rows.
+        >>> split.processes.world_size, model["blocks"][0].up.weight.shape
         (1, torch.Size([32, 8]))
     """
 
@@ -117,8 +120,8 @@ class TensorParallel(Distribution):
             return
         if ranks % self._size:
             raise ValueError(
-                f"{self.name!r}: size={self.size} with {ranks} ranks, which do not divide into groups of {self.size}; launch a "
-                f"multiple of {self.size} processes, or split over all with size={ranks}"
+                f"{self.name!r}: size={self.size} does not divide the number of ranks, {ranks}; launch a multiple of "
+                f"{self.size} processes, or split over all ranks with size={ranks}"
             )
         engine.group.read_alike(self._size, by=self)
         if self._joins:
@@ -148,9 +151,9 @@ class TensorParallel(Distribution):
         self._check_device(engine)
         if not engine.processes.distributed:
             raise ValueError(
-                f"{self.name!r}: size={self.size} with {self.processes.world_size} ranks splits layers over some of the ranks "
-                "only: attach FullyShardedDataParallel, which shards the model and the data over the others, or split over all "
-                f"with size={self.processes.world_size}"
+                f"{self.name!r}: size={self.size} splits layers over only some of the {self.processes.world_size} "
+                "ranks; attach FullyShardedDataParallel to shard the model and the data over the others, or split over "
+                f"all ranks with size={self.processes.world_size}"
             )
         if not self._are_split(engine):
             self._check_same_model(engine)
@@ -186,8 +189,8 @@ class TensorParallel(Distribution):
             for path, module in found.items():
                 if module in chosen:
                     raise ValueError(
-                        f"{self.name!r}: plan={{{key!r}: ...}} matches {path!r}, as {chosen[module][1]!r} does; a module is "
-                        "split once: omit one of the two"
+                        f"{self.name!r}: plan={{{key!r}: ...}} matches {path!r}, which {chosen[module][1]!r} already "
+                        "matches; a module can be split only once, so omit one of the two"
                     )
                 chosen[module] = path, key
         return chosen
@@ -200,15 +203,15 @@ class TensorParallel(Distribution):
             return False
         if not self._replicated or not all(map(is_sharded, parameters)):
             raise ValueError(
-                f"{self.name!r}: the model was split or sharded by another handler, or a part of it was replaced since; build "
-                "the model again, or call unsplit(engine) of that handler"
+                f"{self.name!r}: the model was split or sharded by a different handler, or a part of it was replaced "
+                "since then; build the model again, or call unsplit(engine) on that handler"
             )
         for one in self._replicated:
             one.forget_units()
         return True
 
     def _check_shared(self, engine: Engine, chosen: Mapping[nn.Module, tuple[str, str]]) -> None:
-        """Raise ValueError for parameters of a split module that another module holds, too: they would be two then."""
+        """Raise ValueError for parameters that a split module shares with a different module; they would be duplicated."""
         inside = {part: path for module, (path, _) in chosen.items() for part in module.modules()}
         owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
         for path, module in modules_by_path(engine).items():
@@ -217,8 +220,9 @@ class TensorParallel(Distribution):
                 other, holder = owners.setdefault(parameter, (full, module))
                 if holder is not module and (module in inside or holder in inside):
                     raise ValueError(
-                        f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of them; "
-                        "shared weights cannot be split: omit them from the plan, or give each module its own"
+                        f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of "
+                        "them; shared weights cannot be split, so omit them from the plan, or give each module its own "
+                        "weights"
                     )
 
     def _split(self, module: nn.Module, path: str, key: str, mesh: Any) -> None:
@@ -244,7 +248,7 @@ class TensorParallel(Distribution):
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=SAME_RANDOM_STATE, reads=["processes"], writes=["random"])
     def share_random_state(self, engine: Engine) -> None:
-        """Draw the same numbers on all ranks that split layers between them: those of the first one."""
+        """Draw the numbers of the first rank on all ranks that split layers between them."""
         if self.processes.distributed:
             states = self.processes.gather(random_state())
             set_random_state(states[self.processes.rank // self._size * self._size])
@@ -254,12 +258,13 @@ class TensorParallel(Distribution):
         """Raise an error for anything that cannot be trained on a split model."""
         if not self.processes.distributed:
             return
-        self._check_sharded(engine, "be on its own on each rank")
+        self._check_sharded(engine, "be a separate copy on each rank")
         for update in engine.updates:
             if update.optimizer is not None and needs_closure(update.optimizer):
                 raise ValueError(
-                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all parameters into "
-                    "one vector, into which those of a split model do not fit; use a different optimizer"
+                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all "
+                    "parameters into one vector, which cannot hold the parameters of a split model; use a different "
+                    "optimizer"
                 )
         self._names = {
             p: f"{engine.modules.prefix(name)}.{key}".lstrip(".")
@@ -299,9 +304,9 @@ class TensorParallel(Distribution):
             if max(others) - min(others) > 1e-3 * max(others):
                 raise ValueError(
                     f"{self.name!r}: the gradient of {name!r} differs between ranks (its norms are "
-                    f"{', '.join(f'{one:.4g}' for one in others)}; here {own[name]:.4g}): its module is outside of the plan, but "
-                    "computes with a part of the features; add it to the plan, or gather its input with "
-                    "ColwiseParallel(output_layouts=Replicate())"
+                    f"{', '.join(f'{one:.4g}' for one in others)}; here {own[name]:.4g}), because its module is "
+                    "outside the plan but computes with a part of the features; add the module to the plan, or gather "
+                    "its input with ColwiseParallel(output_layouts=Replicate())"
                 )
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=[])
@@ -318,15 +323,15 @@ class TensorParallel(Distribution):
         handler is detached. To resume training exactly, load a checkpoint into a new engine instead.
 
         Raises:
-            RuntimeError: If called during a run, if a rank is missing, or before `FullyShardedDataParallel.unshard` of a model
-                that is sharded, too.
+            RuntimeError: If called during a run, if a rank is missing, or while the model is still sharded; call
+                `FullyShardedDataParallel.unshard` first.
         """
         if engine.running:
             raise RuntimeError(f"{self.name!r}: unsplit() was called during a run; call it after run()")
         modules = [module for root in engine.modules.values() for module in root.modules()]
         if any(map(is_unit, modules)):
             raise RuntimeError(
-                f"{self.name!r}: unsplit() was called while the model is sharded, too; call unshard(engine) of "
+                f"{self.name!r}: unsplit() was called while the model is still sharded; call unshard(engine) on "
                 "FullyShardedDataParallel first"
             )
         if not self._replicated:
@@ -356,23 +361,24 @@ class TensorParallel(Distribution):
 
 
 def _own(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a module itself, also those that another module holds, too."""
+    """The parameters of a module itself, including those that a different module also holds."""
     return ((key, p) for key, p in module._parameters.items() if p is not None)
 
 
 def _checked(plan: Any) -> dict[str, Any]:
     if not isinstance(plan, Mapping) or not plan or not all(isinstance(key, str) and key for key in plan):
         raise TypeError(
-            f"TensorParallel(plan={plan!r}): expected styles of torch.distributed.tensor.parallel by the paths of modules, such "
-            "as {'up': ColwiseParallel(), 'down': RowwiseParallel()}"
+            f"TensorParallel(plan={plan!r}): expected a mapping from module paths to styles of "
+            "torch.distributed.tensor.parallel, such as {'up': ColwiseParallel(), 'down': RowwiseParallel()}"
         )
     from torch.distributed.tensor.parallel import ParallelStyle
 
     for key, style in plan.items():
         if "ContextParallel" in type(style).__name__:
             raise ValueError(
-                f"TensorParallel(plan={{{key!r}: {type(style).__name__}(...)}}): context parallelism is not supported: it shards "
-                "sequences, which all ranks read here; split the layers with ColwiseParallel() and RowwiseParallel()"
+                f"TensorParallel(plan={{{key!r}: {type(style).__name__}(...)}}): context parallelism is not supported, "
+                "because it shards sequences that all ranks read here; split the layers with ColwiseParallel() and "
+                "RowwiseParallel()"
             )
         if not isinstance(style, ParallelStyle):
             raise TypeError(

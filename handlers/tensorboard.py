@@ -35,18 +35,18 @@ __all__ = ["TensorBoardLogger"]
 class TensorBoardLogger(ScalarLogger):
     """Logs losses, learning rates, metrics and values from ``engine.log`` to TensorBoard.
 
-    Losses and the metrics of the training are under "train/", those of evaluations under "val/", learning rates under "lr". The
+    Training losses and metrics are under "train/", those of evaluations under "val/", and learning rates under "lr". The
     horizontal axis is the iteration. Hyperparameters (``engine.log.hyperparameters``) and the last values of the metrics are one
     row of the HPARAMS tab, in the same file. `Histograms` logs the distributions of weights and gradients.
 
-    For one clean curve, a resumed run hides the values that an earlier run logged after the resumed checkpoint, and a new
-    training run hides all of them; the earlier files are kept. The file is closed when the run ends, also after an exception, and
-    flushed to disk before a checkpoint refers to it.
+    A resumed run hides the values that an earlier run logged after the resumed checkpoint, and a new training run hides all
+    earlier values, so each curve is clean. The earlier files are kept. The file is closed when the run ends, even after an
+    exception, and flushed to disk before a checkpoint refers to it.
 
     Args:
         folder: TensorBoard's log folder, created if it does not exist.
-        every: Interval in iterations, such as "10it", at which losses, learning rates and per-iteration metrics are written. All
-            other new metric values are written with the iteration that measured them.
+        every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new metric
+            values are written with the iteration that measured them.
         graph: Whether to write the graph of the model, traced in eval mode with the first batch, without any effect on the
             training. A model that cannot be traced is reported, and training continues.
 
@@ -60,12 +60,15 @@ class TensorBoardLogger(ScalarLogger):
         >>> from signalfire import Engine, Events, Phase, Update
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
-        >>> _ = engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.log("accuracy", 0.5), phase=Phase.PREPARE)
+        >>> @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+        ... def measure(engine):
+        ...     engine.log("accuracy", 0.5)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     _ = engine.attach(TensorBoardLogger(folder, every="1it"))
         ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))] * 3, max_epochs=1)
         ...     written = next(Path(folder).glob("events.out.tfevents.*")).read_bytes()
-        >>> {tag: written.count(tag.encode()) for tag in ("train/loss", "train/accuracy")}  # values in the file
+        >>> # The numbers of values in the file.
+        >>> {tag: written.count(tag.encode()) for tag in ("train/loss", "train/accuracy")}
         {'train/loss': 3, 'train/accuracy': 1}
     """
 
@@ -99,7 +102,8 @@ class TensorBoardLogger(ScalarLogger):
         self._inputs: tuple[Any, ...] | None = None  # of the model in the first forward
         if graph and find_spec("tensorboard") is None:
             raise ImportError(
-                "TensorBoardLogger(graph=True): torch traces models for the package tensorboard; install it"
+                "TensorBoardLogger(graph=True): torch needs the package tensorboard to trace a model: pip install "
+                "tensorboard"
             )
         self.folder = check_folder(self, folder)
 
@@ -107,8 +111,8 @@ class TensorBoardLogger(ScalarLogger):
         engine.overrides.claim(FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
         if self.graph and len(engine.modules.models) != 1:
             raise ValueError(
-                f"{self.name!r}: graph=True: TensorBoard shows one graph, but the engine has the modules "
-                f"{list(engine.modules.models)}"
+                f"{self.name!r}: graph=True: TensorBoard shows one graph, but the engine has several modules: "
+                f"{list(engine.modules.models)}; omit graph=True"
             )
 
     @property
@@ -193,13 +197,13 @@ class TensorBoardLogger(ScalarLogger):
 
     @on(Events.HYPERPARAMETERS_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_hyperparameters(self, engine: Engine) -> None:
-        """Write the hyperparameters that are known when the run starts: TensorBoard accepts no others afterwards."""
+        """Write the hyperparameters that are known when the run starts, because TensorBoard accepts no others afterwards."""
         if not self._running or not engine.log.given:
             return
         if self._session:
             warn(
-                f"{self.name!r}: TensorBoard shows only the hyperparameters that a run begins with; log them all at once, before "
-                "run()"
+                f"{self.name!r}: TensorBoard shows only the hyperparameters logged when a run starts; log them all at "
+                "once, before run()"
             )
             return
         tags = [f"train/loss/{one.name}" for one in engine.updates] if len(engine.updates) > 1 else ["train/loss"]

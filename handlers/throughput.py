@@ -28,27 +28,27 @@ __all__ = ["Throughput"]
 class Throughput(Handler):
     """Measures throughput: samples, tokens, batches and steps per second over all processes, and MFU.
 
-    In ``state.metrics``: "samples_per_second", "batches_per_second" and "steps_per_second", over the iterations since the
-    previous measurement. Evaluations, checkpoints and the first iterations of a run do not count, so a resumed run shows no drop.
-    With gradient accumulation, a step has several batches. Optionally "tokens_per_second"; "waiting_for_data", the share of the
-    time spent waiting for the next batch; "flops_per_second"; and "mfu", the share of the processors' peak performance that the
-    model's operations use (model FLOPs utilization). A ``name`` given to the handler prefixes these names, as in
-    "slow/samples_per_second", so you can attach several with different intervals.
+    The metrics in ``state.metrics`` are "samples_per_second", "batches_per_second" and "steps_per_second", since the previous
+    measurement. Evaluations, checkpoints and the first iterations of a run do not count, so a resumed run shows no drop. With
+    gradient accumulation, a step has several batches. Optional metrics are "tokens_per_second"; "waiting_for_data", the share of
+    the time spent waiting for the next batch; "flops_per_second"; and "mfu" (model FLOPs utilization), the share of the
+    processors' peak performance that the model uses. A ``name`` given to the handler prefixes these names, as in
+    "slow/samples_per_second", so you can attach several.
 
-    On a GPU, kernels run asynchronously: the values are right if iterations wait for the device now and then, for example by
-    reading a loss.
+    On a GPU, the values are right only if iterations wait for the device now and then, for example by reading a loss, because
+    kernels run asynchronously.
 
     Args:
         every: Interval between two measurements.
         warmup: Number of initial iterations of each run that are not measured.
         tokens: Function from a batch to its number of tokens; or the index, key or name of a tensor whose elements are counted.
         waiting: Whether to measure the time spent waiting for data, which takes two more calls per iteration.
-        flops: Floating-point operations of training with one sample, forward and backward; a function from a batch to those of
-            the batch; or "count", which counts those of the first batch with torch's counter; not for compiled models. An LSTM is
-            not counted; see `Summary`.
+        flops: Floating-point operations of training with one sample, forward and backward; a function from a batch to its
+            operations; or "count", which counts those of the first batch with torch's counter. "count" does not work for compiled
+            models, and does not count an LSTM; see `Summary`.
         peak: Peak performance of one process's processor in operations per second, such as 989e12 for bfloat16 on an H100. By
-            default that of dense bfloat16 on the model's device, for a few known GPUs; on others "mfu" is not measured, which a
-            line on standard error reports.
+            default that of dense bfloat16 on the model's device, for a few known GPUs; on other devices, a line on standard error
+            reports that "mfu" is not measured.
         clock: Function that returns the time in seconds.
 
     Source:
@@ -124,7 +124,7 @@ class Throughput(Handler):
         if peak is not None:
             check_number(self, "peak", peak, above=0)
             if flops is None:
-                raise ValueError(f"Throughput(peak={peak!r}): give flops= as well: a number for a sample, or 'count'")
+                raise ValueError(f"Throughput(peak={peak!r}): peak= requires flops=, a number per sample or 'count'")
 
     def metric_names(self, engine: Engine) -> list[str]:
         optional = {
@@ -154,7 +154,7 @@ class Throughput(Handler):
         """Print why there is no MFU, if the device's peak performance is not known."""
         if self._peak(engine) is None:
             device = name_of(engine.device)
-            line = f"{self.name}: no 'mfu': the peak performance of {device!r} is not known; give peak="
+            line = f"{self.name}: no 'mfu', because the peak performance of {device!r} is not known; give peak="
             engine.processes.print(line, file=sys.stderr)
 
     @on("count_event", phase=Phase.RECORD, reads=[], writes=[])

@@ -29,13 +29,13 @@ class Trace(Handler):
     """Records digests of a run's data, gradients, weights and states, to find where two runs diverge.
 
     `signalfire.traces.compare` or ``python -m signalfire compare A B`` names the first record that differs, across days,
-    machines, versions and numbers of processes. Digests have 16 digits, so a trace stays small; those of tensors depend on each
-    bit and on its position. They are computed on the device of the tensors, and read in one transfer per record.
+    machines, versions and numbers of processes. A digest has 16 digits and depends on each bit and its position in a tensor.
+    Digests are computed on the device of the tensors, and read in one transfer per record.
 
     Each recorded iteration has a record at GET_BATCH_COMPLETED (the batch), LOSS_COMPUTED (the output, the loss), GRADIENTS_READY
     (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random numbers, handlers' states and metrics),
     each after all receivers of the event. ``detail="tensor"`` adds records at FORWARD_COMPLETED, BACKWARD_COMPLETED and
-    OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are recorded, too.
+    OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are also recorded.
 
     A resumed run continues the file from the position of its checkpoint. In distributed runs, each process writes a separate
     file: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
@@ -212,8 +212,8 @@ class Trace(Handler):
         if self._state and not continues and processes.rank < self._state["processes"]:
             engine.findings.report(
                 "W34",
-                f"the trace {str(writer.path)!r} of {self.name!r} is not the one that the loaded state continues: what was "
-                "recorded before is in another file, or lost",
+                f"the trace {str(writer.path)!r} of {self.name!r} does not continue the loaded state; its earlier "
+                "records are in a different file, or lost",
                 "restore the trace of that run before resuming",
                 self.name,
             )
@@ -262,8 +262,8 @@ class Trace(Handler):
         if writer is not None and engine is not None and not writer.in_place:
             engine.findings.report(
                 "W38",
-                f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed while this run writes to it, "
-                "so its records are lost; a second process seems to write to the same path",
+                f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed during this run, so its "
+                "records are lost; a second process seems to write to the same path",
                 "give each run its own folder",
                 self.name,
             )

@@ -23,9 +23,9 @@ class TrackioLogger(RemoteLogger):
 
     See `RemoteLogger` for the guarantees.
 
-    Trackio's step is the iteration, and the run's name is its id. Images, histograms and texts (as Markdown) are Trackio's.
-    Trackio has no run status: the outcome of a run is an alert with this title, and the error's text. Its database is in the
-    folder given by TRACKIO_DIR; ``trackio sync`` uploads it.
+    Trackio's step is the iteration, and the run's name is its id. Images, histograms and texts (as Markdown) have Trackio's
+    types. Trackio has no run status, so an alert has the outcome of the run as its title, and the error as its text. Its database
+    is in the folder given by TRACKIO_DIR; ``trackio sync`` uploads it.
 
     Args:
         project: Name of the project.
@@ -45,7 +45,8 @@ class TrackioLogger(RemoteLogger):
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
         >>> engine = Engine(update, model=model, seed=0)
-        >>> with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):  # Trackio prints how to show it
+        >>> # Trackio prints how to show it.
+        >>> with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
         ...     os.environ["TRACKIO_DIR"] = folder
         ...     logger = TrackioLogger("ones", folder, run_id="first", every="1it")
         ...     _ = engine.attach(logger)
@@ -121,7 +122,7 @@ class TrackioLogger(RemoteLogger):
         return self._count() - self._count_before
 
     def _count(self) -> int:
-        """How many rows of the run are in the database; Trackio writes them in a thread of its own."""
+        """How many rows of the run are in the database; Trackio writes them in a separate thread."""
         from trackio.sqlite_storage import SQLiteStorage
 
         path = SQLiteStorage.get_project_db_path(self.project)

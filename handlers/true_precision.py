@@ -29,10 +29,10 @@ _OTHER_NAMES: dict[Any, str] = {
 class TruePrecision(Handler):
     """Trains in pure float16, bfloat16 or float64: converts the modules and every batch to one dtype.
 
-    Half precision takes half the memory of float32, for optimizer states too, but lacks the safety of autocast: small steps are
-    lost to rounding, and float16 overflows, since nothing is scaled. `MixedPrecision` keeps float32 weights. "fp64" is for
+    Half precision takes half the memory of float32, even for optimizer states, but lacks the safety of autocast: small steps are
+    lost to rounding, and float16 overflows, because nothing is scaled. `MixedPrecision` keeps float32 weights. "fp64" is for
     checking numerics. The modules are converted before optimizers are built; parameters stay the same objects, so an optimizer
-    that was built earlier keeps working.
+    built earlier keeps working.
 
     The conversion rounds the weights. Neither the end of the run nor detaching undoes it; `restore` converts the tensors back to
     their original dtypes. Tensors created in the forward must have the dtype of its input.
@@ -50,7 +50,8 @@ class TruePrecision(Handler):
         >>> _ = engine.attach(TruePrecision("bf16"))
         >>> @engine.on(Events.BACKWARD_COMPLETED)
         ... def show(engine):
-        ...     print(engine.state.batch[0].dtype, engine.model.weight.dtype, engine.model.weight.grad.dtype)
+        ...     weight = engine.model.weight
+        ...     print(engine.state.batch[0].dtype, weight.dtype, weight.grad.dtype)
         >>> _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=1)
         torch.bfloat16 torch.bfloat16 torch.bfloat16
     """
@@ -64,7 +65,10 @@ class TruePrecision(Handler):
     ) -> None:
         super().__init__(name=name)
         if isinstance(precision, str) and precision.endswith("-mixed"):
-            raise ValueError(f"TruePrecision(precision={precision!r}): write MixedPrecision({precision!r})")
+            raise ValueError(
+                f"TruePrecision(precision={precision!r}): names that end in '-mixed' mean autocast, but "
+                f"TruePrecision converts the weights; use MixedPrecision({precision!r}) instead"
+            )
         if isinstance(precision, str | torch.dtype | int):
             precision = _OTHER_NAMES.get(precision, precision)
         self.dtype = _DTYPES[check_choice(self, "precision", precision, tuple(_DTYPES))]

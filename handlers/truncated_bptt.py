@@ -21,28 +21,27 @@ __all__ = ["TruncatedBPTT"]
 class TruncatedBPTT(Handler):
     """Truncated back-propagation through time (TBPTT): trains on long sequences in chunks that pass on the hidden state.
 
-    Each batch is split along time, so gradients and memory reach back over one chunk instead of the whole sequence. Each chunk is
-    one micro-step: forward, loss, backward and, unless gradients are accumulated, the optimizer's step. The forward reads
-    ``engine.state.update.hidden``, which is None at the start of a batch, and stores the new hidden state there; it is detached
-    between two chunks. `GradientAccumulation` counts chunks; its windows may span batches, but not epochs.
+    Each batch is split along time, so gradients and memory reach back over one chunk. Each chunk is one micro-step: forward,
+    loss, backward and, unless gradients are accumulated, the optimizer's step. The forward reads ``engine.state.update.hidden``,
+    which is None at the start of a batch, and stores the new hidden state there; it is detached between chunks.
+    `GradientAccumulation` counts chunks; its windows may span batches, but not epochs.
 
-    In nested tuples, lists, dicts and dataclasses, these are split: tensors along the dimension ``dim``; lists of tensors of one
-    shape, as sequences of time steps, unless the list is the batch itself; a ``PackedSequence``. The first of them in the batch
-    defines the length of the sequences. Everything without a time dimension or of another length, such as labels of shape (N,),
-    is passed to every chunk. A label that happens to have this length would be split, too: use ``split`` in that case.
+    In nested tuples, lists, dicts and dataclasses, the handler splits tensors along ``dim``, a ``PackedSequence``, and lists of
+    tensors of one shape, as sequences of time steps, unless the list is the batch itself. The first of them defines the length of
+    the sequences. Everything without a time dimension or of a different length, such as labels of shape (N,), is passed to every
+    chunk. For a label that happens to have this length, use ``split``.
 
-    Chunks of a packed batch hold the sequences that have not ended, in their order, and the hidden state (of shape
-    (..., N, features), as in torch's recurrent layers) is narrowed to these. No sequence is added before the next batch.
+    Chunks of a packed batch hold the sequences that have not ended, in their order, and the hidden state (of shape (..., N,
+    features), as in torch's recurrent layers) is narrowed to them. No sequence is added before the next batch.
 
-    A skipped step, for example after an overflow, skips its chunk (or window of chunks) only; the next chunk continues. An
-    update that is skipped before its first chunk is skipped for the whole batch.
-
-    With several updates, each goes through all chunks of a batch before the next update begins.
+    A skipped step, for example after an overflow, skips only its chunk (or window of chunks). An update that is skipped before
+    its first chunk is skipped for the whole batch. With several updates, each goes through all chunks of a batch before the next
+    begins.
 
     After the last chunk, ``state.batch`` is the whole batch again, and ``update.loss`` the mean of the chunks' losses, weighted
     by their lengths (packed: by their numbers of elements). ``update.output`` is the concatenation of the chunks' outputs along
-    ``dim``, detached, if each is a tensor with the length of its chunk there; otherwise the output of the last chunk. Return a
-    tuple to prevent the concatenation.
+    ``dim``, detached, if each is a tensor with the length of its chunk there; otherwise the output of the last chunk. To prevent
+    the concatenation, return a tuple.
 
     Args:
         steps: Number of time steps in a chunk; the last chunk of a batch may be shorter.
@@ -50,12 +49,12 @@ class TruncatedBPTT(Handler):
         split: Function called as ``split(batch)`` instead of using ``steps``, that returns the list of chunks. Their lengths are
             found as above; if none is found, all chunks have equal weight and their outputs are not concatenated. Hidden states
             are not narrowed.
-        update: Name of the update whose batches are split; by default all updates.
+        update: Name of the update whose batches are split; all by default.
 
     Errors:
-        ValueError: For an optimizer with a closure, or a handler that recomputes gradients: the hidden states of earlier chunks
-            are no longer available. Since the number of steps in a run is not known in advance, a schedule such as OneCycleLR
-            must be given its number of steps.
+        ValueError: For an optimizer with a closure, or a handler that recomputes gradients, because the hidden states of earlier
+            chunks are no longer available. Since the number of steps in a run is not known in advance, a schedule such as
+            OneCycleLR must be given its number of steps.
 
     Source:
         Williams and Peng, "An efficient gradient-based algorithm for on-line training of recurrent network trajectories"
@@ -68,7 +67,8 @@ class TruncatedBPTT(Handler):
         ...     update = engine.state.update
         ...     print(tuple(batch[0].shape), update.hidden is not None, update.more)
         ...     output, hidden = engine.model(batch[0], update.hidden)
-        ...     update.hidden = hidden if update.more else None  # where there is a next chunk; never without this handler
+        ...     # Without this handler, more is always False.
+        ...     update.hidden = hidden if update.more else None
         ...     return torch.nn.functional.mse_loss(output, batch[1])
         >>> update = Update.from_function(loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=torch.nn.RNN(1, 1, batch_first=True), seed=0)
@@ -93,8 +93,8 @@ class TruncatedBPTT(Handler):
         super().__init__(name=name)
         if (steps is None) == (split is None):
             raise TypeError(
-                f"TruncatedBPTT(steps={steps!r}, split={split!r}): give one of them: the length of a chunk, or a "
-                "function that splits a batch"
+                f"TruncatedBPTT(steps={steps!r}, split={split!r}): give one of the two: steps=, the length of a chunk, "
+                "or split=, a function that splits a batch"
             )
         self.steps = None if steps is None else check_int(self, "steps", steps)
         self.dim = check_int(self, "dim", dim, least=0)
@@ -141,9 +141,9 @@ class TruncatedBPTT(Handler):
     def _check_gradients_once(self, update: UpdateState) -> None:
         if update.window.kept is not None:
             raise ValueError(
-                f"{self.name!r}: steps of update {update.name!r} compute their gradients more than once, because its "
+                f"{self.name!r}: each step of update {update.name!r} computes gradients more than once, because its "
                 f"{type(update.optimizer).__name__} takes a closure or a handler requires it, but the hidden states of "
-                "earlier chunks are no longer available; use a different optimizer, or detach one of the two handlers"
+                "earlier chunks are gone by then; use a different optimizer, or detach one of the two handlers"
             )
 
     @on(Events.ITERATION_STARTED, reads=["batch", "plan", "window"], writes=["plan"])
@@ -182,8 +182,8 @@ class TruncatedBPTT(Handler):
         timed, total = next(_timed(batch, self.dim), (None, None))
         if total is None:
             raise ValueError(
-                f"{self.name!r}: the batch has no time dimension: no tensor has more than dim={self.dim} dimensions; "
-                "give TruncatedBPTT(dim=) or TruncatedBPTT(split=), a function that splits the batch"
+                f"{self.name!r}: the batch has no time dimension, because no tensor has more than dim={self.dim} "
+                "dimensions; give TruncatedBPTT(dim=) or TruncatedBPTT(split=), a function that splits the batch"
             )
         begins = range(0, max(total, 1), self.steps)
         ends = [min(begin + self.steps, total) for begin in begins]
@@ -199,8 +199,9 @@ class TruncatedBPTT(Handler):
         chunks = split(batch)
         if not isinstance(chunks, list | tuple) or not chunks:
             raise ValueError(
-                f"{self.name!r}: split={split!r} returned {type(chunks).__name__} of "
-                f"{len(chunks) if isinstance(chunks, list | tuple) else 'unknown'} chunks; return a list of at least one"
+                f"{self.name!r}: split={split!r} returned a {type(chunks).__name__} with "
+                f"{len(chunks) if isinstance(chunks, list | tuple) else 'unknown'} chunks; return a list of at least "
+                "one"
             )
         lengths = [next(_timed(chunk, self.dim), (None, None))[1] for chunk in chunks]
         known = [length for length in lengths if length is not None]
@@ -281,14 +282,14 @@ class TruncatedBPTT(Handler):
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.PREPARE, reads=[], writes=["batch", "loss", "output"])
     def finish(self, engine: Engine) -> None:
-        """Restore the whole batch, also in a run that stops inside it, with the results of the chunks so far."""
+        """Restore the whole batch with the results of the chunks so far, even if the run stops inside the batch."""
         if self._index:
             self._finish(engine, engine.state.update)
         self._clear()
 
     @on(Events.ENDED, reads=[], writes=[])
     def release(self, engine: Engine) -> None:
-        """Drop the batch, also after an error."""
+        """Drop the batch, even after an error."""
         self._clear()
 
 

@@ -17,9 +17,9 @@ __all__ = ["UpdateFrequency"]
 class UpdateFrequency(Handler):
     """Runs an update only in every n-th iteration, such as a GAN's generator once per five critic steps (n_critic).
 
-    Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ...; with an offset of
-    1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates that are not named run in
-    every iteration.
+    Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ..., and with an
+    offset of 1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates without a name
+    here run in every iteration.
 
     Gradient accumulation counts only iterations that run the update. Its last window of an epoch closes when the update runs for
     the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
@@ -44,7 +44,8 @@ class UpdateFrequency(Handler):
         >>> def update(name):
         ...     def loss(engine, batch):
         ...         return engine.model[name](batch).square().mean()
-        ...     return Update.from_function(loss, torch.optim.SGD, lr=0.1, name=name, parameters=name)
+        ...     options = {"lr": 0.1, "name": name, "parameters": name}
+        ...     return Update.from_function(loss, torch.optim.SGD, **options)
         >>> models = {"critic": torch.nn.Linear(1, 1), "generator": torch.nn.Linear(1, 1)}
         >>> engine = Engine([update("critic"), update("generator")], model=models)
         >>> _ = engine.attach(UpdateFrequency(generator=5))
@@ -76,14 +77,18 @@ class UpdateFrequency(Handler):
             raise ValueError("UpdateFrequency(every={}): name at least one update: UpdateFrequency({'generator': 5})")
         if twice := sorted(set(every or {}) & set(frequencies)):
             raise ValueError(
-                f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given as a keyword, too; give it once"
+                f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given twice, in every= and as a keyword; "
+                "give it once"
             )
         for argument, numbers, least in (("every", self.every, 1), ("offset", self.offset, 0)):
             for update, number in numbers.items():
                 numbers[update] = check_int(self, f"{argument}[{update!r}]", number, least=least)
         for update, number in self.offset.items():
             if update not in self.every:
-                raise ValueError(f"UpdateFrequency(offset={{{update!r}: {number}}}): give {update!r} a frequency, too")
+                raise ValueError(
+                    f"UpdateFrequency(offset={{{update!r}: {number}}}): an offset needs a frequency; give {update!r} "
+                    "one"
+                )
         self._window: int | None = None  # length of the current update's window, if it is closed early
 
     def is_made(self, update: str, iteration: int) -> bool:
@@ -100,8 +105,8 @@ class UpdateFrequency(Handler):
             idle = next((i for i in period if not any(self.is_made(update, i) for update in self.every)), None)
             if idle is not None:
                 raise ValueError(
-                    f"UpdateFrequency(every={self.every}, offset={self.offset}): no update would run in iteration {idle}, and "
-                    "its batch would be lost; omit one of the updates, or choose other offsets"
+                    f"UpdateFrequency(every={self.every}, offset={self.offset}): no update would run in iteration "
+                    f"{idle}, so its batch would be lost; omit one of the updates, or choose different offsets"
                 )
         self._mark_updates(engine)
 
@@ -123,8 +128,7 @@ class UpdateFrequency(Handler):
             if last is not None and due > last:
                 yield finding(
                     "C17",
-                    f"{self.name!r} never runs the update {name!r} in this run: it is first due in iteration {due}, "
-                    "and the run "
+                    f"{self.name!r} never runs the update {name!r}: it is first due in iteration {due}, but this run "
                     f"ends with iteration {last}",
                     "choose a smaller n, or a longer run",
                     [self.name],
@@ -132,7 +136,7 @@ class UpdateFrequency(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["step"])
     def mark_updates(self, engine: Engine) -> None:
-        """Declare that batches are not steps; another handler may have reset this when it was detached."""
+        """Declare that batches are not steps; a different handler may have reset this when it was detached."""
         self._mark_updates(engine)
 
     @on(Events.EPOCH_STARTED, phase=Phase.PREPARE, reads=["window", "bounds"], writes=[])
@@ -142,8 +146,9 @@ class UpdateFrequency(Handler):
             update = engine.find_update(name)
             if every > 1 and update.window.length > 1 and engine.state.epoch_length is None:
                 raise ValueError(
-                    f"{self.name!r}: gradients of update {name!r} are accumulated, but the data has no length, so the last "
-                    f"iteration of the epoch in which it runs (every {every}) is unknown; give epoch_length= to run()"
+                    f"{self.name!r}: gradients of update {name!r} are accumulated, but the data has no length, so the "
+                    f"last iteration of an epoch that runs the update (every {every}) is unknown; give epoch_length= "
+                    "to run()"
                 )
 
     @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan"], writes=["plan"])

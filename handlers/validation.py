@@ -26,20 +26,20 @@ class Validation(Handler):
     """Runs validation at an interval, and stores the metrics in the trainer's ``state.metrics``, where monitors read them.
 
     ``Validation(data, accuracy=Accuracy())`` measures "val_accuracy" and "val_loss", the mean loss of the trainer's update, with
-    the trainer's model. To measure something else, such as a separate update, build the evaluator yourself:
-    ``Validation(evaluator, data)``, whose metric names have no prefix by default.
+    the trainer's model. To measure something else, build the evaluator yourself: ``Validation(evaluator, data)``, whose metric
+    names have no prefix by default.
 
-    An evaluation leaves all random states, gradients and train or eval flags of modules unchanged, so training continues bit for
-    bit as without it.
+    An evaluation leaves random states, gradients and train or eval modes unchanged, so training continues bit for bit as without
+    it.
 
-    An evaluator inherits how the trainer prepares its batches: what runs at GET_BATCH_COMPLETED in Phase.PREPARE, such as
-    `DeviceTransfer`, and the precision of `MixedPrecision` or `TruePrecision`, unless it has its own. ``print(trainer)`` lists
-    what is inherited.
+    An evaluator inherits how the trainer prepares its batches (everything at GET_BATCH_COMPLETED in Phase.PREPARE, such as
+    `DeviceTransfer`) and the precision of `MixedPrecision` or `TruePrecision`, unless it has its own. ``print(trainer)`` lists
+    both.
 
     Args:
-        evaluator: An engine that evaluates: its updates have no optimizer. Attach `Metrics` to it. Without it, the handler builds
-            one for each trainer that it is attached to, available as ``evaluator``.
-        data: The validation data, of known length or not, iterable more than once. Or a mapping from names to data sets,
+        evaluator: An engine whose updates have no optimizer, with `Metrics` attached. Without it, the handler builds one for each
+            trainer that it is attached to, available as ``evaluator``.
+        data: The validation data, iterable more than once, with or without a length. Or a mapping from names to data sets,
             evaluated in this order; the metrics of each are prefixed with its name: "val_clean_loss". `ReloadedData` is loaded
             for the trainer's epoch.
         metrics: Without an evaluator, metrics to measure besides the loss, by name; as for `Metrics`.
@@ -47,9 +47,9 @@ class Validation(Handler):
         every: Interval between evaluations, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
         prefix: Prefix of the metrics' names, to distinguish several validations; by default ``"val_"``, and none with an
             evaluator.
-        at_start: Whether to evaluate before the first batch, too.
-        sanity: Number of batches of each data set to evaluate before training starts, to surface errors early. The metrics are
-            discarded and no handler writes files.
+        at_start: Whether to also evaluate before the first batch.
+        sanity: Number of batches of each data set to evaluate before training starts, to find errors early. The metrics are
+            discarded, and no handler writes files.
         inherit: Whether the evaluator inherits how the trainer prepares its batches, and its precision.
         named: Metrics as keyword arguments, like ``metrics``.
 
@@ -131,7 +131,8 @@ class Validation(Handler):
         beside = [*self.metrics, *(["update"] if update is not None else [])]
         if self._given is not None and beside:
             raise TypeError(
-                f"Validation({beside[0]}=) beside an evaluator, which has its own; attach Metrics({beside[0]}=...) to it"
+                f"Validation({beside[0]}=): an evaluator that you pass measures its own metrics; attach "
+                f"Metrics({beside[0]}=...) to the evaluator"
             )
         self.data_sets = _data_sets("Validation", data)
         self.data = data
@@ -149,11 +150,11 @@ class Validation(Handler):
 
     @property
     def evaluator(self) -> Engine:
-        """The evaluator: the given one, or the one built for the trainer that this is attached to."""
+        """The given evaluator, or the one built for the trainer that the handler is attached to."""
         evaluator = self._built if self._given is None else self._given
         if evaluator is None:
             raise AttributeError(
-                f"{self.name!r} has no evaluator yet: it is built for the engine that this is attached to"
+                f"{self.name!r} has no evaluator yet, because it is built when the handler is attached to an engine"
             )
         return evaluator
 
@@ -185,13 +186,13 @@ class Validation(Handler):
         measured = ({"loss": Average()} if has_loss else {}) | dict(metrics)
         if not measured:
             raise ValueError(
-                f"{self.name!r}: update {spec.name!r} has no loss, and no metric is given: nothing is measured"
+                f"{self.name!r}: update {spec.name!r} has no loss and no metric is given, so there is nothing to "
+                "measure"
             )
         if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
             raise ValueError(
-                f"{self.name!r}: update {spec.name!r} is a single function: it has no output for "
-                f"{', '.join(unknown)} to measure; build an engine that evaluates, with an update that has one: "
-                "Validation(evaluator, data)"
+                f"{self.name!r}: update {spec.name!r} is a single function without an output for {', '.join(unknown)} "
+                "to measure; evaluate with a separate engine whose update has an output: Validation(evaluator, data)"
             )
         evaluator = Engine(spec.evaluation(), model=next(iter(models.values())) if len(models) == 1 else models or None)
         evaluator.attach(Metrics(measured))
@@ -252,7 +253,7 @@ class Validation(Handler):
 
     @property
     def _joint(self) -> str:
-        """What is between the name of a data set and that of a metric."""
+        """The separator between the name of a data set and the name of a metric."""
         return "_" if self._given is None else "/"
 
 
@@ -292,12 +293,12 @@ def _checked_metrics(where: str, arguments: Sequence[str], metrics: Any, named: 
     given = {} if metrics is None else metrics
     if not isinstance(given, Mapping | nn.ModuleDict):
         raise TypeError(
-            f"{where}(metrics=a {type(metrics).__name__}): expected a mapping from names to metrics: "
+            f"{where}(metrics=a {type(metrics).__name__}): expected a mapping from names to metrics, such as "
             "{'accuracy': Accuracy()}"
         )
     if twice := [key for key in given if key in named]:
         raise TypeError(
-            f"{where}({twice[0]}=): {twice[0]!r} is given twice: in metrics=, and beside it; omit one of them"
+            f"{where}({twice[0]}=): {twice[0]!r} is given twice, in metrics= and as a keyword; omit one of them"
         )
     if not len(given) and not named:
         return {}
@@ -315,13 +316,12 @@ def _refuse_no_metrics(where: str, arguments: Sequence[str], named: Mapping[str,
 
 
 def _refuse_another_loss(where: str, metrics: Mapping[str, Any]) -> None:
-    """Raise ValueError for a metric in place of the loss that is surely no mean of a loss."""
+    """Raise ValueError for a metric named 'loss' that is surely not the mean of a loss."""
     metric = metrics.get("loss")
     if getattr(metric, "higher_is_better", None) is not True and not isinstance(metric, nn.ModuleDict):
         return
     kind = type(metric).__name__
     raise ValueError(
-        f"{where}(loss={kind}()): 'loss' is the mean loss of the update, which {kind}() would replace; give it a "
-        "different name: "
-        f"{kind.lower()}={kind}()"
+        f"{where}(loss={kind}()): 'loss' is the mean loss of the update, which {kind}() would replace; give the metric "
+        f"a different name: {kind.lower()}={kind}()"
     )

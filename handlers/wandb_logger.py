@@ -31,13 +31,13 @@ class WandbLogger(RemoteLogger):
 
     See `RemoteLogger` for the guarantees.
 
-    Each row has the value ``step``, the iteration, which is the horizontal axis of all charts. Images and histograms are W&B's,
-    texts are Html. A resumed run continues the W&B run of the same id in a new part. Its files are in ``<folder>/wandb`` and are
-    needed to resume, since records already written are read from there. ``wandb sync <folder>/wandb/offline-run-*`` uploads the
-    parts of offline runs in their order.
+    Each row has the value ``step``, the iteration, which is the horizontal axis of all charts. Images and histograms have W&B's
+    types, and texts are Html. A resumed run continues the W&B run of the same id in a new part. To resume, a run needs the files
+    in ``<folder>/wandb``, because records already written are read from there. ``wandb sync <folder>/wandb/offline-run-*``
+    uploads the parts of offline runs in their order.
 
-    W&B shows FAILED for an exit code of 1, with the error in the summary; KILLED, after Ctrl-C, for 255; and a preempted run as
-    preempting.
+    W&B shows a failed run as FAILED (exit code 1), with the error in the summary; a run stopped by Ctrl-C as KILLED (exit code
+    255); and a preempted run as preempting.
 
     Args:
         project: Name of the project.
@@ -60,7 +60,8 @@ class WandbLogger(RemoteLogger):
         >>> _ = torch.nn.init.zeros_(model.weight)
         >>> engine = Engine(update, model=model, seed=0)
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = engine.attach(WandbLogger("ones", folder, run_id="first", mode="offline", every="1it"))
+        ...     options = {"run_id": "first", "mode": "offline", "every": "1it"}
+        ...     _ = engine.attach(WandbLogger("ones", folder, **options))
         ...     _ = engine.run([(torch.ones(4, 1), torch.ones(4, 1))] * 3, max_epochs=1)
         ...     [file] = Path(folder).glob("wandb/offline-run-*-first/run-first.wandb")
         ...     rows = read_history(file)
@@ -204,7 +205,7 @@ def _as_wandb(item: Item, value: Any) -> Any:
 
 
 def read_history(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The rows of a .wandb file: numbers by name, None for what is no number, and ``step``, the iteration."""
+    """The rows of a .wandb file: numbers by name, None for other values, and ``step``, the iteration."""
     return list(_History(Path(path)).rows())
 
 

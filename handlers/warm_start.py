@@ -25,16 +25,16 @@ __all__ = ["WarmStart"]
 class WarmStart(Handler):
     """Loads pretrained weights from a file when a new run starts: all, some, or under different names.
 
-    Names, shapes and kinds of dtype are compared before anything is loaded. Missing weights, unexpected weights and different
-    shapes raise an error, unless ``allow`` matches them; no weight has changed by then. A file without any fitting weight always
-    raises an error. One line on stderr reports how much was loaded; `plan` has the names.
+    Names, shapes and kinds of dtype are compared first. Missing weights, unexpected weights and different shapes raise an error
+    before any weight changes, unless ``allow`` matches them. A file without any fitting weight always raises an error. One line
+    on stderr reports how much was loaded; `plan` has the names.
 
     The weights are loaded before the model is moved, converted, frozen, sharded or compiled, and before optimizers and averages
-    exist. Only weights and buffers are loaded: the run's counters, optimizers and random streams start fresh. A run that resumes
-    from a checkpoint (`Checkpoint(resume=True)`, `Engine.load_state_dict`), or continues, keeps its own weights.
+    exist. Only weights and buffers are loaded; counters, optimizers and random streams start fresh. A run that resumes from a
+    checkpoint (`Checkpoint(resume=True)`, `Engine.load_state_dict`), or continues, keeps its own weights.
 
-    In the names of a file, ``_orig_mod.`` and other parts that torch's wrappers add are ignored, and the prefixes "module." and
-    "model." are removed if more names match without them; this is reported. Dtypes are converted to the model's.
+    ``_orig_mod.`` and other parts that torch's wrappers add to names are ignored. The prefixes "module." and "model." are
+    removed, and reported, if more names match without them. Dtypes are converted to the model's.
 
     Args:
         source: The weights: a safetensors file, or the index of its shards; a file of ``torch.save`` or Lightning's ``.ckpt``; a
@@ -54,12 +54,21 @@ class WarmStart(Handler):
     Example:
         >>> import torch
         >>> from signalfire import Engine, Update
-        >>> pretrained = {"encoder.weight": torch.eye(2), "encoder.bias": torch.zeros(2), "head.weight": torch.ones(9, 2)}
-        >>> model = torch.nn.ModuleDict({"backbone": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3)})
-        >>> update = Update.from_function(lambda engine, x: model.head(model.backbone(x)).sum(), torch.optim.SGD, lr=0.1)
+        >>> pretrained = {
+        ...     "encoder.weight": torch.eye(2),
+        ...     "encoder.bias": torch.zeros(2),
+        ...     "head.weight": torch.ones(9, 2),
+        ... }
+        >>> layers = {"backbone": torch.nn.Linear(2, 2), "head": torch.nn.Linear(2, 3)}
+        >>> model = torch.nn.ModuleDict(layers)
+        >>> def loss(engine, x):
+        ...     return model.head(model.backbone(x)).sum()
+        >>> update = Update.from_function(loss, torch.optim.SGD, lr=0.1)
         >>> engine = Engine(update, model=model, seed=0)
-        >>> _ = engine.attach(WarmStart(pretrained, rename={"^encoder": "backbone"}, allow=["head"]))
-        >>> _ = engine.run([torch.zeros(4, 2)], max_epochs=1)  # zeros, so that the weights stay as they were loaded
+        >>> start = WarmStart(pretrained, rename={"^encoder": "backbone"}, allow=["head"])
+        >>> _ = engine.attach(start)
+        >>> # With zeros, the weights stay as they were loaded.
+        >>> _ = engine.run([torch.zeros(4, 2)], max_epochs=1)
         >>> model.backbone.weight.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
         >>> print(engine[WarmStart].plan)
@@ -94,11 +103,11 @@ class WarmStart(Handler):
         self.source = source if isinstance(source, Mapping) else check_local(self, "source", source)
 
     def compare(self, model: nn.Module | Mapping[str, nn.Module] | Engine) -> WeightPlan:
-        """What a run would load into a model, or into the modules of an engine; nothing is changed.
+        """The plan for loading into a model, or into the modules of an engine; nothing is changed.
 
         Raises:
-            FileNotFoundError, ValueError, ImportError: For a source that cannot be read, and rules that match nothing. What does
-                not fit is in the plan.
+            FileNotFoundError, ValueError, ImportError: For a source that cannot be read, and rules that match nothing. Mismatches
+                are in the plan.
         """
         return self._compare(model.modules if isinstance(model, Engine) else Modules(model, ()), self._read())
 
@@ -110,7 +119,7 @@ class WarmStart(Handler):
         writes=["weights", "buffers"],
     )
     def load(self, engine: Engine) -> None:
-        """Load the weights, on every rank from its own file system; with an error on one of them, on none."""
+        """Load the weights, on every rank from its own file system; if one rank has an error, no rank loads."""
         if engine.state.epoch > 0:
             return
         if engine.snapshots.has_loaded_state:

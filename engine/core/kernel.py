@@ -1,4 +1,4 @@
-"""The kernel of an engine: the loop, the bus and the registry, and what they need; it knows none of the rooms beside it."""
+"""The kernel of an engine: the loop, the bus, the registry and their parts. It knows none of the rooms beside it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ONE = (Handler, str, Mapping)  # what `attach` takes as one handler, though it 
 class Kernel:
     """Runs updates over data and emits an event at every step; every feature is a handler of those events.
 
-    This is all of it: `Engine` adds the rooms that users expect.
+    The kernel is complete without the rooms that users expect, which `Engine` adds.
     """
 
     current_run: Run | None = None
@@ -69,16 +69,16 @@ class Kernel:
         return {} if model is None else dict(model) if isinstance(model, Mapping) else {"model": model}
 
     def event_of(self, every: AnyEvent) -> AnyEvent:
-        """The event of a handler's attribute that holds an event; rooms know of intervals, too."""
+        """The event of a handler's attribute that holds an event; rooms also accept intervals."""
         return every
 
     def seconds_in(self, max_time: Any) -> float | None:
-        """The seconds of `run`'s ``max_time``; rooms know of intervals, too."""
+        """The seconds of `run`'s ``max_time``; rooms also accept intervals."""
         seconds: float | None = max_time
         return seconds
 
     def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
-        """The error about what `run` does not take; rooms say what is meant, too."""
+        """The error for arguments that `run` does not take; rooms also suggest the right ones."""
         return f"run() takes the data, and its bounds by name, but got {[*unnamed, *unknown]}"
 
     def _furnish(self) -> None:
@@ -104,21 +104,22 @@ class Kernel:
 
         Args:
             data: an iterable of batches: a DataLoader, a list, a generator. None for a run without data. A batch of None is
-                skipped. `signalfire.data` says how a resumed run finds its place in it.
+                skipped. `signalfire.data` explains how a resumed run finds its place in the data.
             max_epochs, max_iters: up to this epoch or iteration, counted over all runs. Evaluation runs one epoch by default.
             max_steps: up to this many optimizer steps of the first update.
-            max_time: up to this much wall-clock time in this call, its start included, such as "15min". No bound saves anything.
+            max_time: up to this much wall-clock time in this call, its start included, such as "15min". No bound saves a
+                checkpoint.
             min_epochs, min_iters: `terminate` takes effect only once this many are complete.
-            epoch_length: iterations in an epoch. By default the data's length, or until unsized data ends. If it is given,
-                the data continues across epochs, and starts again (DATA_EXHAUSTED) when it is exhausted.
+            epoch_length: iterations in an epoch; by default the data's length, or until unsized data ends. If given, the data
+                continues across epochs, and restarts (DATA_EXHAUSTED) when it is exhausted.
             check: whether the first run reports what `check` finds without a batch.
 
         Returns:
             The state.
 
         Raises:
-            ValueError: for bounds that make no sense, or data that is empty or shorter than its length.
-            Exception: any error of a handler, of the model or of the data, once EXCEPTION_RAISED (or INTERRUPTED) and ENDED were
+            ValueError: for invalid bounds, or data that is empty or shorter than its length.
+            Exception: any error in a handler, the model or the data, after EXCEPTION_RAISED (or INTERRUPTED) and ENDED were
                 emitted. Its notes name the handler, the event, the epoch and the iteration.
         """
         if unnamed or unknown:
@@ -137,8 +138,8 @@ class Kernel:
         return self.state
 
     def terminate(self, reason: str, *, by: str = "user") -> None:
-        """Stop the run: at the end of this iteration, whose remaining steps are skipped, or before the next one. An iteration of
-        which no update has begun is not made. TERMINATED and COMPLETED are emitted as usual.
+        """Stop the run at the end of this iteration, whose remaining steps are skipped, or before the next one. An iteration in
+        which no update has started does not run. TERMINATED and COMPLETED are emitted as usual.
 
         Args:
             reason: stored in ``state.stop_reason``.
@@ -147,17 +148,17 @@ class Kernel:
         self.boundary.stop(reason, by=by)
 
     def terminate_epoch(self, reason: str, *, by: str = "user") -> None:
-        """End the epoch after this iteration; one of which no update has begun is not made. An open accumulation window is
-        discarded, and EPOCH_COMPLETED is emitted as usual."""
+        """End the epoch after this iteration; an iteration in which no update has started does not run. An open accumulation
+        window is discarded, and EPOCH_COMPLETED is emitted as usual."""
         self.boundary.end_epoch(reason, by=by)
 
     @property
     def running(self) -> bool:
-        """Whether a run is under way."""
+        """Whether a run is in progress."""
         return self.current_run is not None and self.current_run.running
 
     def find_update(self, name: str | None = None) -> UpdateState:
-        """The update with this name; the first without one."""
+        """The update with this name; without a name, the first update."""
         names = [update.name for update in self.updates]
         if name is not None and name not in names:
             raise KeyError(f"no update is named {name!r}; the updates are {', '.join(names)}")
@@ -168,16 +169,16 @@ class Kernel:
         return self.signals.of(event)
 
     def register_events(self, *catalogues: type[EventEnum]) -> None:
-        """Make events of your own known, so that receivers can be connected to them and `fire` can emit them."""
+        """Register your own events, so receivers can be connected to them and `fire` can emit them."""
         for catalogue in catalogues:
             self.signals.register(catalogue)
 
     def fire(self, event: EventEnum) -> None:
-        """Emit an event of your own: its receivers run now, in the order of phases."""
+        """Emit your own event; its receivers run now, in the order of phases."""
         self.signals.fire(self, event)
 
     def remark(self, code: str, sentence: str, way_out: str, *handlers: str, **how: Any) -> None:
-        """Tell of something that looks wrong, and may be meant; see `Reports.report`."""
+        """Report something that looks wrong but may be intended; see `Reports.report`."""
         self.signals.notify(self, Lifecycle.REMARKED, code, sentence, way_out, handlers, how)
 
     def connect(self, event: AnyEvent, receiver: Receiver, *, phase: Phase = Phase.CHANGE, rank: int = 0) -> Attachment:
@@ -189,7 +190,7 @@ class Kernel:
         return Decorator(self, event, phase, rank)
 
     def attach(self, *handlers: Handler | Iterable[Handler]) -> Attachment:
-        """Attach all of these handlers, or none if one fails; the order never matters for those that come with Signalfire.
+        """Attach all of these handlers, or none if one fails; the order never matters for handlers that come with Signalfire.
 
         An iterable, such as a list, stands for the handlers in it. The returned handle detaches them, by ``handle.detach()`` or
         as a context manager.
@@ -211,7 +212,7 @@ class Kernel:
         return self.signals.has(handler, event)
 
     def find(self, kind: type[H]) -> H:
-        """The one attached handler of a class, typed as such: ``engine.find(History).table()``.
+        """The only attached handler of a class, typed as this class: ``engine.find(History).table()``.
 
         Raises:
             KeyError: if there is none or more than one, listing what is attached.
@@ -223,7 +224,7 @@ class Kernel:
         return self.handlers.without(names)
 
     def toggle(self, handler: Handler) -> None:
-        """Make what is connected agree with ``handler.enabled``; setting ``enabled`` calls this."""
+        """Connect or disconnect a handler according to ``handler.enabled``; setting ``enabled`` calls this."""
         self.handlers.toggle(handler)
 
 

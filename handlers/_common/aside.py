@@ -1,4 +1,4 @@
-"""What a program prints while bars are drawn on a terminal appears above them."""
+"""Output above progress bars: text that a program prints while bars are drawn on a terminal appears above them."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["StepAside"]
 STILL = re.compile(r"\x1b\[[\d;:?]*[mKhl]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 """Escape sequences that leave the cursor where it is: colors, erasing to the end of the line, modes, links."""
 ERASE = "\r\x1b[J"
-"""Erases the line of the cursor, and what is below it."""
+"""Erases the line of the cursor and everything below."""
 
 
 class StepAside:
-    """The bars on the terminal, which leave it when something else is written there.
+    """The bars on the terminal, which leave it while something else is written there.
 
-    While there are bars, the method ``write`` of `sys.stdout` and `sys.stderr` is replaced where these are terminals; the last
-    bar puts it back. The streams stay the same objects: handlers of `logging` and other bars that hold them are noticed, too.
-    Elsewhere (files, pipes, notebooks, the capture of a test runner) nothing is replaced.
+    While there are bars, the method ``write`` of `sys.stdout` and `sys.stderr` is replaced if these are terminals; the last bar
+    restores it. The streams stay the same objects, so handlers of `logging` and other bars that hold them are covered. Elsewhere
+    (files, pipes, notebooks, the capture of a test runner) nothing is replaced.
 
-    After a text the bars stay away until one of them is drawn next: the text may be a prompt that waits for an answer.
+    After a text, the bars stay away until one of them is drawn next, because the text may be a prompt that waits for an answer.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StepAside:
         return Direct(stream, write)
 
     def add(self, bar: tqdm[Any]) -> None:
-        """Watch the standard streams for this bar, too."""
+        """Also watch the standard streams for this bar."""
         if not self._bars:
             self._start()
             streams = [one for one in dict.fromkeys((sys.stdout, sys.stderr)) if _is_terminal(one)]
@@ -63,14 +63,14 @@ class StepAside:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Draw the bars again, below what was written; other threads write nothing until the caller has drawn, too."""
+        """Draw the bars again below the written text; other threads write nothing until the caller has also drawn."""
         with _lock():
             self._come_back()
             yield
             self._start()
 
     def leave(self, written: Watched, text: str) -> None:
-        """Take the bars off the terminal, since this text is written now."""
+        """Take the bars off the terminal before this text is written."""
         if not self._away:
             self._away = True
             self._astray = self._stale = bool(self._others())
@@ -105,7 +105,7 @@ class StepAside:
         self._astray = self._stale = False
 
     def _others(self) -> list[tqdm[Any]]:
-        """The bars that the program itself has drawn by tqdm on this terminal; ours draw to a `Direct`."""
+        """The bars that the program itself has drawn with tqdm on this terminal; ours draw to a `Direct`."""
         streams = [one.stream for one in self._watched]
         bars = list(tqdm._instances)  # type: ignore[attr-defined]
         drawn = [one for one in bars if hasattr(one, "start_t") and getattr(one, "sp", None) is not None]
@@ -113,11 +113,11 @@ class StepAside:
 
 
 class Watched:
-    """A stream whose ``write`` says first what it writes.
+    """A stream that announces each text before writing it.
 
     Args:
         stream: A terminal.
-        notice: Called with this and the text before each text.
+        notice: Called with the stream and the text before each write.
     """
 
     def __init__(self, stream: TextIO, notice: Callable[[Watched, str], None]) -> None:
@@ -134,7 +134,7 @@ class Watched:
             return self.write(text)
 
     def flush(self) -> None:
-        """Write what is buffered; an object that stands in for a stream may have no such method."""
+        """Flush the stream, unless it stands in for one and has no such method."""
         if hasattr(self.stream, "flush"):
             self.stream.flush()
 
@@ -150,7 +150,7 @@ class Watched:
 
 
 class Direct:
-    """A stream with another ``write``."""
+    """A stream with a different ``write``."""
 
     def __init__(self, stream: TextIO, write: Callable[[str], int]) -> None:
         self._stream = stream

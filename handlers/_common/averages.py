@@ -27,7 +27,7 @@ class AveragedWeights(Handler):
 
     Args:
         average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
-        evaluate: Whether evaluations and exports use the averages; of several handlers one can.
+        evaluate: Whether evaluations and exports use the averages; only one of several handlers can.
         trained_only: Whether to leave out frozen parameters.
         update: Name of the update whose steps count; the first by default. All modules of the engine are averaged.
 
@@ -97,9 +97,9 @@ class AveragedWeights(Handler):
         engine.regions.enter(self._averages.in_place())
 
     def differs(self) -> bool:
-        """Whether the engine's weights are not the averages that an evaluation would put in their place.
+        """Whether the engine's weights differ from the averages that an evaluation would use.
 
-        Averages of weights that were changed after the run, by a further training or a load, do not count any more.
+        Averages do not count if the weights were changed after the run, by further training or a load.
         """
         engine = self.engine
         if not self.evaluate or engine is None or (not engine.running and self._versions != _versions_of(engine)):
@@ -121,7 +121,7 @@ class AveragedWeights(Handler):
         return self._averages.values
 
     def evaluated_in(self, state: Mapping[str, Any]) -> Mapping[str, Tensor]:
-        """What evaluations put in place of the weights when a state was saved, by name."""
+        """The tensors that evaluations used in place of the weights when a state was saved, by name."""
         return state["averages"] if self.evaluate and not state.get("overruled", False) else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,17 +140,17 @@ _Place = tuple[str, Any, str]
 class Averages:
     """Averages of the parameters and buffers of an engine's modules, and of trained tensors in no module, by name.
 
-    Buffers may change their shape or type, and be None at times: their average begins again as a copy.
+    Buffers may change their shape or type, or be None at times; their average then restarts as a copy.
 
     Args:
         average_buffers: Whether to average floating-point buffers like weights. Otherwise all buffers are copied.
-        trained_only: Whether to average a parameter only from when it requires a gradient.
+        trained_only: Whether to average a parameter only once it requires a gradient.
 
     Attributes:
         values: The averages by name; empty before the first update.
         count: Number of updates.
         swapped: Whether the averages are in place of the tensors now.
-        overruled: Whether weights were loaded since the last update, so that `in_place` does nothing.
+        overruled: Whether weights were loaded since the last update, so `in_place` does nothing.
     """
 
     def __init__(self, *, average_buffers: bool, trained_only: bool) -> None:
@@ -248,12 +248,12 @@ class Averages:
         return set(filter(is_own_parameter, self.values))
 
     def _unlike(self, parameters: Mapping[str, Tensor]) -> set[str]:
-        """The names of the parameters whose averages have another shape."""
+        """The names of the parameters whose averages have a different shape."""
         averaged = self.values.keys() & parameters.keys()
         return {name for name in averaged if parameters[name].shape != self.values[name].shape}
 
     def _group(self) -> None:
-        """Find which of the tensors that there are now are averaged, and which are copied."""
+        """Find which of the current tensors are averaged, and which are copied."""
         self._moving, self._copied = [], []
         for places, averaged in ((self._parameters, True), (self._buffers, self.average_buffers)):
             for name, holder, key in places:
@@ -264,7 +264,7 @@ class Averages:
         self._direct = not any(is_sharded(t) or t.dtype in _HALF for t in tensors)
 
     def _follow_buffers(self, layout: list[Any]) -> None:
-        """Begin again with copies of the buffers that have another shape or type than their averages, or that were None."""
+        """Restart with copies of the buffers whose shape or type differs from their averages, or that were None."""
         self._layout = layout
         self._group()
         if not self.values:
@@ -308,7 +308,7 @@ class Averages:
         self.values |= {place[0]: t.detach().clone() for place, t in copied}
 
     def _begin_trained(self) -> None:
-        """Average the parameters that require a gradient now, beginning with what they are."""
+        """Average the parameters that now require a gradient, starting from their current values."""
         trained = [place for place in self._frozen if place[1][place[2]].requires_grad]
         if trained:
             self._frozen = [place for place in self._frozen if not place[1][place[2]].requires_grad]
@@ -417,7 +417,7 @@ def _tensors(places: list[_Place]) -> list[Tensor]:
 
 
 def _takes(tensor: Tensor, average: Tensor) -> bool:
-    """Whether an average can be copied into a tensor; else it takes its place in the module."""
+    """Whether an average can be copied into a tensor; otherwise the average replaces the tensor in the module."""
     if tensor.shape != average.shape:
         return False
     steps = tensor.stride() if tensor.layout is torch.strided else tensor.shape
@@ -426,7 +426,7 @@ def _takes(tensor: Tensor, average: Tensor) -> bool:
 
 
 def _layout_of(places: list[_Place]) -> list[Any]:
-    """Shapes and types of buffers; None in place of those that there are not."""
+    """Shapes and types of buffers; None for those that do not exist."""
     tensors = [holder.get(key) for _, holder, key in places]
     return [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in tensors]
 

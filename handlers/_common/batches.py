@@ -24,7 +24,7 @@ def check_place(handler: Handler, argument: str, place: Any) -> int | str:
     """
     if isinstance(place, bool) or not isinstance(place, int | str):
         where = f"{type(handler).__name__}({argument}={place!r})"
-        raise TypeError(f"{where}: expected an index into a tuple, a key of a mapping or a name")
+        raise TypeError(f"{where}: expected a tuple index, a mapping key or a name")
     return place
 
 
@@ -32,13 +32,13 @@ def find_target(handler: Handler, engine: Engine, given: int | str | None) -> in
     """Where the targets are in a batch: as given to the handler, or else to the first update, or the second element.
 
     Raises:
-        ValueError: If the update finds them by a function, which cannot put others in their place.
+        ValueError: If the update finds them by a function, which cannot replace them.
     """
     place = given if given is not None else engine.updates[0].spec.target
     if callable(place):
         raise ValueError(
-            f"{handler.name!r} replaces the targets, but update {engine.updates[0].name!r} finds them by a function; give their "
-            f"index or key as {type(handler).__name__}(target=)"
+            f"{handler.name!r} replaces the targets, but update {engine.updates[0].name!r} finds them by a function; "
+            f"give their index or key as {type(handler).__name__}(target=)"
         )
     return 1 if place is None else place
 
@@ -69,12 +69,12 @@ def check_data(call: str, data: object, end: str = ")") -> None:
     """Check data that a handler iterates several times.
 
     Args:
-        call: The call, up to the value of its argument, for the error: data is only shown where it is wrong.
+        call: The call, up to the value of its argument, for the error; data is shown only if it is wrong.
         data: The data.
         end: What follows the value.
 
     Raises:
-        TypeError: If it cannot be iterated, or only once, or is no data.
+        TypeError: If it is not data, or cannot be iterated more than once.
         ValueError: If it has a length of 0.
     """
     if isinstance(data, str | bytes) or (not isinstance(data, Iterable) and not hasattr(data, "__getitem__")):

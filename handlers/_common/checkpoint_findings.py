@@ -1,4 +1,4 @@
-"""What looks wrong about the checkpoints of a run: their folder, another experiment's hyperparameters, and none at all."""
+"""Findings about a run's checkpoints: the folder, hyperparameters of a different experiment, or no checkpoint at all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def check_selection(handler: Handler, monitor: str | None, mode: str | None, every: object) -> None:
-    """Raise ValueError for arguments of `Checkpoint` that select both the last and the best versions, or for a wrong mode."""
+    """Raise ValueError for arguments of `Checkpoint` that select both the last and the best, or for a wrong mode."""
     if monitor is not None and every is not None:
         raise ValueError(
             f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, each new value of the metric is "
@@ -46,13 +46,13 @@ def check_selection(handler: Handler, monitor: str | None, mode: str | None, eve
 
 
 def check_filename(engine: Engine, filename: checkpoints.NameTemplate) -> None:
-    """Raise KeyError as a run starts for a field that nobody announced and nobody can write: users' code may write one later."""
+    """Raise KeyError when a run starts for a field that nobody announced and nobody can write; user code may write one later."""
     if not users_may_write(engine) and not all(is_announced(engine, metric) for metric in filename.metrics):
         filename.require(engine.state.metrics)
 
 
 def refuse_shards(engine: Engine, name: str) -> None:
-    """Raise an error if a state that is held for an error would be in parts, which the other ranks no longer write then."""
+    """Raise an error if a state to save after an error would be in parts, which the other ranks no longer write then."""
     if any(is_sharded(p) for root in engine.modules.values() for p in root.parameters()):
         raise ValueError(
             f"{name!r}: on_exception=True cannot save a sharded model, because after an error the other ranks no longer write "
@@ -61,7 +61,7 @@ def refuse_shards(engine: Engine, name: str) -> None:
 
 
 def warn_unsynced(name: str, problem: OSError) -> None:
-    """Say that the disk, whose failure perhaps ended the run, does not have the files that a saved state refers to."""
+    """Warn that the disk, whose failure may have ended the run, lacks files that a saved state refers to."""
     warn(
         f"{name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
         RuntimeWarning,
@@ -69,7 +69,7 @@ def warn_unsynced(name: str, problem: OSError) -> None:
 
 
 def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
-    """Say how much of the modules a checkpoint leaves out; report one that leaves out nothing."""
+    """Print how much of the modules a checkpoint leaves out; report a checkpoint that leaves out nothing."""
     every = sum(p.nbytes for root in engine.modules.values() for p in root.parameters())
     if base.count == 0:
         engine.findings.report(
@@ -80,8 +80,8 @@ def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
         )
     elif engine.processes.is_rank_zero:
         print(
-            f"{name}: leaves out {base.count} frozen parameters, {base.size / 1e6:.1f} of {every / 1e6:.1f} MB; a checkpoint "
-            "loads into a model with the same ones",
+            f"{name}: leaves out {base.count} frozen parameters, {base.size / 1e6:.1f} of {every / 1e6:.1f} MB; a "
+            "checkpoint loads only into a model with the same frozen parameters",
             file=sys.stderr,
         )
 
@@ -92,7 +92,7 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
         engine.findings.report(
             "W33",
             f"an entry of the checkpoint folder cannot be read and is skipped: {problem}",
-            "remove it if it is a link that leads nowhere, correct its permissions, or give checkpoints their own folder",
+            "remove it if it is a broken link, correct its permissions, or give checkpoints their own folder",
             name,
             key=str(problem.filename),
         )
@@ -110,7 +110,7 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
 
 
 def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None:
-    """Say what earlier runs have left in the folder of a run that begins at epoch 1, and what happens to it."""
+    """Print what earlier runs have left in the folder of a run that starts at epoch 1, and that it is kept."""
     found = dict(_intact(folder, files))
     if not found:
         return
@@ -119,15 +119,15 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
     saved = datetime.fromtimestamp(_written(folder / newest)).strftime("%Y-%m-%d %H:%M")
     engine.findings.say(
         f"{str(shown_path(folder))!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
-        f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, epoch "
-        f"{manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They stay as they are: this run starts "
-        "at epoch 1 and writes its own checkpoints beside them. To continue the earlier run, use Checkpoint(..., "
+        f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, "
+        f"epoch {manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They are kept. This run starts at "
+        "epoch 1 and writes its own checkpoints beside them. To continue the earlier run, use Checkpoint(..., "
         "resume=True); to keep the runs apart, use a different folder"
     )
 
 
 def _intact(folder: Path, files: checkpoints.Files) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The names and manifests of the versions in a folder."""
+    """The names and manifests of the checkpoints in a folder."""
     for name, path in checkpoints.find(folder, files) if folder.is_dir() else ():
         if (manifest := read_manifest_or_none(path, files)) is not None:
             yield name, manifest
@@ -144,19 +144,19 @@ _MOST_FOLDERS = 100
 
 
 def say_nothing_to_resume(engine: Engine, name: str, folder: Path, files: checkpoints.Files) -> None:
-    """Say that a run with ``resume=True`` finds nothing, and where there are checkpoints that may be meant."""
+    """Print that a run with ``resume=True`` finds nothing, and where checkpoints are that may be meant."""
     if not engine.processes.is_rank_zero:
         return
-    line = f"{name}: nothing to resume in {str(shown_path(folder))!r}: the run begins at epoch 1"
+    line = f"{name}: nothing to resume in {str(shown_path(folder))!r}, so the run starts at epoch 1"
     if of_others := sorted({str(one["handler"]) for _, one in _intact(folder, files)}):
-        line += f"; the checkpoints there are of {', '.join(map(repr, of_others))}, which name={of_others[0]!r} resumes"
+        line += f"; it has checkpoints of {', '.join(map(repr, of_others))}, which name={of_others[0]!r} resumes"
     elif near := next(_near(folder, files), None):
-        line += f"; there are checkpoints in {str(shown_path(near))!r}"
+        line += f"; checkpoints were found in {str(shown_path(near))!r}"
     engine.findings.say(line)
 
 
 def _near(folder: Path, files: checkpoints.Files) -> Iterator[Path]:
-    """Folders with checkpoints that are inside of one, or are called almost like it, or like one around it."""
+    """Folders with checkpoints that are inside this one, or whose names are similar to it or to a parent."""
     inside = sorted(folder.iterdir())[:_MOST_FOLDERS] if folder.is_dir() else []
     called: list[Path] = []
     rest = Path(folder.name)
@@ -180,17 +180,17 @@ def _unnumbered(name: str) -> str:
 
 
 def report_hyperparameters(engine: Engine, name: str, now: Mapping[str, Any] | None) -> None:
-    """Report a run that resumes from a checkpoint with other hyperparameters, such as that of another experiment."""
+    """Report a run that resumes from a checkpoint with different hyperparameters, such as one of a different experiment."""
     origin = engine.snapshots.origin
     before = None if origin is None else origin["manifest"]["hyperparameters"]
     if origin is None or not before or not now:
         return
     if different := [key for key in now if key in before and before[key] != now[key]]:
-        texts = ", ".join(f"{key}={now[key]!r} in place of {before[key]!r}" for key in different)
+        texts = ", ".join(f"{key}={now[key]!r} instead of {before[key]!r}" for key in different)
         engine.findings.report(
             "W32",
             f"the run resumes from {origin['path']!r}, and {name!r} has different hyperparameters: {texts}",
-            "resume with those of the checkpoint (Checkpoint.hyperparameters(path)), or give this experiment its own folder",
+            "resume with those of the checkpoint, Checkpoint.hyperparameters(path), or use a different folder",
             name,
         )
 

@@ -1,4 +1,4 @@
-"""What several handlers claim: one of them at a time. What a single one claims it declares by itself."""
+"""Claims that several handlers share; one handler at a time may hold each. Other claims are declared by their handler."""
 
 from __future__ import annotations
 

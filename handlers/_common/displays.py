@@ -1,6 +1,6 @@
 """Where progress is drawn: a bar by tqdm or rich in a terminal, one updated output in a notebook.
 
-A display has two methods: ``show`` draws a `View` in place of the one before, and ``close`` ends it.
+A display has two methods: ``show`` draws a `View` in place of the previous one, and ``close`` ends the display.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _aside = StepAside()
 
 @dataclass(frozen=True)
 class View:
-    """What is drawn.
+    """The contents of a progress display.
 
     Attributes:
-        title: What is under way: "epoch 1/3".
-        fraction: How much of it is done, between 0 and 1; None if that is not known.
+        title: The current stage, such as "epoch 1/3".
+        fraction: The completed share, between 0 and 1; None if it is not known.
         count: The same as a count: "120/500".
         rate, samples, left: Iterations and samples per second, and the time left; empty if not known.
         values: Metrics by name; the first matters most.
-        lesser: Names of values that are left out before all else but the rates.
-        note: What happens meanwhile: "evaluating".
+        lesser: Names of values that are left out right after the rates.
+        note: Something that happens meanwhile, such as "evaluating".
     """
 
     title: str
@@ -64,17 +64,17 @@ class View:
 
 
 class Display(Protocol):
-    """What draws progress."""
+    """Draws progress."""
 
     def show(self, view: View) -> None:
-        """Draw this in place of what was drawn before."""
+        """Draw a view in place of the previous one."""
 
     def close(self, *, keep: bool = False) -> None:
-        """Draw nothing more; ``keep`` leaves what is drawn on the terminal."""
+        """Draw nothing more; ``keep`` leaves the last drawing on the terminal."""
 
 
 class Fitted(NamedTuple):
-    """A view as it fits into a line.
+    """A view that fits into a line.
 
     Attributes:
         before, after: The texts before and after the bar.
@@ -91,15 +91,16 @@ class Fitted(NamedTuple):
 
 
 def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
-    """Fit a view into a line; what matters least is left out first.
+    """Fit a view into a line; the least important parts are left out first.
 
     Args:
-        view: What is drawn.
+        view: The view to draw.
         width: Number of columns; None for any number.
-        omit: How much to leave out at least, so that nothing comes and goes with the length of a number.
+        omit: Least number of parts to leave out, so the parts do not change with the length of a number.
 
     Example:
-        >>> view = View("epoch 1/3", 0.35, "35/100", "12.0 it/s", "384 samples/s", "00:12 left", {"loss": "0.512"})
+        >>> texts = "35/100", "12.0 it/s", "384 samples/s", "00:12 left"
+        >>> view = View("epoch 1/3", 0.35, *texts, {"loss": "0.512"})
         >>> fitted(view, None)[:2]
         ('epoch 1/3:  35%|', '| 35/100 [12.0 it/s, 384 samples/s, 00:12 left, loss=0.512]')
         >>> fitted(view, 60)[:2]
@@ -126,7 +127,7 @@ def fitted(view: View, width: int | None, omit: int = 0) -> Fitted:
 
 
 def _least_first(view: View) -> list[str]:
-    """What is left out one after the other where a line is too long."""
+    """The parts to leave out one after the other if a line is too long."""
     lesser = [f"={name}" for name in view.values if name in view.lesser]
     first, *others = [f"={name}" for name in view.values if name not in view.lesser] or ["note"]
     others.reverse()
@@ -135,14 +136,14 @@ def _least_first(view: View) -> list[str]:
 
 
 def _parts_of(view: View) -> dict[str, str]:
-    """What is in brackets behind the bar, by what it is; a value has the key ``=name``."""
+    """The parts in brackets after the bar, by kind; a value has the key ``=name``."""
     known = {"rate": view.rate, "samples": view.samples, "left": view.left, "note": view.note}
     parts = {key: text for key, text in known.items() if text}
     return parts | {f"={name}": f"{printable(name)}={value}" for name, value in view.values.items()}
 
 
 class Fit:
-    """Fits one view after another; what was left out stays so while the terminal and the values are the same."""
+    """Fits one view after the other; omitted parts stay omitted while the terminal and the values are the same."""
 
     def __init__(self) -> None:
         self._omitted = 0
@@ -240,7 +241,7 @@ class RichDisplay(TqdmDisplay):
 
 
 class NotebookDisplay:
-    """One output of a notebook that is updated in place; what is stored is a single line of text."""
+    """One output of a notebook that is updated in place; a single line of text is stored."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -297,7 +298,7 @@ def in_notebook() -> bool:
 
 
 def of_notebook() -> Display:
-    """A widget where ipywidgets is installed, else an output that is updated."""
+    """A widget if ipywidgets is installed, otherwise an output that is updated."""
     return WidgetDisplay() if importlib.util.find_spec("ipywidgets") is not None else NotebookDisplay()
 
 
@@ -307,7 +308,7 @@ def is_drawing() -> bool:
 
 
 def printable(text: str) -> str:
-    """A text on one line: with escapes in place of control characters and ends of lines.
+    """A text on one line, with control characters and line ends escaped.
 
     Example:
         >>> print(printable("a\\nb"))
@@ -317,5 +318,5 @@ def printable(text: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A text as it stands in a format string."""
+    """A text escaped for a format string."""
     return text.replace("{", "{{").replace("}", "}}")

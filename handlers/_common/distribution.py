@@ -53,7 +53,7 @@ class Distribution(Handler):
 
     Attributes:
         processes: The process group. Before the handler is attached, only the launcher's numbers are known: ``rank``,
-            ``local_rank`` and ``world_size``. A single process without a launcher such as torchrun.
+            ``local_rank`` and ``world_size``. Without a launcher such as torchrun, it is a single process.
         watch: Reports this rank's progress to the others; None outside a run and in a single process.
     """
 
@@ -82,15 +82,16 @@ class Distribution(Handler):
     def attached(self, engine: Engine) -> None:
         if engine.modules.wrapped:
             raise ValueError(
-                f"{self.name!r}: the model {engine.modules.wrapped[0]!r} is wrapped in torch's {engine.modules.wrapper} already, "
-                f"which {type(self).__name__} does itself during a run: build the Engine with the model itself"
+                f"{self.name!r}: the model {engine.modules.wrapped[0]!r} is already wrapped in torch's "
+                f"{engine.modules.wrapper}, which {type(self).__name__} adds itself during a run; pass the unwrapped "
+                "model to the Engine"
             )
         other = engine.overrides.owner_of(PROCESS_GROUP)
         if self._joins and other not in (None, self.name):
             raise ValueError(
-                f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of the two. "
-                "To split layers over some ranks and shard the model and the data over groups of them, give TensorParallel a "
-                "size= that is smaller than the number of ranks, beside FullyShardedDataParallel"
+                f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of "
+                "the two. To combine TensorParallel with FullyShardedDataParallel, give TensorParallel a size= smaller "
+                "than the number of ranks"
             )
         self.processes = process_group(backend=self.backend, timeout=self.timeout)
         if self._joins:
@@ -101,7 +102,7 @@ class Distribution(Handler):
         self.buffers_event = Events.OPTIMIZER_STEP_COMPLETED | Events.EVALUATION_STARTED if several else None
 
     def _check_factories(self, engine: Engine, change: str) -> None:
-        """Raise ValueError for an optimizer whose parameters are replaced as the model is sharded or split."""
+        """Raise ValueError for an optimizer whose parameters are replaced when the model is sharded or split."""
         for update in engine.updates:
             if isinstance(update.spec.optimizer, Optimizer):
                 kind = type(update.spec.optimizer).__name__
@@ -141,7 +142,7 @@ class Distribution(Handler):
             raise ValueError(f"{self.name!r}: {refused}")
 
     def settings(self) -> dict[str, Any]:
-        """The arguments that the weights depend on: a run may resume with another backend or timeout."""
+        """The arguments that the weights depend on; a run may resume with a different backend or timeout."""
         return {name: value for name, value in super().settings().items() if name in self._decisive}
 
     def detached(self, engine: Engine) -> None:
@@ -163,7 +164,7 @@ class Distribution(Handler):
             return
         if 1 < engine.group.alike < self.processes.world_size and not self.beside_split_layers:
             raise ValueError(
-                f"{self.name!r} does not distribute a model whose layers are split over {engine.group.alike} ranks each; use "
+                f"{self.name!r} does not support a model whose layers are split over {engine.group.alike} ranks; use "
                 "FullyShardedDataParallel instead, or split the layers over all ranks"
             )
         self._last_event = Events.MODEL_SETUP.name
@@ -205,7 +206,7 @@ class Distribution(Handler):
         writes=["error", "processes"],
     )
     def report_failure(self, engine: Engine) -> None:
-        """Report this rank's failure to the others; if another rank caused it, add to the error which one, and where."""
+        """Report this rank's failure to the others; if a different rank caused it, the error names that rank and the place."""
         error = engine.state.exception
         if self.watch is None or error is None:
             return

@@ -1,4 +1,4 @@
-"""Random numbers of the forward that are the same when a part of it is computed again in the backward."""
+"""Random numbers in the forward that are the same when the backward computes a part of it again."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Draws"]
 
 
 class Draws:
-    """Keys for random numbers: each forward of an iteration has another one, which depends on no other handler.
+    """Keys for random numbers: each forward in an iteration has its own key, which depends on no other handler.
 
-    Activation checkpointing computes parts of a forward again, where drawing on from one generator would give other numbers.
+    Activation checkpointing computes parts of a forward again, and a single generator would then give different numbers.
 
     Attributes:
         begun: Whether a forward has begun since `restart`.
@@ -31,7 +31,7 @@ class Draws:
         self._place, self.begun = None, False
 
     def begin_forward(self, handler: Handler, engine: Engine) -> None:
-        """Draw the key of a forward from the handler's generator; other ranks than 0 draw others than a single process."""
+        """Draw the key of a forward from the handler's generator; ranks other than 0 draw other keys than a single process."""
         iteration, rank = engine.state.iteration, engine.group.data.rank
         if engine.group.shards is not None or self._place != (iteration, rank):
             self._place = iteration, rank
@@ -40,14 +40,14 @@ class Draws:
         self._key = int(torch.randint(2**62, (), generator=self._generator))
 
     def generator(self, device: torch.device, place: int = 0) -> torch.Generator:
-        """A generator on a device for what is drawn in this forward at one place of the model."""
+        """A generator on a device for the numbers drawn in this forward at one place in the model."""
         generator = self._on.get(device)
         if generator is None:
             generator = self._on[device] = torch.Generator(device)
         return generator.manual_seed(mixed(self._key, place))
 
     def __getstate__(self) -> dict[str, object]:
-        """A copy draws from generators of its own."""
+        """A copy has its own generators."""
         return {}
 
     def __setstate__(self, state: dict[str, object]) -> None:

@@ -1,4 +1,4 @@
-"""Output folders: checks that are made before there are results to lose, and what all ranks read from one."""
+"""Output folders: checks before there are results to lose, and entries that all ranks read from one folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def open_folder(handler: Handler, folder: Path) -> None:
 
 
 def check_shared(handler: Handler, folder: Path, processes: Processes) -> None:
-    """Raise ValueError if a rank does not see the folder that rank 0 writes to, such as one of another machine. Collective."""
+    """Raise ValueError if a rank does not see the folder that rank 0 writes to, such as on a different machine. Collective."""
     marker = hidden_name(folder, "shared", "new")
     if processes.is_rank_zero:
         marker.mkdir()
@@ -63,8 +63,8 @@ def check_shared(handler: Handler, folder: Path, processes: Processes) -> None:
     for rank, (sees, own, host) in enumerate(found):
         if not sees:
             raise ValueError(
-                f"{handler.name!r}: rank 0 writes to {found[0][1]!r} on {found[0][2]}, and rank {rank} finds nothing of it in "
-                f"its own folder, {own!r} on {host}; give all ranks the same folder, of a file system that all machines share"
+                f"{handler.name!r}: rank 0 writes to {found[0][1]!r} on {found[0][2]}, but rank {rank} does not see "
+                f"its files in {own!r} on {host}; give all ranks the same folder on a shared file system"
             )
 
 
@@ -75,16 +75,16 @@ def read_together(
     newest: Callable[[], tuple[str, dict[str, Any]] | None],
     load: Callable[[Path], dict[str, Any]],
 ) -> tuple[str, dict[str, Any]] | None:
-    """What rank 0 finds in a folder, by its name, as each rank reads it. Collective.
+    """The entry that rank 0 finds in a folder, read on each rank by its name. Collective.
 
-    Another run may remove it before all ranks have read it: then rank 0 looks again.
+    If a different run removes the entry before all ranks have read it, rank 0 searches again.
 
     Args:
         handler: The handler that reads.
         folder: The folder.
         processes: The ranks.
-        newest: Finds and reads, on rank 0; None if there is nothing.
-        load: Reads what was found on another rank.
+        newest: Finds and reads the entry, on rank 0; None if there is none.
+        load: Reads the entry on another rank.
     """
     while True:
         found = newest() if processes.is_rank_zero else None

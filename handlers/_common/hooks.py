@@ -25,30 +25,30 @@ def modules_by_path(engine: Engine) -> dict[str, nn.Module]:
 
 
 def named_modules(engine: Engine) -> dict[str, nn.Module]:
-    """All modules inside of the engine's by path, without what wrappers of torch put into it."""
+    """All submodules of the engine's modules by path, without the parts that torch's wrappers add to a path."""
     return {bare_name(path): part for path, part in modules_by_path(engine).items() if path}
 
 
 def check_matches(handler: Handler, argument: str, patterns: Iterable[str], named: dict[str, nn.Module]) -> None:
-    """Raise ValueError for a pattern that matches no module; it shows some of them."""
+    """Raise ValueError for a pattern that matches no module; the error shows some of the modules."""
     for pattern in patterns:
         if not any(matches(path, pattern) for path in named):
             some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
             where = f"{handler.name!r}: {argument}={pattern!r}"
-            raise ValueError(f"{where} matches no module; the modules are: {some}")
+            raise ValueError(f"{where} matches no module; the modules are {some}")
 
 
 def check_not_compiled(handler: Handler, engine: Engine) -> None:
-    """Raise ValueError for a compiled model, which leaves out hooks that come and go; also for one that is going to be."""
+    """Raise ValueError for a model that is or will be compiled, because it skips hooks that are added and removed."""
     if (other := engine.overrides.owner_of(COMPILATION)) is not None:
         raise ValueError(
-            f"{handler.name!r} needs hooks that come and go, which the modules that {other!r} compiles do not call; detach one "
-            "of the two"
+            f"{handler.name!r} adds hooks during the run, but modules compiled by {other!r} do not call them; detach "
+            "one of the two"
         )
     for root, module in engine.modules.items():
         for path, part in module.named_modules(prefix=root):
             if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
                 raise ValueError(
-                    f"{handler.name!r}: {path!r} is compiled, and compiled modules do not call the hooks that it needs; detach "
-                    "the handler, or do not compile"
+                    f"{handler.name!r}: {path!r} is compiled, and compiled modules do not call the hooks that the "
+                    "handler adds; detach the handler, or do not compile"
                 )

@@ -21,13 +21,13 @@ class JointSchedule:
         factories: Factories by the names of the optimizers that they schedule.
 
     Raises:
-        TypeError: For what are no factories by name.
+        TypeError: If these are not factories by name.
     """
 
     def __init__(self, factories: Mapping[str, Callable[..., Any]]) -> None:
         if not factories or not all(isinstance(name, str) and callable(one) for name, one in factories.items()):
             raise TypeError(
-                f"LRScheduling({factories!r}): expected a factory for each optimizer, by its name, such as "
+                f"LRScheduling({factories!r}): expected a mapping from optimizer names to factories, such as "
                 "{'matrices': partial(CosineAnnealingLR), 'rest': ...}"
             )
         self.factories = dict(factories)
@@ -40,11 +40,13 @@ class JointSchedule:
         if not isinstance(optimizer, JointOptimizer):
             raise ValueError(
                 f"LRScheduling({{{', '.join(map(repr, self.factories))}}}): this update has one optimizer, "
-                f"{type(optimizer).__name__}; give one factory, or Update(optimizer=) several optimizers by name"
+                f"{type(optimizer).__name__}; give one factory, or pass several optimizers by name to "
+                "Update(optimizer=)"
             )
         if unknown := self.factories.keys() - optimizer.optimizers.keys():
             raise ValueError(
-                f"LRScheduling({min(unknown)!r}: ...): the update has no such optimizer, but {', '.join(optimizer.optimizers)}"
+                f"LRScheduling({min(unknown)!r}: ...): the update has no such optimizer; its optimizers are "
+                f"{', '.join(optimizer.optimizers)}"
             )
         schedulers = []
         for name, factory in self.factories.items():
@@ -53,8 +55,8 @@ class JointSchedule:
             unwrap_step(optimizer)
             if takes_metric(scheduler) or hasattr(scheduler, "step_update"):
                 raise ValueError(
-                    f"LRScheduling({name!r}: ...): a {type(scheduler).__name__} is not stepped after steps or epochs alone; give "
-                    "torch's schedulers here"
+                    f"LRScheduling({name!r}: ...): a {type(scheduler).__name__} cannot be stepped by steps or epochs "
+                    "alone; use a torch scheduler"
                 )
             schedulers.append(scheduler)
         return JointScheduler(optimizer, schedulers, names=tuple(self.factories))

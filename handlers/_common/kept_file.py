@@ -1,4 +1,4 @@
-"""What a remote logger has not delivered yet, as JSON lines in a file beside the run."""
+"""Undelivered items of a remote logger, as JSON lines in a file beside the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["numbers", "image", "text", "histogram"]
 
 
 class Item(NamedTuple):
-    """What a remote logger sends: the numbers of one point of the run, or one image, text or histogram.
+    """An item of a remote logger: the numbers of one point of the run, or one image, text or histogram.
 
     Attributes:
         number: its place among the items of the run, from 1; a resumed run gives the same item the same number.
@@ -41,12 +41,12 @@ class Item(NamedTuple):
 class KeptFile:
     """A file of items that can be appended to, read from the front, and cut.
 
-    Its first line says to which run the items belong; every further line is an item. A line that a killed process has not
+    The first line names the run that the items belong to, and each further line is an item. A line that a killed process has not
     finished is ignored. The file exists only while it holds something.
 
     Args:
         path: the file.
-        header: what the first line says.
+        header: the content of the first line.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class KeptFile:
         """The first line, and the items in their order, each once.
 
         Raises:
-            ValueError: for a file that is none of these.
+            ValueError: if the file is not of this kind.
         """
         with open(path, encoding="utf-8") as file:
             lines = file.read().split("\n")[:-1]
@@ -69,10 +69,10 @@ class KeptFile:
             items = {item.number: item for item in map(_decoded, lines[1:])}
             return dict(header), [items[number] for number in sorted(items)]
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(path)!r} is not a file of items that a remote logger has kept") from error
+            raise ValueError(f"{str(path)!r} is not a file of unsent items from a remote logger") from error
 
     def append(self, items: Iterable[Item]) -> None:
-        """Write items to the operating system at once, so that they outlive the process."""
+        """Write items to the operating system at once, so they outlive the process."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self.path, "ab")  # noqa: SIM115 (closed in `close`)
@@ -84,7 +84,7 @@ class KeptFile:
         self.size += len(content)
 
     def replace(self, items: Iterable[Item]) -> None:
-        """Put these items in place of all that the file holds; the file is never seen half written."""
+        """Replace all items in the file with these; the file is never seen half written."""
         self.close()
         content = "".join(f"{line}\n" for line in [json.dumps(self.header), *map(_encoded, items)]).encode()
         temporary = self.path.with_name(f".{self.path.name}.new")
@@ -93,7 +93,7 @@ class KeptFile:
         self.size = len(content)
 
     def read(self, offset: int, count: int) -> tuple[list[bytes], int]:
-        """So many lines from here on, for `decoded`, and where the next one begins."""
+        """This many lines from here on, for `decoded`, and the position of the next line."""
         with open(self.path, "rb") as file:
             if offset == 0:
                 offset = len(file.readline())
@@ -114,7 +114,7 @@ class KeptFile:
         self.size = 0
 
     def close(self) -> None:
-        """Close the file, which stays."""
+        """Close the file, which is kept."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -139,5 +139,5 @@ def _decoded(line: str) -> Item:
 
 
 def _number(value: float) -> float | str:
-    """A number as JSON has it; those that are not finite as strings, which ``float`` accepts."""
+    """A number for JSON; non-finite numbers are strings, which ``float`` accepts."""
     return value if math.isfinite(value) else str(value)

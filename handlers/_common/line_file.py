@@ -1,4 +1,4 @@
-"""A file of lines that survives a kill at any moment, and that is cut to a known beginning."""
+"""A file of lines that survives a kill at any moment, and that can be cut to a known beginning."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class LineFile:
 
     @staticmethod
     def back_up(path: Path) -> None:
-        """Copy a file to another name, ``log.csv`` to ``log.1.csv``: copied, not renamed, so that it exists at any moment."""
+        """Copy a file to a different name, ``log.csv`` to ``log.1.csv``; it is not renamed, so it exists at any moment."""
         backups = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
         shutil.copy2(path, next(backup for backup in backups if not backup.exists()))
 

@@ -1,4 +1,4 @@
-"""One look of `Guards` at a run: what it has seen, and what it has connected meanwhile."""
+"""One check of a run by `Guards`: its observations, and the receivers that it connects meanwhile."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ LOOKS_AT = (
     "batch", "output", "loss", "gradients", "trainable", "weights", "modes", "modules", "optimizer", "step", "window", "bounds",
     "processes",
 )  # fmt: skip
-"""What is read in a look at a training iteration."""
+"""The values that a check of a training iteration reads."""
 
 
 def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[..., Any]:
-    """`Reports.look`, with a warning if a look fails, so that it cannot find what was to end the run.
+    """`Reports.look`, with a warning if a check fails, because it then cannot find the codes that were to end the run.
 
     Args:
         engine: The engine.
@@ -42,7 +42,7 @@ def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[...
                 "W09",
                 f"{function.__qualname__} raised an error and is skipped, so error={sorted(errors)} may miss what it "
                 "checks",
-                "engine.findings has the error; please report it, with the kind of data and model",
+                "see engine.findings for the error, and please report it with the kind of data and model",
                 owner,
                 severity="warning",
             )
@@ -52,13 +52,13 @@ def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[...
 
 
 class Look:
-    """One look: what it has seen, and what it has connected.
+    """One check: its observations, and the receivers that it has connected.
 
     Attributes:
-        iteration: where it began.
-        pending: the updates of which it has seen no step.
+        iteration: where the check began.
+        pending: the updates whose step it has not seen yet.
         seen: by update, the loss, what distinguishes the batch, and the inputs.
-        dropout: whether an evaluation computes it; statistics: what it must not change.
+        dropout: whether an evaluation computes dropout; statistics: the values that an evaluation must not change.
     """
 
     def __init__(self, engine: Engine, owner: str) -> None:
@@ -102,7 +102,7 @@ class Look:
             self._added.add(parameter)
 
     def counted(self, engine: Engine) -> list[tuple[UpdateState, int]]:
-        """The updates whose optimizer made more steps in this iteration than the engine; once."""
+        """The updates whose optimizer made more steps in this iteration than the engine; each is returned once."""
         calls, self._calls = self._calls, {}
         for hook in self._hooks:
             hook.remove()
@@ -139,14 +139,14 @@ class Look:
             self._samples[update.name] = p, place, p.detach().reshape(-1)[place].item()
 
     def unchanged(self, update: UpdateState) -> bool:
-        """Whether the sampled weight is what it was before the step."""
+        """Whether the step left the sampled weight unchanged."""
         if update.name not in self._samples:
             return False
         p, place, before = self._samples.pop(update.name)
         return place < p.numel() and bool(p.detach().reshape(-1)[place].item() == before)
 
     def connect(self, event: Events, receiver: Callable[[Engine], None]) -> None:
-        """Have a receiver called while the look lasts."""
+        """Connect a receiver for the duration of the check."""
         connection = Connection(receiver, Phase.RECORD, 0, None, self._owner)
         signal = self._engine.signal(event)
         signal.add(connection)

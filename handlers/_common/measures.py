@@ -1,4 +1,4 @@
-"""Metrics that are no handlers: averages over samples, moving averages over batches, and accuracy."""
+"""Metrics that are not handlers: averages over samples, moving averages over batches, and accuracy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _IGNORED = -100  # the class that torch's losses ignore by default
 
 
 def in_float32(value: Any) -> Any:
-    """A batch or an output in which tensors of half precision are in float32, in any nesting; others are the same objects."""
+    """A batch or an output with half-precision tensors in float32, in any nesting; other objects stay the same."""
     if isinstance(value, Tensor):
         return value.to(_IN_FLOAT32[value.dtype]) if value.dtype in _IN_FLOAT32 else value
     if any(one.dtype in _IN_FLOAT32 for one in tensors_in(value)):
@@ -39,7 +39,7 @@ def in_float32(value: Any) -> Any:
 
 
 def ignored_class(function: Any) -> int:
-    """The class that a loss ignores, by its ``ignore_index``; that of torch's losses where it is not known."""
+    """The class that a loss ignores: its ``ignore_index``, or by default that of torch's losses."""
     while isinstance(function, partial):
         if "ignore_index" in function.keywords:
             return int(function.keywords["ignore_index"])
@@ -49,7 +49,7 @@ def ignored_class(function: Any) -> int:
 
 
 def all_ignored(target: Any, ignored: int) -> Tensor | None:
-    """Whether all targets of a batch are the ignored class, on their device; None if they are no classes.
+    """Whether all targets of a batch are the ignored class, on their device; None if they are not classes.
 
     Args:
         target: A tensor, or several in a tuple or mapping.
@@ -81,7 +81,7 @@ def _loss_of_torch(function: Any) -> bool:
 
 
 def _reduction_of(function: Any) -> str | None:
-    """The reduction of a loss of torch: "mean", "sum" or "none"; None if it is not known."""
+    """The reduction of a torch loss: "mean", "sum" or "none"; None if it is not known."""
     if isinstance(function, partial):
         return function.keywords.get("reduction") or _reduction_of(function.func)
     reduction: Any = getattr(function, "reduction", None) if isinstance(function, torch.nn.Module) else None
@@ -91,22 +91,22 @@ def _reduction_of(function: Any) -> str | None:
 class Average:
     """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
 
-    A batch of weight 0 does not count, even if its value is NaN. Nor does a batch whose value is NaN because all of its targets
-    are the class that the loss ignores: its ``ignore_index``, or -100. For the update's loss, the targets are where `Update` has
-    them (``target``).
+    A batch with weight 0 does not count, even if its value is NaN. A batch whose value is NaN also does not count if all of its
+    targets are the class that the loss ignores (its ``ignore_index``, or -100). For the update's loss, `Update` (``target``)
+    defines where the targets are.
 
-    The values of the batches are copied on their device, and summed in double precision when the mean is computed: a running
-    mean in tensor arithmetic would cost several microseconds per iteration.
+    The values of the batches are copied on their device, and summed in double precision when the mean is computed, because a
+    running mean in tensor arithmetic would cost several microseconds per iteration.
 
     Args:
-        function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number,
-            or several by name as a mapping. A loss that is a module with weights of half precision is computed with copies of
-            them in float32. By default, the update's loss is averaged, in the precision in which it was computed.
-        higher_is_better: Whether greater values are better, for monitors of this metric. Smaller ones are for the update's
-            loss and torch's losses; for other functions it is not known unless it is given here.
+        function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number, or
+            several means by name as a mapping. A loss module with half-precision weights is computed with float32 copies of them.
+            By default, the update's loss is averaged, in the precision in which it was computed.
+        higher_is_better: Whether greater values are better, for monitors of this metric. By default, smaller values are better
+            for the update's loss and torch's losses, and the direction of other functions is not known.
 
     Raises:
-        ValueError: For a loss of torch with ``reduction="sum"`` or "none".
+        ValueError: For a torch loss with ``reduction="sum"`` or "none".
 
     Example:
         >>> import torch
@@ -115,8 +115,9 @@ class Average:
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(loss=Average()))
-        >>> batches = [(torch.zeros(30, 1), torch.full((30, 1), 1.0)), (torch.zeros(10, 1), torch.full((10, 1), 2.0))]
-        >>> evaluator.run(batches).metrics["loss"]  # 30 samples have a loss of 1, and 10 one of 4
+        >>> large = torch.zeros(30, 1), torch.full((30, 1), 1.0)  # a loss of 1
+        >>> small = torch.zeros(10, 1), torch.full((10, 1), 2.0)  # a loss of 4
+        >>> evaluator.run([large, small]).metrics["loss"]
         1.75
     """
 
@@ -128,8 +129,8 @@ class Average:
             raise TypeError(f"Average({function!r}): expected a function (output, target) -> mean of the batch")
         if (reduction := _reduction_of(function)) in ("sum", "none"):
             raise ValueError(
-                f"Average({function!r}): with reduction={reduction!r} it does not return the mean of the batch, by whose size "
-                "it is weighted; use reduction='mean'"
+                f"Average({function!r}): with reduction={reduction!r} it does not return the batch mean, which Average "
+                "weights by the batch size; use reduction='mean'"
             )
         self.function = function
         self.higher_is_better = (
@@ -160,7 +161,7 @@ class Average:
         Args:
             value: The mean, as a scalar tensor or a number.
             weight: The size of the batch.
-            ignored: Whether all of its targets are ignored, so that the mean may be NaN.
+            ignored: Whether all of its targets are ignored, so the mean may be NaN.
         """
         if value.__class__ is Tensor or isinstance(value, Tensor):
             # A copy: the memory of a parameter, a buffer, or a CUDA graph's output changes later.
@@ -201,7 +202,7 @@ class Average:
 
     @property
     def latest(self) -> Any:
-        """The value of the latest batch, where it was not added up yet; None otherwise."""
+        """The value of the latest batch if it has not been added up yet; None otherwise."""
         return self._pending[-1][0] if self._pending else None
 
     def _part(self, key: str) -> Average:
@@ -236,7 +237,9 @@ class Average:
         if not uniform or set(map(Tensor.dim, values)) != {0}:
             values = [widened(torch.as_tensor(value)) for value in values]
             if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
-                raise ValueError(f"Average: a batch's value has shape {max(wrong)}; expected a scalar: take its mean")
+                raise ValueError(
+                    f"Average: a batch's value has shape {max(wrong)}; expected a scalar, such as the mean"
+                )
             values = [value.reshape(()) for value in values]
         numbers: list[float] = widened(torch.stack(values)).tolist()
         return numbers
@@ -267,7 +270,7 @@ class Average:
             self._weight += state["weight"]
 
     def doubt(self) -> tuple[str, str, str] | None:
-        """What looks wrong about the values: code, sentence and fix of a finding."""
+        """A finding about the values: code, sentence and fix."""
         if not self._counts or self._weight == 0 or self._sum <= self._weight:
             return None
         return (
@@ -291,12 +294,12 @@ class Average:
 class MovingAverage(Average):
     """An exponential moving average over batches: a smoothed running loss, for a progress bar.
 
-    It is corrected for its start, so that the first value is that of the first batch. All batches count alike, whatever their
-    size. During training it continues from one epoch to the next; an evaluation restarts.
+    The start is corrected, so the first value is that of the first batch. All batches count equally, whatever their size. In
+    training the average continues across epochs; each evaluation restarts it.
 
     Args:
         function: As for `Average`; by default the update's loss.
-        decay: Weight of the past in each batch, from 0 to less than 1: 0.98 averages over about the last 50 batches.
+        decay: Weight of the previous average, from 0 to below 1; 0.98 averages over about the last 50 batches.
         higher_is_better: As for `Average`.
 
     Example:
@@ -306,7 +309,8 @@ class MovingAverage(Average):
         >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(mean=Average(), smooth=MovingAverage(decay=0.5)))
-        >>> batches = [(torch.full((1, 1), error), torch.zeros(1, 1)) for error in (2.0, 1.0)]  # losses of 4 and 1
+        >>> # The losses are 4 and 1.
+        >>> batches = [(torch.full((1, 1), error), torch.zeros(1, 1)) for error in (2.0, 1.0)]
         >>> evaluator.run(batches).metrics
         {'mean': 2.5, 'smooth': 2.0}
     """
@@ -349,14 +353,14 @@ _MOST_CLASSES = 1000  # of which the frequencies are counted
 class Accuracy:
     """The fraction of samples whose predicted class is the target.
 
-    Takes scores of shape (N, C, ...), of which the largest is the prediction, or predicted classes of the target's shape, and
-    integer targets of shape (N, ...). With ``threshold``, the scores have the target's shape, and scores greater than the
-    threshold predict class 1.
+    The output has scores of shape (N, C, ...), the largest of which is the prediction, or predicted classes of the target's
+    shape. Targets are integers of shape (N, ...). With ``threshold``, the scores have the target's shape, and scores greater than
+    the threshold predict class 1.
 
     Args:
         threshold: The score above which class 1 is predicted.
-        ignore_index: Targets of this class, such as padding, do not count. By default, it is that of the update's loss: its
-            ``ignore_index``, or -100. None counts all targets.
+        ignore_index: Class of targets that do not count, such as padding; by default the ``ignore_index`` of the update's loss,
+            or -100. None counts all targets.
 
     Example:
         >>> import torch
@@ -365,7 +369,8 @@ class Accuracy:
         >>> update = Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(accuracy=Accuracy()))
-        >>> first = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3]]), torch.tensor([1, 1, 1])  # one of three is right
+        >>> scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3]])
+        >>> first = scores, torch.tensor([1, 1, 1])  # one of three is right
         >>> second = torch.tensor([[0.6, 0.4]]), torch.tensor([0])
         >>> evaluator.run([first, second]).metrics["accuracy"]  # two of four
         0.5
@@ -426,7 +431,7 @@ class Accuracy:
 
     @staticmethod
     def _counts(target: Tensor, ignored: int) -> Tensor:
-        """Which targets count. In a small integer type, the ignored class would become another one."""
+        """Which targets count. In a small integer type, the ignored class would become a different class."""
         small = target.dtype is not torch.int64 and not target.is_floating_point()
         return (target.long() if small else target) != ignored
 
@@ -461,7 +466,7 @@ class Accuracy:
             self._counted = []
 
     def doubt(self) -> tuple[str, str, str] | None:
-        """What looks wrong about the scores: code, sentence and fix of a finding."""
+        """A finding about the scores: code, sentence and fix."""
         if self._range is None:
             return None
         least, largest = (float(value) for value in self._range)
@@ -469,8 +474,9 @@ class Accuracy:
             return None
         return (
             "W05",
-            f"Accuracy(threshold={self.threshold}) expects probabilities, but the scores go from {least:.4g} to {largest:.4g}",
-            "apply a sigmoid first, or write threshold=0.0, where the probability of a logit is 0.5",
+            f"Accuracy(threshold={self.threshold}) expects probabilities, but the scores range from {least:.4g} to "
+            f"{largest:.4g}",
+            "apply a sigmoid first, or use threshold=0.0, the logit of probability 0.5",
         )
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""What `Metrics` and `Validation` take, checked: metrics by name; and what they give."""
+"""Checks of the metrics by name that `Metrics` and `Validation` take, and the names of their values."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def named_metrics(metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -
 
 
 def _without_names(metrics: Any) -> str:
-    """What is wrong with a metric, or anything else, in place of metrics by name."""
+    """The error for a metric, or any other object, in place of metrics by name."""
     if isinstance(metrics, str):
         known = {"accuracy": "Accuracy()", "loss": "Average()"}
         return (
@@ -74,7 +74,7 @@ def copied(item: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A value of one number as a Python number; any other as it is."""
+    """A value with one number as a Python number; any other value unchanged."""
     return value.item() if isinstance(value, Tensor | np.ndarray | np.generic) and value.ndim == 0 else value
 
 
@@ -84,6 +84,6 @@ def is_of_loss(metric: Any) -> TypeGuard[Average]:
 
 
 def output_and_target(engine: Engine) -> tuple[Any, ...]:
-    """What metrics are given by default."""
+    """The default arguments of metrics."""
     update = engine.state.update
     return update.output_in(update.output), update.target_in(engine.state.batch)

@@ -1,4 +1,4 @@
-"""What `Reporting` and `OptunaPruning` share: each new value of a metric is reported, and the answer may stop the run."""
+"""Base of `Reporting` and `OptunaPruning`: each new value of a metric is reported, and the answer may stop the run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MetricReports(Handler):
     """Calls `report` on rank 0 with each new value of a metric; all ranks get the answer, and stop if it is True.
 
     Attributes:
-        reported: Number of values reported so far; kept over a resumption.
-        reason: The reason of a stop that is asked for, as ``state.stop_reason`` has it.
+        reported: Number of values reported so far; kept when a run resumes.
+        reason: The reason of a requested stop, in ``state.stop_reason``.
     """
 
     reason: ClassVar[str] = "pruned"

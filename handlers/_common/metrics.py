@@ -1,4 +1,4 @@
-"""`Metrics`: measures with each batch, and gives the values of an epoch; `handlers.metrics` and `Validation` use it."""
+"""`Metrics` measures each batch and writes the values of an epoch; `handlers.metrics` and `Validation` use it."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ class Metrics(Handler):
     Attach it to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values so
     far are available in ``state.metrics.running``.
 
-    Metrics get tensors of half precision in float32, as copies, so that its rounding does not decide about a checkpoint. Values
-    of one number are Python numbers.
+    Metrics get half-precision tensors as float32 copies, so rounding does not decide which checkpoint is best. Values with one
+    number are Python numbers.
 
-    A score that is no mean over batches, such as F1, is an object that counts, with ``reset``, ``update`` and ``compute``; for
-    several processes ``state_dict`` and ``merge``, which is given the states of all ranks.
+    For a score that is not a mean over batches, such as F1, give an object with the methods ``reset``, ``update`` and
+    ``compute``. With several processes it also needs ``state_dict`` and ``merge``, which gets the states of all ranks.
 
     Args:
-        metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function
-            ``(output, target) -> mean of the batch``, which is averaged over the samples. A function may return several
-            values by name: those of ``scores`` are written as "scores/f1" and so on. Each metric's ``higher_is_better`` tells
-            monitors which way is better.
-        inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics: a tuple, or a mapping of
-            keyword arguments; by default the output and the targets, where `Update` has them (``output``, ``target``): all that
-            the forward returns, and the batch's second element.
+        metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function ``(output, target) -> mean
+            of the batch``, which is averaged over the samples. If a function ``scores`` returns several values by name, they are
+            written as "scores/f1" and so on. Each metric's ``higher_is_better`` gives monitors its direction.
+        inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics, a tuple or a mapping of keyword
+            arguments. By default, these are the output and the targets as `Update` defines them (``output``, ``target``): all
+            that the forward returns, and the batch's second element.
         update: Name of the update that is measured; required if there are several.
         named: The same as ``metrics``, as keyword arguments.
 
@@ -64,11 +63,12 @@ class Metrics(Handler):
         >>> update = Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, lr=0.1)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
-        >>> batches = [(torch.zeros(3, 2), torch.tensor([0, 0, 0])), (torch.zeros(1, 2), torch.tensor([1]))]  # scores and classes
+        >>> first = torch.zeros(3, 2), torch.tensor([0, 0, 0])  # scores and classes
+        >>> batches = [first, (torch.zeros(1, 2), torch.tensor([1]))]
         >>> metrics = evaluator.run(batches).metrics
         >>> round(metrics["loss"], 3), metrics["accuracy"]
         (0.693, 0.75)
-        >>> class F1:  # no mean over batches, so that it counts by itself
+        >>> class F1:  # not a mean over batches
         ...     higher_is_better = True
         ...     def __init__(self):
         ...         self.reset()
@@ -83,11 +83,13 @@ class Metrics(Handler):
         ...     def state_dict(self):
         ...         return {"hits": self.hits, "wrong": self.wrong}
         ...     def merge(self, states):
-        ...         self.hits, self.wrong = (sum(state[key] for state in states) for key in ("hits", "wrong"))
+        ...         self.hits = sum(state["hits"] for state in states)
+        ...         self.wrong = sum(state["wrong"] for state in states)
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(f1=F1()))
         >>> scores = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
-        >>> evaluator.run([(scores, torch.tensor([1, 0, 0])), (scores[:1], torch.tensor([1]))]).metrics
+        >>> data = [(scores, torch.tensor([1, 0, 0])), (scores[:1], torch.tensor([1]))]
+        >>> evaluator.run(data).metrics
         {'f1': 0.8}
     """
 
@@ -184,8 +186,8 @@ class Metrics(Handler):
             if not torchmetrics_in(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
-                    f"{engine.group.data.world_size} processes; give it a method merge(states), which loads a list of the "
-                    "state_dict() of every rank, or use a torchmetrics metric, which synchronizes itself"
+                    f"{engine.group.data.world_size} processes; give it a method merge(states) that loads a list with "
+                    "the state_dict() of every rank, or use a torchmetrics metric, which synchronizes itself"
                 )
 
         self._own_shards = None if engine.group.shards is None else engine.group.shards.own
@@ -193,12 +195,12 @@ class Metrics(Handler):
             self._measure_shards(engine)
 
     def _measure_shards(self, engine: Engine) -> None:
-        """In a training whose steps consist of shards, measure each: UPDATE_COMPLETED has neither batch nor output of one."""
+        """With shards, measure each one, because at UPDATE_COMPLETED the batch and the output of a shard are gone."""
         for key, metric in self.metrics.items():
             if getattr(metric, "carries_over", False):
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) depends on the order of the batches, which "
-                    "shards do not have; use Average()"
+                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) depends on the order of the batches, "
+                    "which shards do not preserve; use Average()"
                 )
         self._shared = {id(part): part for root in engine.modules.values() for part in root.modules()}
         if engine.training:
@@ -208,20 +210,20 @@ class Metrics(Handler):
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def claim_metrics(self, engine: Engine) -> None:
-        """Raise an error for a metric object that a handler of another running engine updates, too."""
+        """Raise an error for a metric object that a handler of a different running engine also updates."""
         self._placed = self._counted = False
         for key, metric in self.metrics.items():
             other = _in_use.setdefault(id(metric), self)
             if other is not self:
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in a second "
-                    "Metrics handler that is running, so each would reset and count the other's batches; build one "
-                    "for each"
+                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in a different "
+                    "Metrics handler that is running, so each would reset and count the other's batches; build one for "
+                    "each"
                 )
 
     @on(Events.ENDED, reads=[], writes=[])
     def release_metrics(self, engine: Engine) -> None:
-        """Leave the metric objects to other runs."""
+        """Release the metric objects for other runs."""
         if self._by_shard is not None:
             self._by_shard.detach()
             self._by_shard = None
@@ -332,8 +334,8 @@ class Metrics(Handler):
         except RuntimeError as error:
             if "expected scalar type" in str(error):
                 error.add_note(
-                    f"{self.name!r}: metrics get tensors of half precision in float32; convert what your function combines "
-                    "with them, such as weights of classes"
+                    f"{self.name!r}: metrics get half-precision tensors in float32; convert anything your function "
+                    "combines with them, such as class weights"
                 )
             raise
 
@@ -357,7 +359,7 @@ class Metrics(Handler):
             self._averaging[key] = problem
 
     def _report_averaging(self, engine: Engine) -> None:
-        """Report values that are averaged over several batches and are no means, once there is more than one batch."""
+        """Report averaged values that are not means, once there is more than one batch."""
         while self._batches > 1 and self._averaging:
             key, problem = self._averaging.popitem()
             self._report_problem(engine, key, problem)
@@ -395,7 +397,7 @@ class Metrics(Handler):
                 self._check_value(engine, key, metric, value)
 
     def _merge_ranks(self, ranks: Processes) -> None:
-        """Merge the metrics of all ranks, but for those of torchmetrics, which do it themselves."""
+        """Merge the metrics of all ranks, except torchmetrics metrics, which merge themselves."""
         merged = [metric for metric in self.metrics.values() if not torchmetrics_in(metric)]
         states = ranks.gather([metric.state_dict() for metric in merged]) if merged else []
         for place, metric in enumerate(merged):
@@ -443,8 +445,8 @@ class Metrics(Handler):
         if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
             engine.findings.report(
                 "W64",
-                f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); "
-                f"always predicting the most frequent class reaches {share:.3g}, and chance adds up to {deviation:.2g}",
+                f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); always "
+                f"predicting the most frequent class reaches {share:.3g}, and chance can add up to {deviation:.2g}",
                 "check that inputs and labels belong together and that both datasets number the classes in the same "
                 "way; then check the learning rate, weight decay and clipping",
                 self.name,
@@ -473,7 +475,7 @@ class Metrics(Handler):
 
 @dataclass
 class _Chance:
-    """What was seen of an accuracy in the evaluations of one run."""
+    """The values of an accuracy in the evaluations of one run."""
 
     run: str
     evaluations: int = 0

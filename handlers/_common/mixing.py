@@ -21,14 +21,14 @@ __all__ = ["SampleMixing"]
 
 
 class SampleMixing(Handler):
-    """Mixes each sample with another one of its batch (see `mixed`), and the losses of both targets with the same weights.
+    """Mixes each sample with another sample of its batch (see `mixed`), and the losses of both targets with the same weights.
 
-    The handler's own CPU generator draws for each batch: two float64 numbers from Gamma(alpha), the first of which divided by
-    their sum is distributed as Beta(alpha, alpha); then a permutation of the batch; then what `mixed` draws.
+    Each batch draws from the handler's own CPU generator: two float64 Gamma(alpha) variates, the first of which divided by their
+    sum is Beta(alpha, alpha) distributed; then a permutation of the batch; then the draws of `mixed`.
 
     Args:
         alpha: Parameter of the Beta distribution; greater than 0.
-        share: Share of the batches that the handler mixes where others mix, too: each batch is mixed by one of them.
+        share: Relative share of the batches that the handler mixes if other handlers also mix; one of them mixes each batch.
         input: Index, key or name of the inputs in the batch.
         target: Index, key or name of the targets: a tensor of shape (N, ...). By default that of the update.
 
@@ -59,8 +59,8 @@ class SampleMixing(Handler):
     def _check_places(self) -> None:
         if self.input == self.target:
             raise ValueError(
-                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): inputs and targets need different indices "
-                "or keys"
+                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): input and target need different "
+                "indices or keys"
             )
 
     def mixed(
@@ -87,21 +87,21 @@ class SampleMixing(Handler):
         for update in engine.updates:
             if update.loss_function is loss_in_output:
                 raise ValueError(
-                    f"{self.name!r}: update {update.name!r} takes the loss from the model's output, so it cannot be "
-                    "computed for the targets that are mixed in; pass a loss: Update.from_model(optimizer, "
+                    f"{self.name!r}: update {update.name!r} takes the loss from the model's output, so the loss cannot "
+                    "be computed for the mixed-in targets; pass a loss: Update.from_model(optimizer, "
                     "loss=cross_entropy)"
                 )
             if update.loss_function is None:
                 raise ValueError(
-                    f"{self.name!r}: update {update.name!r} is a single function, so its loss cannot be computed for the "
-                    "targets that are mixed in; give forward and loss separately: Update(forward, loss, ...)"
+                    f"{self.name!r}: update {update.name!r} is a single function, so its loss cannot be computed for "
+                    "the mixed-in targets; give forward and loss separately: Update(forward, loss, ...)"
                 )
         if engine.overrides.gradients is not None:
             other = getattr(engine.overrides.gradients, "__self__", engine.overrides.gradients)
             if not getattr(other, "splits_by_samples", False):
                 raise ValueError(
-                    f"{self.name!r} mixes the samples of a whole batch, but {other!r} may compute gradients from other parts "
-                    "of it than whole samples; detach one of the two, or use smaller batches with GradientAccumulation"
+                    f"{self.name!r} mixes samples across the whole batch, but {other!r} may compute gradients from "
+                    "parts of the batch; detach one of the two, or use smaller batches with GradientAccumulation"
                 )
         if self._mixed is None:
             self._mixed = WeakTensorKeyDictionary()
@@ -114,7 +114,10 @@ class SampleMixing(Handler):
             return
         inputs, targets = tensor_at(self, batch, "input"), tensor_at(self, batch, "target")
         if inputs.shape[:1] != targets.shape[:1]:
-            raise ValueError(f"{self.name!r}: inputs of shape {tuple(inputs.shape)}, targets {tuple(targets.shape)}")
+            raise ValueError(
+                f"{self.name!r}: inputs of shape {tuple(inputs.shape)} and targets of shape {tuple(targets.shape)} "
+                "must have the same number of samples"
+            )
         # Each rank has a stream of its own; that of rank 0 is the one of a single process.
         generator = self.generator(engine, of_rank=engine.group.data.rank or None)
         gammas = torch._standard_gamma(torch.full((2,), self.alpha, dtype=torch.float64), generator=generator)
@@ -147,8 +150,9 @@ class SampleMixing(Handler):
             if any(one._mixed_into(own) is not None for one in _mixing(engine) if one is not self):
                 return
             raise RuntimeError(
-                f"{self.name!r}: the batch's targets were replaced after mixing; replace them before it, at "
-                "GET_BATCH_COMPLETED in Phase.PREPARE, or in the data; and let MicroBatching(split=) slice them, without copies"
+                f"{self.name!r}: the batch's targets were replaced after mixing; replace them earlier, at "
+                "GET_BATCH_COMPLETED in Phase.PREPARE or in the data, and let MicroBatching(split=) slice them without "
+                "copies"
             )
         lam, targets = found
         other = update.loss_function(engine, update.output, with_value_at(batch, self.target, targets))
@@ -196,7 +200,7 @@ class SampleMixing(Handler):
 
 
 def _place_in(part: Tensor, whole: Tensor) -> int | None:
-    """Where a slice of samples begins in the tensor that it is a view of; None if it is none."""
+    """Where a slice of samples begins in the tensor that it is a view of; None if it is not a slice."""
     if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         return None
     if part.shape[1:] != whole.shape[1:] or part.stride() != whole.stride() or not whole.stride(0):

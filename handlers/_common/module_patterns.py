@@ -21,14 +21,14 @@ def check_modules(owner: object, modules: Any) -> list[Pattern]:
     """Paths, patterns and classes as a list.
 
     Raises:
-        TypeError, ValueError: For what is none of these, and for none at all.
+        TypeError, ValueError: For any other value, and for an empty list.
     """
     where = f"{type(owner).__name__}(modules={modules!r})"
     several = list(modules) if isinstance(modules, list | tuple | set) else [modules]
     for one in several:
         if not (isinstance(one, str) and one) and not (isinstance(one, type) and issubclass(one, nn.Module)):
             raise TypeError(
-                f"{where}: {one!r} is neither a path or pattern of modules, such as 'blocks.*', nor a module class"
+                f"{where}: {one!r} is neither a module path or pattern, such as 'blocks.*', nor a module class"
             )
     if not several:
         raise ValueError(f"{where}: expected at least one module")
@@ -36,7 +36,7 @@ def check_modules(owner: object, modules: Any) -> list[Pattern]:
 
 
 def named_modules(engine: Engine) -> dict[str, nn.Module]:
-    """All modules of the engine by path, without what wrappers of torch put into it; the only model has none."""
+    """All modules of the engine by path, without the parts that torch's wrappers add; the only model has an empty path."""
     return {bare_name(path): module for path, module in modules_by_path(engine).items()}
 
 
@@ -45,7 +45,7 @@ def find_modules(owner: str, named: dict[str, nn.Module], patterns: list[Pattern
 
     Args:
         owner: Name of the handler.
-        named: Modules by path; that without a path is left out.
+        named: Modules by path; the one without a path is left out.
         patterns: What `check_modules` returned.
 
     Raises:
@@ -56,14 +56,14 @@ def find_modules(owner: str, named: dict[str, nn.Module], patterns: list[Pattern
         matching = {path: module for path, module in named.items() if path and _matches(pattern, path, module)}
         if not matching:
             shown = ", ".join(map(repr, [path for path in named if path][:8]))
-            raise ValueError(f"{owner!r}: modules={pattern!r} matches no module; there are: {shown or 'none'}")
+            raise ValueError(f"{owner!r}: modules={pattern!r} matches no module; the modules are {shown or 'none'}")
         for path, module in matching.items():
             found.update(_items(path, module))
     return outermost(found)
 
 
 def outermost(found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that are not inside another one."""
+    """The modules that are not inside another module."""
     inside = {part for module in found.values() for part in module.modules() if part is not module}
     return {path: module for path, module in found.items() if module not in inside}
 

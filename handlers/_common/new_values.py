@@ -25,18 +25,18 @@ class Record(NamedTuple):
 class NewValues:
     """Collects what is written to ``state.metrics`` while a run lasts, without a receiver in each iteration.
 
-    The values of one iteration make one record, those of its epoch's end another. Of a metric that is written several times
-    in between, the last value counts. Tensors are converted only when the records are taken.
+    The values of one iteration are one record, and those of its epoch's end are another. If a metric is written several times in
+    between, the last value counts. Tensors are converted only when the records are taken.
 
     Whether a value is the first of several in consecutive iterations shows only in the next iteration. Until then it is held
     back, unless it is an evaluation's.
 
     Args:
-        every: Of a metric that is written in consecutive iterations, only the values of every n-th iteration are collected; all
-            others are.
+        every: For metrics that are written in consecutive iterations, only the values of every n-th iteration are collected. All
+            values of other metrics are collected.
 
     Attributes:
-        pending: What was written since the records were last taken.
+        pending: The values written since the records were last taken.
         seen: How often each metric was written by then.
     """
 
@@ -51,7 +51,7 @@ class NewValues:
         self._serial = -1
 
     def start(self, engine: Engine, *, keep_seen: bool = False) -> None:
-        """Collect from now on; what was written before is taken as seen, unless ``keep_seen``."""
+        """Collect from now on; earlier values count as seen, unless ``keep_seen``."""
         self.stop()
         self._engine = engine
         self._serial = -1
@@ -63,7 +63,7 @@ class NewValues:
 
     @property
     def collects(self) -> bool:
-        """Whether a run is under way."""
+        """Whether a run is in progress."""
         return self._engine is not None
 
     def stop(self) -> None:
@@ -117,7 +117,7 @@ class NewValues:
 
         Args:
             engine: The engine that measured them.
-            last: Whether the run ends, so that nothing is held back.
+            last: Whether the run ends, so nothing is held back.
             earlier: Whether to take only the values of earlier iterations.
         """
         metrics = engine.state.metrics

@@ -8,7 +8,7 @@ __all__ = ["events_if"]
 
 
 def events_if(wanted: object, *events: AnyEvent) -> tuple[AnyEvent | None, ...]:
-    """The events that an option needs: these if it is wanted, else None for each, which connects no receiver.
+    """The events that an option needs; None for each if the option is off, which connects no receiver.
 
     Example:
         >>> from signalfire import Events

@@ -28,7 +28,7 @@ class ParameterPenalty(Penalizing):
     Args:
         weight, update: As for `Penalizing`; the weight is 0 or more.
         parameters: Patterns of the names of the parameters; all of the update by default.
-        norms_and_biases: Whether those of normalization layers and biases are among them.
+        norms_and_biases: Whether parameters of normalization layers and biases are included.
     """
 
     same_in_pieces = True
@@ -61,12 +61,12 @@ class ParameterPenalty(Penalizing):
         check_matches(f"{self.name!r}: ", self.parameters or (), every)
         chosen, left_out = self._chosen(engine, own)
         if not chosen:
-            but = f", but norms and biases: {', '.join(left_out[:5])}; pass norms_and_biases=True"
+            but = f" except norms and biases ({', '.join(left_out[:5])}); pass norms_and_biases=True"
             raise ValueError(f"{self.name!r}: there is no parameter to penalize{but if left_out else ''}")
         if any(map(is_sharded, chosen)):
             raise ValueError(
-                f"{self.name!r}: the parameters are sharded over ranks, which a penalty in the loss does not support; use the "
-                "weight_decay of the optimizer"
+                f"{self.name!r}: the parameters are sharded over ranks, which a penalty in the loss does not support; "
+                "use the optimizer's weight_decay"
             )
         self._found = {update.name: (update.parameters, self._of_update(engine, update)) for update in updates}
 

@@ -69,7 +69,7 @@ def check_patterns(owner: object, argument: str, value: Any) -> list[str] | None
     if patterns and all(isinstance(pattern, str) and pattern for pattern in patterns):
         return patterns
     raise TypeError(
-        f"{type(owner).__name__}({argument}={value!r}): expected a pattern of names, or several, such as ['*.weight']"
+        f"{type(owner).__name__}({argument}={value!r}): expected a name pattern or a list of them, such as ['*.weight']"
     )
 
 
@@ -83,12 +83,12 @@ def longest_match(names: Iterable[str], patterns: Iterable[str]) -> str | None:
 def check_matches(
     where: str, patterns: Iterable[str], names: Collection[str], parameters: Collection[str] | None = None
 ) -> None:
-    """Raise ValueError for a pattern that matches none of the names; it shows some of the parameters, which are the names."""
+    """Raise ValueError for a pattern that matches none of the names, which are those of parameters; the error shows some."""
     for pattern in patterns:
         if not any(matches(name, pattern) for name in names):
             there = list(names if parameters is None else parameters)
             shown = ", ".join(map(repr, there[:5])) + (f", ... ({len(there)} in total)" if len(there) > 5 else "")
-            raise ValueError(f"{where}{pattern!r} matches no parameter; the parameters are: {shown or 'none'}")
+            raise ValueError(f"{where}{pattern!r} matches no parameter; the parameters are {shown or 'none'}")
 
 
 def gradients_of(update: UpdateState) -> list[Tensor]:
@@ -97,7 +97,7 @@ def gradients_of(update: UpdateState) -> list[Tensor]:
 
 
 def moments_of(engine: Engine, parameters: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What optimizers hold of these parameters in their shapes, such as momentum, each after its parameter."""
+    """The tensors that optimizers hold in the shapes of these parameters, such as momentum, each after its parameter."""
     states = [update.optimizer.state for update in engine.updates if update.optimizer is not None]
     for parameter in parameters:
         for value in (value for state in states for value in state.get(parameter, {}).values()):
@@ -120,7 +120,7 @@ def alike(gradients: Sequence[Tensor]) -> bool:
 
 
 def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """The p-norm of all gradients together, as ``torch.nn.utils.get_total_norm``, for sharded gradients too."""
+    """The p-norm of all gradients together, as ``torch.nn.utils.get_total_norm``, even for sharded gradients."""
     if not any_sharded(gradients):
         return torch.nn.utils.get_total_norm(gradients, norm_type)
     return norm_of_all(gradients, norm_type)

@@ -27,10 +27,11 @@ def name_of(device: torch.device) -> str:
 
 
 def peak_of(name: str) -> float | None:
-    """The peak performance of a device in operations per second; None if it is not known. Parts of a GPU (MIG) are not.
+    """The peak performance of a device in operations per second; None if it is not known, as for parts of a GPU (MIG).
 
     Example:
-        >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb"), peak_of("cpu")
+        >>> part = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
+        >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of(part), peak_of("cpu")
         (989000000000000.0, None, None)
     """
     return next((peak for pattern, peak in PEAKS.items() if re.fullmatch(pattern, name)), None)

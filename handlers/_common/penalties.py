@@ -22,9 +22,9 @@ Weight = float | Callable[[int], float]
 class Penalizing(LossTerm):
     """Adds a term (see `value`), times a weight, to the loss that the backward starts from, and writes it as a metric.
 
-    The reported loss stays without it. The term is a part of each micro-step's loss: what accumulation, micro-batches, loss
-    scaling and steps that compute their gradients again do to the loss, they do to the term. Several penalties are added in the
-    order of their names, whichever was attached first, so that their gradients add up to the same bits.
+    The reported loss excludes the term. The term is a part of each micro-step's loss, so accumulation, micro-batches, loss
+    scaling and repeated gradient computations treat it like the loss. Several penalties are added in the order of their names,
+    whichever was attached first, so their gradients add up to the same bits.
 
     Args:
         weight: Factor of the term: a number, or a function of the update's number of optimizer steps.
@@ -42,7 +42,7 @@ class Penalizing(LossTerm):
         self.weight: Weight = weight if callable(weight) else check_number(self, "weight", weight, least=least)
 
     def value(self, engine: Engine, update: UpdateState) -> Tensor | None:
-        """The term for the batch in ``state.batch``, without the weight: a scalar; None for none."""
+        """The unweighted term for the batch in ``state.batch``, a scalar; None if there is none."""
         raise NotImplementedError
 
     @on(
@@ -63,7 +63,7 @@ class Penalizing(LossTerm):
                     penalty._add(engine, update)
                 except Exception as error:
                     if penalty is not self:
-                        error.add_note(f"the penalty is that of {penalty.name!r}")
+                        error.add_note(f"raised in the penalty {penalty.name!r}")
                     raise
 
     def _add(self, engine: Engine, update: UpdateState) -> None:

@@ -1,4 +1,4 @@
-"""What a progress bar knows between two drawings: the smoothed loss, the speed, and the time that is left."""
+"""The state of a progress bar between two drawings: the smoothed loss, the speed, and the time left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Bound", "Forecast", "Pace", "SmoothedLoss"]
 
 
 class SmoothedLoss:
-    """An exponential average of losses with bias correction, kept where the losses are, so that adding one waits for nothing.
+    """An exponential average of losses with bias correction, kept on their device, so adding a loss does not wait.
 
     Losses that are not finite are left out.
 
@@ -54,7 +54,7 @@ class Pace:
     """Iterations and samples per second, averaged exponentially over about five seconds of training.
 
     Attributes:
-        iterations_per_second: None until two looks at different times.
+        iterations_per_second: None until two readings at different times.
         samples_per_second: 0.0 while no batch was counted.
     """
 
@@ -66,7 +66,7 @@ class Pace:
         self._batch_size = 0
 
     def look(self, now: float, iteration: int, batch_size: int | None) -> None:
-        """Take a look at the clock. A ``batch_size`` of None is that of the look before."""
+        """Read the clock. A ``batch_size`` of None means the previous one."""
         self._batch_size = self._batch_size if batch_size is None else batch_size
         if self._last is not None:
             seconds, made = now - self._last[0], iteration - self._last[1]
@@ -77,7 +77,7 @@ class Pace:
         self._last = now, iteration
 
     def pause(self, seconds: float) -> None:
-        """Leave so many seconds since the last look out of account."""
+        """Leave out this many seconds since the last reading."""
         if self._last is not None:
             self._last = self._last[0] + seconds, self._last[1]
 
@@ -92,11 +92,11 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far a run is towards one of its bounds.
+    """The progress of a run towards one of its bounds.
 
     Attributes:
         fraction: Between 0 and 1.
-        count: What is done of what: "120/500".
+        count: The same as a count: "120/500".
         seconds: Seconds that are left; None while that is not known.
         iterations: The last iteration, if that is known.
     """
@@ -108,10 +108,10 @@ class Bound:
 
 
 class Forecast:
-    """How far the run is towards each of its bounds, and how long it will take.
+    """The progress of the run towards each of its bounds, and the time left.
 
-    The time of an iteration is the mean since the first one of this run, with all evaluations and checkpoints in between. The
-    number of iterations of a step is that of this run; the length of an epoch of data without a length is that of the last one.
+    The time per iteration is the mean since the first iteration of this run, including all evaluations and checkpoints. The
+    iterations per step are those of this run; for data without a length, an epoch is as long as the last one.
 
     Args:
         engine: The engine whose run begins.
@@ -127,7 +127,7 @@ class Forecast:
         self._learned: int | None = None
 
     def look(self, engine: Engine, now: float) -> None:
-        """Note when the first iteration of the run was made."""
+        """Note when the first iteration of the run is complete."""
         if self._first is None:
             self._first = now, engine.state.iteration
 
@@ -136,7 +136,7 @@ class Forecast:
         self._learned = engine.state.epoch_iteration
 
     def epoch_length(self, engine: Engine) -> int | None:
-        """Iterations of an epoch, as given or as those of the last one; None if that is not known."""
+        """Iterations in an epoch, as given or as in the last epoch; None if not known."""
         return self._learned if engine.state.epoch_length is None else engine.state.epoch_length
 
     def seconds_of_iteration(self, engine: Engine, now: float) -> float | None:
@@ -148,7 +148,7 @@ class Forecast:
         return (now - since) / made if made > 0 else now - self._began
 
     def bounds(self, engine: Engine, now: float) -> list[Bound]:
-        """All bounds of the run about which something is known, the nearest first."""
+        """All bounds of the run whose progress is known, the nearest first."""
         state, each = engine.state, self.seconds_of_iteration(engine, now)
         found = []
         ends = [state.max_iters]

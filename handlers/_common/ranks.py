@@ -1,4 +1,4 @@
-"""Ranks that order the package's own receivers within one phase of an event where the order matters, with the reasons."""
+"""Ranks of the package's own receivers, which order them within a phase of an event where the order matters, with reasons."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ MEASURE_RATES = -900
 """PREPARE of the completed events: rates are measured before validations and averages take their time."""
 
 LOG_HISTOGRAMS = -10
-"""RECORD: what a handler logs comes in a log before the row of losses, whichever of the two is attached first."""
+"""RECORD: a handler's logged values come before the row of losses in a log, whichever of the two is attached first."""
 
 COLLECT, HOLD = -20, 10
 """PERSIST: a finished write is reported before anything else is written; the state to be saved after an error is held last."""
 
 HOLD_STATE = -30
-"""PERSIST: a state is held before a checkpoint is written, which has the oldest one with it."""
+"""PERSIST: a state is held before a checkpoint is written, because a checkpoint includes the oldest state."""
 
 RECORD_TRACE = -40
-"""PERSIST: what is written as a trace is what all receivers have left, and is in the file before a checkpoint refers to it."""
+"""PERSIST: a trace is written after all other receivers have run, and before a checkpoint refers to the file."""
 
 RESUME, WARM_START = -20, -10
 """MODEL_SETUP / PREPARE: a run that resumes is not warm-started; weights are loaded before the model is moved, converted or
-frozen, and before anything is put around it."""
+frozen, and before anything wraps it."""
 
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
@@ -37,8 +37,8 @@ LAYOUT = 10
 """STARTED / PREPARE and GET_BATCH_COMPLETED / PREPARE: tensors are laid out in memory once they are on their device."""
 
 DECIDE_CHECKPOINTS = 10
-"""CONTROL of the completed events: checkpoints are selected last, since a best one includes what schedules and patience
-decide at this event."""
+"""CONTROL of the completed events: checkpoints are selected last, because a best checkpoint includes the decisions of schedules
+and patience at this event."""
 
 CUT_SEQUENCES, RESIZE = -30, -20
 """GET_BATCH_COMPLETED / CHANGE: batches get their size before samples are mixed or cut out."""
@@ -56,7 +56,7 @@ SELECT_UPDATES = -10
 """ITERATION_STARTED / CHANGE: updates are selected before they are repeated for their time chunks."""
 
 ADD_EMBEDDING_NOISE, DROP_PATHS = -10, 10
-"""UPDATE_STARTED / CHANGE: the hook on the embedding comes before those on the blocks that follow it."""
+"""UPDATE_STARTED / CHANGE: the hook on the embedding comes before the hooks on the blocks that follow."""
 
 MIX_LOSS, SMOOTH_LOSS, DISTILL, ADD_PENALTY = -20, -10, -7, -5
 """LOSS_COMPUTED / CHANGE: first the loss of mixed targets, then label smoothing, which is for the labels only, then the teacher's
@@ -69,36 +69,36 @@ MEASURE_GRADIENTS = 10
 """GRADIENTS_READY / PREPARE: norms are measured on unscaled gradients, before anything changes them."""
 
 ADD_NOISE, CLIP_ADAPTIVELY = -20, -10
-"""GRADIENTS_READY / CHANGE: noise first, so that clipping bounds what the step uses; then the adaptive clip of each unit;
-then the clips by value and by global norm, which bound everything before them."""
+"""GRADIENTS_READY / CHANGE: noise first, so clipping bounds the gradients of the step; then the adaptive clip of each unit; then
+the clips by value and by global norm, which bound everything before them."""
 
 CENTRALIZE = -18
-"""GRADIENTS_READY / CHANGE: gradients are centralized with their noise, and before what is pruned or clipped."""
+"""GRADIENTS_READY / CHANGE: gradients are centralized with their noise, before pruning and clipping."""
 
 MASK_GRADIENTS = -15
-"""GRADIENTS_READY / CHANGE: gradients of pruned weights are zero once noise was added, so that clips do not count them."""
+"""GRADIENTS_READY / CHANGE: gradients of pruned weights are set to zero after noise is added, so clips do not count them."""
 
 CHECK_FINITE = 10
 """GRADIENTS_READY / FINALIZE: the guard checks after the gradient scaler, which handles its own overflows."""
 
 CHECK_SPIKES = 15
-"""GRADIENTS_READY / FINALIZE: what is not finite is no spike, and is skipped first."""
+"""GRADIENTS_READY / FINALIZE: non-finite values are not spikes, and their steps are skipped first."""
 
 READ_FLAGS = 20
-"""GRADIENTS_READY / FINALIZE: all flags on the device are read together, in one synchronization. A receiver of your own in
-this phase sees a step skipped for non-finite gradients if its rank is greater."""
+"""GRADIENTS_READY / FINALIZE: all flags on the device are read together, in one synchronization. Your own receiver in this
+phase sees a step skipped for non-finite gradients if its rank is greater."""
 
 RECORD_GROUPS = -30
-"""OPTIMIZER_STEP_COMPLETED / PREPARE: what the step has used is recorded before anything changes it."""
+"""OPTIMIZER_STEP_COMPLETED / PREPARE: the values that the step has used are recorded before anything changes them."""
 
 AVERAGE = -10
 """EPOCH_COMPLETED and OPTIMIZER_STEP_COMPLETED / PREPARE: averages are updated before a validation uses them."""
 
 LOOK_AHEAD = -18
-"""OPTIMIZER_STEP_COMPLETED / PREPARE: weights go back to the slow ones before those that are pruned are zero again."""
+"""OPTIMIZER_STEP_COMPLETED / PREPARE: weights go back to the slow weights before pruned weights are set to zero again."""
 
 TAKE_LOADED = 10
-"""WEIGHTS_LOADED / CHANGE: slow weights begin with the loaded ones once those that are pruned are zero."""
+"""WEIGHTS_LOADED / CHANGE: slow weights start from the loaded weights once pruned weights are zero."""
 
 PRUNE = -15
 """OPTIMIZER_STEP_COMPLETED / PREPARE: pruned weights are zero before averages take them. STARTED / FINALIZE: weights are pruned
@@ -108,10 +108,10 @@ RECOMPUTE = -20
 """STARTED / FINALIZE: forwards are replaced before models are wrapped or compiled."""
 
 COMPILE = 10
-"""STARTED / FINALIZE, and events at which a model may be wrapped again: compiled once it is wrapped; restored before that is."""
+"""STARTED / FINALIZE, and events that may wrap a model again: the model is compiled once it is wrapped, and restored before."""
 
 REHEARSE = 10
-"""EPOCH_COMPLETED and COMPLETED / PREPARE: what was not due in a trial run is done after everything that was."""
+"""EPOCH_COMPLETED and COMPLETED / PREPARE: handlers that were not due in a trial run act after all others."""
 
 BROADCAST_BUFFERS = -20
 """OPTIMIZER_STEP_COMPLETED and EVALUATION_STARTED / PREPARE: the buffers of rank 0 are broadcast before averages copy them."""

@@ -1,4 +1,4 @@
-"""Base of the loggers that send a run to a tracking service: MLflow, Weights & Biases, Trackio, or one of your own."""
+"""Base of the loggers that send a run to a tracking service: MLflow, Weights & Biases, Trackio, or your own service."""
 
 from __future__ import annotations
 
@@ -26,39 +26,38 @@ __all__ = ["Item", "RemoteLogger", "Status", "Stored"]
 
 
 class RemoteLogger(ScalarLogger):
-    """Sends losses, rates, metrics, and what is logged with ``engine.log``, to a service, which never slows or ends a run.
+    """Sends losses, learning rates, metrics and values from ``engine.log`` to a service, and never slows or ends a run.
 
-    The run only puts what it logs into a queue; one thread sends it. What the service does not take is reported once, and waits
-    in memory and then in a file of JSON lines, ``<name>-unsent.jsonl`` in ``folder``, until the service answers again. What is
-    left when the run ends is in that file: a resumed run sends it, and so does `send_kept`.
+    The run only puts its records into a queue, and one thread sends them. A failure is reported once. Records wait in memory, and
+    then in a file of JSON lines, ``<name>-unsent.jsonl`` in ``folder``, until the service answers again. Records left when the
+    run ends stay in that file; a resumed run sends them, and so does `send_kept`.
 
     A run that is stopped or killed at any point and resumes from a checkpoint continues the same remote run, in which no value is
-    lost or doubled: what the service has after the checkpoint is compared with what the resumed run logs there. Where the values
-    differ, since the run was resumed with other options or put back to an earlier state (``engine.snapshots.restore``), it
-    continues as a new remote run, which begins with a copy of the numbers up to there; its id has a suffix, ``-1``. The old one
-    is closed as KILLED with a text that says so, and keeps the images and texts of its part. Metrics that are measured of the
-    machine, such as those of `Throughput`, may differ.
+    lost or doubled: the service's values after the checkpoint are compared with those that the resumed run logs. If they differ,
+    because the run was resumed with other options or set back to an earlier state (``engine.snapshots.restore``), the run
+    continues as a new remote run with a copy of the earlier numbers, whose id has a suffix, ``-1``. The old run is closed as
+    KILLED with a text that says so, and keeps its images and texts. Metrics that measure the machine, such as those of
+    `Throughput`, may differ.
 
-    The remote run is FINISHED; FAILED, with the error's text; KILLED after Ctrl-C; or still RUNNING if it was preempted. With
+    The remote run is FINISHED, FAILED with the error's text, KILLED after Ctrl-C, or still RUNNING after a preemption. With
     several ranks, rank 0 sends one run. The horizontal axis is the iteration, and names are the same as in TensorBoard.
 
-    A logger for a service of your own defines `open`, `send`, and usually `stored` and `close_run`. All of them are called in the
-    thread, never at the same time, and may raise anything: they are called again after a while.
+    A logger for your own service defines `open`, `send`, and usually `stored` and `close_run`. They are called in the thread,
+    never at the same time. They may raise any error, and are then called again later.
 
     Args:
-        folder: Folder of the run, for the file of what was not sent.
-        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration, such as "10it".
-            All other new values of metrics are sent, with the iteration in which they were measured.
-        run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that restarts has one of its own.
-        keep_different: Whether to leave values as they are where the remote run has others than a resumed run logs, and to
-            continue after them, in place of a new remote run. For training that is not deterministic, where no resumed run
-            repeats the last digits.
+        folder: Folder of the run, for the file of unsent records.
+        every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new metric
+            values are sent with the iteration that measured them.
+        run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that restarts has its own.
+        keep_different: Whether to keep different values in the remote run and to continue after them, instead of starting a new
+            remote run. For training that is not deterministic, where no resumed run repeats the last digits.
         capacity: Number of rows that wait in memory.
-        timeout: Seconds to wait, as the run ends, for what is not sent yet.
+        timeout: Seconds to wait for unsent records when the run ends.
 
     Attributes:
         needs: Modules of the client, and the extra of this package that installs them.
-        backoff: Seconds to wait after a failure, doubled with each further one, and the most.
+        backoff: Seconds to wait after a failure, doubled with each further failure, and their maximum.
 
     Raises:
         ImportError: If the client is not installed.
@@ -75,7 +74,7 @@ class RemoteLogger(ScalarLogger):
         >>> import tempfile, torch
         >>> from signalfire import Engine, Update
         >>> model = torch.nn.Linear(2, 1)
-        >>> update = Update.supervised(torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1))
+        >>> update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     engine = Engine(update, model=model)
         ...     engine.log.hyperparameters(width=2)
@@ -125,7 +124,7 @@ class RemoteLogger(ScalarLogger):
     # ---- what a service defines -----------------------------------------------------------------------------------
 
     def open(self, run_id: str, hyperparameters: Mapping[str, Any]) -> None:
-        """Create the remote run of this id, or continue it, and write the hyperparameters; also called if there are new ones."""
+        """Create or continue the remote run with this id, and write the hyperparameters; also called for new hyperparameters."""
         raise NotImplementedError(f"{type(self).__name__} does not define open()")
 
     def send(self, items: Sequence[Item]) -> None:
@@ -133,32 +132,33 @@ class RemoteLogger(ScalarLogger):
         raise NotImplementedError(f"{type(self).__name__} does not define send()")
 
     def stored(self, run_id: str, after: int) -> Iterable[Stored]:
-        """What the remote run has of this iteration and later ones: names, iterations, and numbers, or None for what is none.
+        """The remote run's values of this and later iterations: names, iterations, and numbers, or None for a value that is no
+        number.
 
-        Without it, a run that is killed may send values again, and a new remote run has no copy of earlier numbers.
+        Without this method, a killed run may send values again, and a new remote run has no copy of earlier numbers.
         """
         return ()
 
     def confirmed(self) -> int | None:
-        """How many of the items that were sent since `open` the client cannot lose if the process is killed; None for all."""
+        """Number of items sent since `open` that the client cannot lose if the process is killed; None for all."""
         return None
 
     def close_run(self, status: Status, error: str | None) -> None:
-        """End the remote run; RUNNING if it is going to be continued."""
+        """End the remote run; RUNNING if it will be continued."""
 
     def clean(self, name: str) -> str:
-        """A name as the service takes it."""
+        """A name as the service accepts it."""
         return name
 
     def as_stored(self, value: float) -> float:
-        """A number as the service gives it back."""
+        """A number as the service returns it."""
         return value
 
     # ---- the run --------------------------------------------------------------------------------------------------
 
     @property
     def path(self) -> Path:
-        """The file for what was not sent."""
+        """The file of unsent records."""
         return self.folder / f"{self.name}-unsent.jsonl"
 
     @property
@@ -201,7 +201,7 @@ class RemoteLogger(ScalarLogger):
         self._sender.start()
 
     def _open_kept(self, header: Mapping[str, Any]) -> KeptFile:
-        """The file of what an earlier process of this run has not sent; that of another run is put aside."""
+        """The file of unsent records from an earlier process of this run; a file of a different run is put aside."""
         kept = KeptFile(self.path, header)
         if not self.path.exists():
             return kept
@@ -220,8 +220,8 @@ class RemoteLogger(ScalarLogger):
         self.path.rename(aside)
         if items:
             warn(
-                f"{self.name!r}: {len(items)} rows of run {found['run']!r} were never sent; they are in {str(aside)!r} now: send "
-                f"them with {type(self).__name__}(...).send_kept({str(aside)!r})"
+                f"{self.name!r}: {len(items)} rows of run {found['run']!r} were never sent and are now in "
+                f"{str(aside)!r}; send them with {type(self).__name__}(...).send_kept({str(aside)!r})"
             )
         return kept
 
@@ -241,8 +241,8 @@ class RemoteLogger(ScalarLogger):
         if sender.problem is not None and not self._reported:
             self._reported = True
             warn(
-                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; training continues, its "
-                "rows are kept, and sending is tried again"
+                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; training continues, the "
+                "rows are kept, and sending is retried"
             )
 
     def _put_entry(self, engine: Engine, kind: Kind, convert: Callable[[Any], Any]) -> None:
@@ -273,13 +273,13 @@ class RemoteLogger(ScalarLogger):
 
     @on(Events.HYPERPARAMETERS_LOGGED, phase=Phase.RECORD, reads=[], writes=["files"])
     def write_hyperparameters(self, engine: Engine) -> None:
-        """Send the hyperparameters that come in a run; others are sent as it begins."""
+        """Send the hyperparameters logged during a run; others are sent when it starts."""
         if self._sender is not None:
             self._sender.set_parameters(engine.log.given)
 
     @on(Events.ENDED, phase=Phase.PERSIST, reads=["error", "metrics"], writes=["files"])
     def close(self, engine: Engine) -> None:
-        """Close the remote run once everything was sent; what takes too long stays in the file."""
+        """Close the remote run once everything is sent; after the timeout, unsent records stay in the file."""
         super().close(engine)
         sender, self._sender = self._sender, None
         if sender is None:
@@ -289,23 +289,23 @@ class RemoteLogger(ScalarLogger):
         if not sender.done.is_set():
             why = f" ({sender.problem})" if sender.problem else ""
             warn(
-                f"{self.name!r}: run {sender.remote_id!r} could not be closed within {self.timeout:g} s{why}; {left} rows that "
-                f"were not sent are in {str(self.path)!r}: resume the run, or call {type(self).__name__}(...).send_kept()"
+                f"{self.name!r}: run {sender.remote_id!r} could not be closed within {self.timeout:g} s{why}; {left} "
+                f"unsent rows are in {str(self.path)!r}; resume the run, or call {type(self).__name__}(...).send_kept()"
             )
 
     def send_kept(self, path: str | os.PathLike[str] | None = None) -> int:
-        """Send what an earlier run could not send, and close that run; returns the number of rows.
+        """Send the unsent records of an earlier run, and close that run; returns the number of rows.
 
         Args:
             path: its file, if it is not the one that this logger would write.
 
         Raises:
             RuntimeError: during a run.
-            TimeoutError: if the service does not take all of it within ``timeout``; the file stays.
+            TimeoutError: if the service does not accept all rows within ``timeout``; the file stays.
         """
         if self._sender is not None:
             raise RuntimeError(
-                f"{type(self).__name__}.send_kept() was called during a run, which sends what is kept itself"
+                f"{type(self).__name__}.send_kept() was called during a run, which sends the kept rows itself"
             )
         path = self.path if path is None else Path(path)
         if not path.exists():
@@ -350,7 +350,7 @@ class RemoteLogger(ScalarLogger):
         return item._replace(values=values, before={self.clean(name): count for name, count in item.before.items()})
 
     def is_measured(self, name: str) -> bool:
-        """Whether a value is measured of the machine, so that no run repeats it."""
+        """Whether a value measures the machine, so no run repeats it."""
         engine = self.engine
         return engine is not None and name in {
             self.clean(self.tag_of(engine, metric)) for metric in list(engine.state.metrics.unsaved)

@@ -20,8 +20,8 @@ class ReplicatedParameters:
     """Replaces the plain parameters of a module by replicated DTensors; in a forward, plain tensors take their place.
 
     torch refuses to compute with a DTensor and a plain tensor together, so a module that is not split needs plain parameters. The
-    hooks are on all modules, since any of them may be called by itself; only the outermost call does anything. Where the model is
-    sharded besides (FSDP), that is the outermost call of each unit: its parameters are gathered just before.
+    hooks are on all modules, because any of them may be called directly; only the outermost call does anything. If the model is
+    also sharded (FSDP), this is the outermost call of each unit, because its parameters are gathered just before.
 
     Args:
         root: The module; its DTensors are left alone.
@@ -54,7 +54,7 @@ class ReplicatedParameters:
             ]
 
     def forget_units(self) -> None:
-        """Look again which units there are: the model may be sharded by another handler."""
+        """Find the units again, because a different handler may have sharded the model."""
         self._of_unit.clear()
 
     def remove(self) -> None:

@@ -21,9 +21,9 @@ class ScalarLogger(Handler):
     the next step. Each new value of a metric is written once, even if the run stops and resumes in between.
 
     Args:
-        every: Interval in iterations of losses, learning rates, and metrics that are measured in each iteration: with "10it"
-            the first are those of iteration 10. All other new values of metrics are written, with the iteration in which they
-            were measured; one that may be the first of several waits for the next iteration.
+        every: Interval in iterations for losses, learning rates and per-iteration metrics; with "10it" the first are those of
+            iteration 10. All other new metric values are written with the iteration that measured them; a value that may be the
+            first of several waits for the next iteration.
     """
 
     capture = Capture.FORBIDDEN  # rates are read before the step
@@ -63,7 +63,7 @@ class ScalarLogger(Handler):
         raise NotImplementedError
 
     def converted(self, engine: Engine, convert: Callable[[Any], Any]) -> tuple[str, Any]:
-        """The tag of what is being logged, and what is to be written of it; None if that fails, which does not end the run."""
+        """The tag of the logged entry, and the value to write; None if the conversion fails, which does not end the run."""
         entry = engine.log.entry
         if entry is None:
             return "", None
@@ -74,7 +74,7 @@ class ScalarLogger(Handler):
             engine.findings.report(
                 "W40",
                 f"{self.name!r} cannot write {entry.name!r}: {type(error).__name__}: {error}",
-                "draw or convert it outside the run to see the error",
+                "draw or convert the value outside the run to see the error",
                 self.name,
                 key=entry.name,
             )
@@ -103,7 +103,7 @@ class ScalarLogger(Handler):
 
     @on(Events.CHECKPOINT_LOADED, phase=Phase.RECORD, reads=["metrics"], writes=[])
     def resume(self, engine: Engine) -> None:
-        """Resume from the logger's state in the checkpoint; without one, log what is measured from here on."""
+        """Resume from the logger's state in the checkpoint; without one, log the values measured from here on."""
         self._early = []
         if not self._seen_loaded:
             self._new.skip(engine)
@@ -153,13 +153,13 @@ class ScalarLogger(Handler):
         """The name of a metric in the log, found once.
 
         Raises:
-            ValueError: for one that another metric has.
+            ValueError: if a different metric has this name.
         """
         if name not in self._tags:
             tag = self.tag_of(engine, name)
             if (other := self._named.setdefault(tag, name)) != name:
                 raise ValueError(
-                    f"{self.name!r}: the metrics {other!r} and {name!r} are both {tag!r} in a log; rename one of them"
+                    f"{self.name!r}: the metrics {other!r} and {name!r} are both logged as {tag!r}; rename one of them"
                 )
             self._tags[name] = tag
         return self._tags[name]
@@ -178,15 +178,15 @@ class ScalarLogger(Handler):
         if engine.training and shorter and not self._wrote_losses:
             engine.findings.report(
                 "W63",
-                f"{self.name!r} wrote no losses and learning rates: its interval {str(self.every)!r} is longer than the run of "
-                f"{engine.state.iteration} iterations",
+                f"{self.name!r} wrote no losses and learning rates, because its interval {str(self.every)!r} is longer "
+                f"than the run of {engine.state.iteration} iterations",
                 "give a shorter every=",
                 self.name,
             )
 
     @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
-        """Write what is new, unless the run ended before its first epoch."""
+        """Write the new values, unless the run ended before its first epoch."""
         self._write_new(engine, last=True)
         self._new.stop()
         self._early, self._losses = [], []

@@ -1,4 +1,4 @@
-"""What looks wrong about a torch scheduler in a run of known length, for `Engine.check`."""
+"""Findings about a torch scheduler in a run of known length, for `Engine.check`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ScheduledRun:
 
     Attributes:
         handler: name of the handler.
-        unit: what the scheduler is stepped after: "st" for optimizer steps, "ep" for epochs.
+        unit: unit of the scheduler's steps: "st" for optimizer steps, "ep" for epochs.
         total: how many times it is stepped in the run; of a part, such as what follows a warm-up, how many times that one is.
         epochs, batches: length of the run; None if unknown.
     """
@@ -44,7 +44,7 @@ class ScheduledRun:
 
 
 def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
-    """What does not fit between a scheduler and its run."""
+    """The findings about a scheduler that does not fit its run."""
     inner = getattr(scheduler, "_schedulers", None)
     if inner is None:
         yield from _of_one(scheduler, run)
@@ -60,7 +60,7 @@ def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 
 
 def _starts_of(parts: Sequence[Any], scheduler: Any) -> list[int]:
-    """The step from which on each of the schedulers is stepped that a scheduler chains."""
+    """The step from which on each scheduler in a chain is stepped."""
     if isinstance(scheduler, lr_scheduler.SequentialLR):
         return [0, *scheduler._milestones]
     warmed_up = getattr(scheduler, "steps", 0)  # of `schedules.warmup`, which steps the other one afterwards
@@ -98,7 +98,7 @@ def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
 
 
 def _first_cycle(scheduler: Any) -> int | None:
-    """The number of steps after which a scheduler first begins again."""
+    """The number of steps after which a scheduler first restarts."""
     if isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
         return int(scheduler.T_0)
     return int(scheduler.total_size) if isinstance(scheduler, lr_scheduler.CyclicLR) else None
@@ -116,12 +116,12 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
             if run.unit == "st" and given == run.batches:
                 yield _unit(run, what, "batches")
             else:
-                yield _length(run, f"{what} is more than that: the schedule does not reach its end", way_out)
+                yield _length(run, f"{what} is more than that, so the schedule does not reach its end", way_out)
         elif _exceeds(total, given) and (repeats or isinstance(scheduler, lr_scheduler.PolynomialLR)):
             if _in_epochs(run, given, total):
                 yield _unit(run, what)
             else:
-                yield _length(run, f"{what} is less than that: {_RESTS[argument]}", way_out)
+                yield _length(run, f"{what} is less than that, so {_RESTS[argument]}", way_out)
 
 
 def _exceeds(one: int, other: int) -> bool:
@@ -129,8 +129,8 @@ def _exceeds(one: int, other: int) -> bool:
     return one > other * _SLACK and one > other + 2
 
 
-_FILLED = "omit it, and LRScheduling fills in the length of the run; or correct it"
-_CORRECTED = "give it the number of steps that it has in the run"
+_FILLED = "omit it to let LRScheduling fill in the length of the run, or correct it"
+_CORRECTED = "give it the number of scheduler steps in the run"
 _RESTS = {
     "T_max": "the learning rate rises again",
     "total_steps": "PyTorch raises an error at the next step",
@@ -139,7 +139,7 @@ _RESTS = {
 
 
 def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
-    """Whether a number is one of epochs though the scheduler is stepped more often."""
+    """Whether a number counts epochs, although the scheduler is stepped more often."""
     return run.unit == "st" and run.epochs is not None and given <= run.epochs and total >= 3 * run.epochs
 
 
@@ -147,11 +147,12 @@ def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
     way_out = (
         "step it after epochs with LRScheduling(..., every='1ep')"
         if counted == "epochs"
-        else "count one for each window"
+        else "count one step per window"
     )
     return finding(
         "C05",
-        f"{run.handler!r}: {what} seems to count {counted}, but the scheduler is stepped after {run.counted}: {run.total} times",
+        f"{run.handler!r}: {what} seems to count {counted}, but the scheduler is stepped {run.total} times, after "
+        f"{run.counted}",
         f"{way_out}, or give the number of {run.counted}",
         [run.handler],
     )
@@ -163,7 +164,7 @@ def _length(run: ScheduledRun, problem: str, way_out: str, severity: Severity | 
 
 
 def _rate_left(scheduler: Any, total: int) -> float | None:
-    """The factor that a scheduler has multiplied the rate by at the end; None if it is not one that only decays."""
+    """The factor that a scheduler has multiplied the rate by at the end; None if the scheduler does more than decay."""
     if isinstance(scheduler, lr_scheduler.StepLR):
         return float(scheduler.gamma ** (total // scheduler.step_size))
     if isinstance(scheduler, lr_scheduler.ExponentialLR):

@@ -16,14 +16,14 @@ __all__ = ["Sender", "Service", "Status", "Stored"]
 Status = Literal["FINISHED", "FAILED", "KILLED", "RUNNING"]
 
 Stored = tuple[str, int, float | None]
-"""A value that a service has: its name, its iteration, and the number, or None for what is no number."""
+"""A value that a service has: its name, its iteration, and the number, or None for other values."""
 
 _BATCH = 200
 _LOOK = 0.5  # seconds between two looks at what a client has written
 
 
 class Service(Protocol):
-    """What a sender needs of a logger; see `RemoteLogger`, which says what each of them does."""
+    """The methods that a sender needs from a logger; `RemoteLogger` documents each of them."""
 
     name: str
     backoff: ClassVar[tuple[float, float]]
@@ -40,20 +40,20 @@ class Service(Protocol):
 
 
 class _Differs(Exception):
-    """The service has another value at the place of this one."""
+    """The service has a different value in the place of this one."""
 
 
 class Sender(threading.Thread):
-    """Delivers items in their order, each exactly once, as often as the service has to be asked.
+    """Delivers items in their order, each exactly once, with as many attempts as needed.
 
-    A run that is opened, or opened again after an error, may have items already: of a process that was killed, or of a request
-    whose answer was lost. What is there is read, and is not sent again. If the run has other values there, it went back and
-    took another way: what came before is copied to a new remote run, which it continues as.
+    A run that is opened, or opened again after an error, may already have items, from a killed process or from a request whose
+    answer was lost. They are read, and not sent again. If the service has different values there, the run went back and diverged.
+    It then continues as a new remote run that has a copy of the earlier items.
 
     Args:
         service: the logger.
-        kept: the file for what is not delivered; it may hold items to begin with.
-            Its header names the run, how often that has continued as a new remote run, and its hyperparameters.
+        kept: the file for undelivered items; it may already hold some. Its header names the run, how often it has continued as a
+            new remote run, and its hyperparameters.
         position: the iteration that the run begins after; the service may have later values, of a process that was killed.
 
     Attributes:
@@ -114,7 +114,7 @@ class Sender(threading.Thread):
             self._wake.notify()
 
     def keep(self) -> None:
-        """Write to the file what might be lost with the process, so that a saved state may refer to it."""
+        """Write to the file all items that might be lost with the process, so a saved state may refer to them."""
         with self._wake:
             items = [item for item in self._waiting() if item.number > self._kept_up_to]
             if items:
@@ -126,7 +126,7 @@ class Sender(threading.Thread):
                 self._kept_up_to = items[-1].number
 
     def _waiting(self) -> list[Item]:
-        """What is in memory and not delivered for sure."""
+        """The items in memory whose delivery is not certain."""
         earlier = [*self._sent, *self._taken]
         if self._back is not None:
             earlier = [item for item in earlier if item.number <= (self._back or 0)]
@@ -145,7 +145,7 @@ class Sender(threading.Thread):
             self._wake.notify()
 
     def finish(self, status: Status, error: str | None, timeout: float) -> int:
-        """Close the run once all is delivered; returns how many items are kept in the file because that takes too long."""
+        """Close the run once all is delivered; returns how many items stay in the file because delivery takes too long."""
         with self._wake:
             self._end = status, error
             self._wake.notify()
@@ -189,7 +189,7 @@ class Sender(threading.Thread):
         self._sent, self._sent_before, self._opened, self._there = [], 0, False, None
 
     def _deliver(self) -> bool:
-        """One round: open the run, send what waits, and wait if nothing does; returns whether the run is closed."""
+        """One round: open the run, send waiting items, and wait if there are none; returns whether the run is closed."""
         if not self._opened:
             self.service.open(self.remote_id, self._parameters)
             self._opened, self._there = True, None
@@ -205,7 +205,7 @@ class Sender(threading.Thread):
         return self._rest()
 
     def _go_back(self) -> None:
-        """Before what follows a return is compared, have the client write what it has."""
+        """Have the client write its items before items after a return are compared."""
         with self._wake:
             index, self._back = self._back, None
             if index is None:
@@ -253,10 +253,10 @@ class Sender(threading.Thread):
             self._sent += new
 
     def _new(self, items: Sequence[Item], remote_id: str) -> list[Item]:
-        """What of these items the run does not have.
+        """The part of these items that the run does not have.
 
         Raises:
-            _Differs: if it has another value in the place of one of them.
+            _Differs: if the run has a different value in the place of one of them.
         """
         if self._there is None:
             self._there = {}
@@ -288,10 +288,10 @@ class Sender(threading.Thread):
         return True
 
     def _fork(self, items: Sequence[Item]) -> None:
-        """Continue as a new remote run that has what came before the first item that differs."""
+        """Continue as a new remote run with a copy of the items before the first that differs."""
         first, old, forks = self._first_that_differs(items), self.remote_id, self.forks + 1
         why = f"the run went back to iteration {self._position}, and differs from iteration {first.iteration} on"
-        self.service.close_run("KILLED", f"{why}: it continues as {self.run_id}-{forks}")
+        self.service.close_run("KILLED", f"{why}, so it continues as {self.run_id}-{forks}")
         earlier = list(_copies(self.service.stored(old, 0), self._is_of_this_way))
         while True:
             new = f"{self.run_id}-{forks}"
@@ -323,7 +323,7 @@ class Sender(threading.Thread):
         raise AssertionError("none differs")
 
     def _note_confirmed(self) -> None:
-        """Forget what can no longer be lost."""
+        """Forget items that can no longer be lost."""
         count = self.service.confirmed() if self._sent else None
         with self._wake:
             safe = len(self._sent) if count is None else max(0, count - self._sent_before)
@@ -356,7 +356,7 @@ def _equal(one: float, other: float) -> bool:
 
 
 def _copies(points: Iterable[Stored], belongs: Callable[[str, int, int], bool]) -> Iterator[Item]:
-    """Numbers that a run has, as items for another one; a second value of a name in one iteration is in an item of its own."""
+    """Numbers of a run as items for a different run; a second value of a name in one iteration is a separate item."""
     rows: dict[int, list[dict[str, float]]] = {}
     places: Counter[tuple[str, int]] = Counter()
     for name, iteration, value in points:

@@ -23,11 +23,11 @@ __all__ = ["TextLogger"]
 class TextLogger(ScalarLogger):
     """Appends lines to a file, and truncates it to the position in a loaded checkpoint.
 
-    Each record is written to the operating system at once, so that a killed process loses none; `sync_written` flushes them to
-    disk before a checkpoint refers to them. The state holds the file's length and the sha256 of its content. On resuming, a
-    file that starts with this content is truncated to that length. Any other file is backed up under another name, ``log.csv``
-    as ``log.1.csv``, which is never changed; if it is a log of this kind, the records before the checkpoint's last one are
-    copied from it, and a warning (W34) tells that some may be missing.
+    Each record is written to the operating system at once, so a killed process loses none. `sync_written` flushes the records to
+    disk before a checkpoint refers to them. The state holds the file's length and the sha256 of its content. On resuming, a file
+    that starts with this content is truncated to that length. Any other file is backed up under a different name, ``log.csv`` as
+    ``log.1.csv``, which is never changed. If it is a log of this kind, the records before the checkpoint's last one are copied
+    from it, and a warning (W34) reports that some may be missing.
 
     Args:
         path: The file; its folder is created if it does not exist.
@@ -141,14 +141,14 @@ class TextLogger(ScalarLogger):
             if kept
             else "it has no such rows"
         )
-        self._report_gap(f"{end}, and not all of its rows are those that were written then")
+        self._report_gap(f"{end}, and some of its rows are not those written then")
         return "".join(kept)
 
     def _report_gap(self, what: str) -> None:
         if (engine := self.engine) is not None:
             engine.findings.report(
                 "W34",
-                f"the log {str(self.path)!r} of {self.name!r} is not the one that the loaded state continues: {what}",
+                f"the log {str(self.path)!r} of {self.name!r} does not continue the loaded state: {what}",
                 "restore the log of that run before resuming, or expect rows to be missing",
                 self.name,
             )
@@ -161,12 +161,12 @@ class TextLogger(ScalarLogger):
         self._close()
 
     def _check_place(self) -> None:
-        """Report a file that is no longer the one at its path, so that what is written is lost."""
+        """Report a file that is no longer the one at its path, so its rows are lost."""
         if self._file is not None and (engine := self.engine) is not None and not self._file.is_at(self.path):
             engine.findings.report(
                 "W38",
-                f"{self.name!r}: the log {str(self.path)!r} was replaced or removed while this run writes to it, so "
-                "its rows are lost; a second process seems to write to the same path",
+                f"{self.name!r}: the log {str(self.path)!r} was replaced or removed during this run, so its rows are "
+                "lost; a second process seems to write to the same path",
                 "give each run its own folder",
                 self.name,
             )

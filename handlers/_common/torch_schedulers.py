@@ -50,7 +50,7 @@ SCHEDULER_OPTIONS = {
     if isinstance(kind, type) and issubclass(kind, LRScheduler)
     for option in list(inspect.signature(kind).parameters)[1:]
 }
-"""What a handler says about an option of torch's schedulers that it is given itself."""
+"""The message for an option of torch's schedulers that is given to the handler itself."""
 
 
 def base_of(factory: Any) -> Any:
@@ -61,7 +61,7 @@ def base_of(factory: Any) -> Any:
 
 
 def check_factory(scheduler: Any) -> None:
-    """Raise TypeError for what builds no scheduler as ``LRScheduling(scheduler)``."""
+    """Raise TypeError for an object that builds no scheduler in ``LRScheduling(scheduler)``."""
     if not callable(scheduler):
         raise TypeError(
             f"LRScheduling({scheduler!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler, "
@@ -93,13 +93,13 @@ def kind_of_scheduler(scheduler: Any, warmup: Any = None) -> str:
 
 
 def check_kind(name: str, then: str | None, here: str | None) -> None:
-    """Raise ValueError for the saved state of another schedule. States of 0.2 and before do not say which one it is of."""
+    """Raise ValueError for the saved state of a different schedule. States of 0.2 and before do not name their schedule."""
     if then is not None and here is not None and then != here:
         raise ValueError(
-            f"the schedule of {name!r} was a {then} and is a {here} here: give it the schedule of the saved run; to "
-            "continue with a different one from where that run stopped, give the handler a different name, as in "
-            "LRScheduling(..., name='next'), and "
-            f"write load_state_dict(state, allow=[{name!r}, 'next'])"
+            f"the schedule of {name!r} was a {then} when the state was saved, and is a {here} here; use the schedule "
+            "of the saved run. To continue with a different one from where that run stopped, give the handler a "
+            f"different name, as in LRScheduling(..., name='next'), and write load_state_dict(state, allow=[{name!r}, "
+            "'next'])"
         )
 
 
@@ -111,7 +111,7 @@ _PROGRESS = {
 
 
 def different_arguments(scheduler: Any, state: Mapping[str, Any]) -> list[str]:
-    """In which arguments a scheduler of torch, as it was built, differs from a saved state of its class, in words."""
+    """The arguments in which a torch scheduler differs from a saved state of its class, in words."""
     found = []
     for part, saved in zip(getattr(scheduler, "_schedulers", ()), state.get("_schedulers", ()), strict=False):
         found += different_arguments(part, saved)
@@ -184,7 +184,7 @@ def takes_metric(scheduler: Any) -> bool:
 
 
 def check_drivable(name: str, scheduler: Any, every: Interval, *, monitored: bool) -> None:
-    """Raise ValueError for a scheduler that cannot be stepped as a handler is to step it.
+    """Raise ValueError for a scheduler that cannot be stepped in the way that a handler steps it.
 
     Args:
         name: Name of the handler.
@@ -195,11 +195,11 @@ def check_drivable(name: str, scheduler: Any, every: Interval, *, monitored: boo
     kind = type(scheduler).__name__
     if takes_count(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(
-            f"{name!r}: the {kind} does not save its state; give torch's scheduler with the name of its metric: "
+            f"{name!r}: the {kind} does not save its state; use torch's scheduler and name its metric: "
             "LRScheduling(partial(ReduceLROnPlateau, ...), monitor=...)"
         )
     if takes_metric(scheduler) and not monitored:
-        raise ValueError(f"{name!r}: the factory returned a {kind}; give the name of its metric as monitor=")
+        raise ValueError(f"{name!r}: the factory returned a {kind}; name its metric with monitor=")
     if monitored and not takes_metric(scheduler):
         raise ValueError(
             f"{name!r}: monitor= is for schedulers that are stepped with a metric, such as ReduceLROnPlateau, but the factory "
@@ -225,7 +225,7 @@ def name_of(factory: Any) -> str:
 def with_total(factory: Any) -> str:
     """How a factory is given its number of steps, for messages: "partial(get_linear_schedule, num_training_steps=...)".
 
-    Of several by the names of their optimizers, each that lacks it is named.
+    With several factories by optimizer, each factory that lacks the number is named.
     """
     if isinstance(several := getattr(factory, "factories", None), dict):
         lacking = {name: one for name, one in several.items() if missing_total(one) is not None}

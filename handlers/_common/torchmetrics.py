@@ -1,4 +1,4 @@
-"""What metrics of torchmetrics need besides `reset`, `update` and `compute`: their states, and which ranks they merge."""
+"""Helpers for torchmetrics metrics, beyond `reset`, `update` and `compute`: their states, and the ranks they merge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["keeps_inputs", "load_state_of", "merge", "merging_nothing", "state_o
 
 @contextmanager
 def synced(metric: Any, data: Processes) -> Iterator[None]:
-    """Let torchmetrics merge the states of these ranks: of none where each has seen all samples, or `merge` was called."""
+    """Let torchmetrics merge the states of these ranks: of none if each has seen all samples, or if `merge` was called."""
     if isinstance(data, SameData | VirtualShards):
         with merging_nothing(metric):
             yield
@@ -106,8 +106,8 @@ def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
         several = [state[path] for state in states if state[path]["count"]]
         if any(not _same(one["own"], _own_values(part)) for one in several):
             raise ValueError(
-                f"the values that {type(part).__name__} keeps besides its states cannot be merged over shards: measure it in a "
-                "run without shards"
+                f"{type(part).__name__} keeps values besides its states, which cannot be merged over shards; use it in "
+                "a run without shards"
             )
         for key, reduce in part._reductions.items() if several else ():
             setattr(part, key, _reduced([one["state"][key] for one in several], reduce))
@@ -115,7 +115,7 @@ def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether the values are equal that a metric keeps in attributes."""
+    """Whether the values that a metric keeps in attributes are equal."""
     return one.keys() == other.keys() and all(
         torch.equal(value, other[key]) if isinstance(value, Tensor) else value == other[key]
         for key, value in one.items()

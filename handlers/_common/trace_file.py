@@ -60,23 +60,23 @@ class TraceWriter:
 
     @property
     def in_place(self) -> bool:
-        """Whether what is written is found at the path."""
+        """Whether the written file is the one at the path."""
         return self._file is None or self._file.is_at(part_of(self.path, self.part))
 
     def begin(self) -> None:
-        """Start a new file; those of another trace are kept under other names."""
+        """Start a new file; files of a different trace are kept under other names."""
         self.part = 1
         self._back_up()
         self._remove_after(1)
         self._file = LineFile.replace(self.path, self.header)
 
     def retire(self) -> None:
-        """Keep the files under other names, without beginning others."""
+        """Keep the files under other names, without starting new ones."""
         self._back_up()
         self._remove_after(0)
 
     def resume(self, state: Mapping[str, Any]) -> bool:
-        """Cut the file to what a state has; returns False if it is not the file of that run, which is left as it is."""
+        """Cut the file to the position in a state; returns False for the file of a different run, which is left unchanged."""
         if not set(range(1, state["part"])) <= set(parts_of(self.path)):
             return False
         file = LineFile.reopen(part_of(self.path, state["part"]), state["length"], state["sha256"])
@@ -111,7 +111,7 @@ class TraceWriter:
         self._file.append(lines)
 
     def sync(self) -> None:
-        """Flush what was written to disk."""
+        """Flush the file to disk."""
         if self._file is not None:
             self._file.sync()
 
@@ -122,7 +122,7 @@ class TraceWriter:
                 self._file.close()
 
     def _back_up(self) -> None:
-        """Copy the parts to the names of a trace of its own: ``trace.1.jsonl``, ``trace.1.part2.jsonl``."""
+        """Copy the parts to the names of a separate trace: ``trace.1.jsonl``, ``trace.1.part2.jsonl``."""
         if not (parts := parts_of(self.path)):
             return
         names = (self._root.with_name(f"{self._root.stem}.{n}{self._root.suffix}") for n in itertools.count(1))

@@ -1,4 +1,4 @@
-"""Helpers for updates: select them by name, ask whether one made its step, and what its loss takes."""
+"""Helpers for updates: selection by name, whether an update has made its step, and what its loss takes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def only_update(engine: Engine, name: str | None, *, by: Handler, does: str) -> 
     """
     if name is None and len(engine.updates) > 1:
         names = ", ".join(update.name for update in engine.updates)
-        raise ValueError(f"{by.name!r}: the engine has several updates ({names}); pass update=, the one that {does}")
+        raise ValueError(
+            f"{by.name!r}: the engine has several updates ({names}); pass update= to choose the one that {does}"
+        )
     return engine.find_update(name)
 
 
@@ -71,13 +73,13 @@ def _weights_classes(loss: Any) -> bool:
 
 
 def is_balanced(trainer: Engine) -> bool:
-    """Whether a training makes up for classes of different sizes: by weights in its loss, or by how samples are drawn."""
+    """Whether training compensates for classes of different sizes, by weights in its loss or by how samples are drawn."""
     sampler = getattr(trainer.feed.current.data, "sampler", None)
     return isinstance(sampler, WeightedRandomSampler) or any(_weights_classes(loss_of(one)) for one in trainer.updates)
 
 
 def targets_in(update: UpdateState, batch: Any) -> Any:
-    """The targets of a batch; None if nobody said where they are."""
+    """The targets of a batch; None if their place is not known."""
     try:
         return update.target_in(batch)
     except Exception:  # as the loss has got its own, whatever is in the way is no problem of the run

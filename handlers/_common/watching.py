@@ -1,4 +1,4 @@
-"""What `Guards` asks of a model, a batch and an optimizer. Nothing is changed; the device may be waited for."""
+"""The checks by `Guards` of a model, a batch and an optimizer. They change nothing, but may wait for the device."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ _NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm)
 
 @dataclass
 class Facts:
-    """What the looks at one update have seen so far.
+    """The observations of the checks of one update so far.
 
     Attributes:
-        looks: the number of looks that saw a step.
-        streak: by code, how many looks in a row saw the same suspicious thing.
-        losses: the losses of the last looks, with what distinguishes the batches.
+        looks: the number of checks that saw a step.
+        streak: by code, how many checks in a row saw the same suspicious thing.
+        losses: the losses of the last checks, with what distinguishes the batches.
         largest_rate: the largest learning rate.
         largest_gradient: the largest of the gradients.
         norms: the first gradient norms.
@@ -71,7 +71,7 @@ class Facts:
     epoch_losses: list[tuple[float, int]] = field(default_factory=list)
 
     def again(self, code: str, seen: bool) -> int:
-        """How many looks in a row, this one included, saw it."""
+        """How many checks in a row, including this one, saw it."""
         self.streak[code] = self.streak.get(code, 0) + 1 if seen else 0
         return self.streak[code]
 
@@ -83,7 +83,7 @@ class Facts:
             self.epoch_losses.append((float(loss.detach()), output.shape[1]))
 
     def has_converged(self, largest: float) -> bool:
-        """Whether the largest gradient of this look is tiny beside the largest so far."""
+        """Whether the largest gradient of this check is tiny beside the largest so far."""
         self.largest_gradient = max(self.largest_gradient, largest)
         return largest < 1e-4 * self.largest_gradient
 
@@ -122,7 +122,7 @@ def _sums(tensor: Tensor) -> tuple[float, float]:
 
 
 def same_for_all(output: Any, inputs: Tensor | None) -> bool:
-    """Whether all samples have the same output, though their inputs differ."""
+    """Whether all samples have the same output, although their inputs differ."""
     if not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2 or inputs is None:
         return False
     if not inputs.dim() or len(output) < 2 or len(output) != len(inputs) or not output.numel():
@@ -160,7 +160,7 @@ def _has_classes(loss: Tensor) -> bool:
 
 
 def one_class(labels: Sequence[tuple[int, int]], facts: Iterable[Facts]) -> bool:
-    """Whether the smallest and the largest label were the same at three looks, and some loss takes them for classes."""
+    """Whether the smallest and the largest label were the same in three checks, and some loss takes them for classes."""
     return len(labels) == 3 and all(low == high for low, high in labels) and any(one.has_classes for one in facts)
 
 
@@ -168,12 +168,12 @@ def one_class(labels: Sequence[tuple[int, int]], facts: Iterable[Facts]) -> bool
 
 
 def _parts(engine: Engine) -> list[tuple[str, nn.Module]]:
-    """All modules with their paths in the module of the engine that they are in."""
+    """All modules with their paths inside the engine's module that contains them."""
     return [one for root in engine.modules.values() for one in root.named_modules()]
 
 
 def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> str | None:
-    """The name of a part that is in eval mode, though it was not as the run began; frozen parts and norms may be."""
+    """The name of a part that is in eval mode, but was not when the run began; frozen parts and norms are left out."""
     for name, root in engine.modules.items():
         if modes.get(root) and not root.training:
             return f"the model {name!r}"
@@ -200,7 +200,7 @@ def moving_frozen_norms(engine: Engine) -> list[str]:
 
 
 def frozen_last_layer(engine: Engine) -> str | None:
-    """The last layer of a model of which only normalization layers are trained; None if that is not so."""
+    """The last layer of a model in which only normalization layers are trained; None for other models."""
     for root in engine.modules.values():
         leaves = [
             (path, part) for path, part in root.named_modules() if any(True for _ in part.parameters(recurse=False))

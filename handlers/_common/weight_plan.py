@@ -35,16 +35,16 @@ class WeightPlan:
 
     Attributes:
         label: Where the weights come from.
-        loaded: Names in the file of what is loaded, by name in the model.
-        renamed: Those of ``loaded`` that have another name in the file.
-        tied: Names in the model of further names of a loaded parameter, which has several.
-        missing: Names in the model of what the file does not have.
-        unexpected: Names, after renaming, of what the model does not have.
-        other_shape: What differs in shape or kind of dtype, by name in the model, with both in words.
-        kept: Names in the model that ``include`` and ``exclude`` leave as they are.
-        left_out: Names, after renaming, of what they leave out of the file.
-        refused: Mismatches that ``allow`` does not cover: with any, nothing is loaded.
-        notes: What else the file holds, and which prefix was removed from its names.
+        loaded: Names in the file of the loaded tensors, by name in the model.
+        renamed: Those of ``loaded`` that have a different name in the file.
+        tied: Further names in the model of loaded parameters that have several names.
+        missing: Names in the model that the file does not have.
+        unexpected: Names, after renaming, that the model does not have.
+        other_shape: Differences in shape or kind of dtype in words, by name in the model.
+        kept: Names in the model that ``include`` and ``exclude`` leave unchanged.
+        left_out: Names, after renaming, that ``include`` and ``exclude`` leave out of the file.
+        refused: Mismatches that ``allow`` does not cover; with any of them, nothing is loaded.
+        notes: Other contents of the file, and a prefix that was removed from its names.
     """
 
     label: str
@@ -74,7 +74,7 @@ class WeightPlan:
         return len(self.loaded) + len(self.unexpected) + len(self.other_shape) + len(self.left_out)
 
     def summary(self) -> str:
-        """One line: how much is loaded, and what else there is."""
+        """One line: how much is loaded, and the other counts."""
         count = len(self.loaded) + len(self.tied)
         parts = [
             f"{len(found)} {what}"
@@ -93,19 +93,20 @@ class WeightPlan:
         hint = f". {self.hint}" if self.hint else ""
         if not self.loaded:
             raise ValueError(
-                f"{where}: none of the {self.in_file} tensors of {self.label!r} is one of the model's {self.in_model}: nothing "
-                f"was loaded. {_example('In the file', [*self.unexpected, *self.left_out])}; "
+                f"{where}: none of the {self.in_file} tensors in {self.label!r} matches one of the model's "
+                f"{self.in_model}, so nothing was loaded. "
+                f"{_example('In the file', [*self.unexpected, *self.left_out])}; "
                 f"{_example('in the model', [*self.missing, *self.kept])}{_different(self.other_shape)}{hint}"
             )
         if self.refused:
             patterns = list(dict.fromkeys(_pattern(name) for name in self.refused))[:_MOST_NAMED]
             raise ValueError(
-                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {self._problems()}. If you "
-                f"mean that: allow={patterns}{hint}"
+                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {self._problems()}. To "
+                f"accept this, pass allow={patterns}{hint}"
             )
 
     def _problems(self) -> str:
-        """What is refused, in words."""
+        """The refused mismatches, in words."""
         refused = set(self.refused)
         missing = [name for name in self.missing if name in refused]
         unexpected = [name for name in self.unexpected if name in refused]
@@ -149,11 +150,11 @@ class WeightPlan:
 
 @dataclass(frozen=True)
 class Rules:
-    """Which tensors of a file are loaded, and as what.
+    """The tensors of a file to load, and their names.
 
     Attributes:
         rename: Replacements by regular expression, applied in order.
-        include, exclude, allow: Patterns, of names as they are in the model.
+        include, exclude, allow: Patterns for names in the model.
         where: Caller, for messages.
     """
 
@@ -175,7 +176,7 @@ def compare_weights(modules: Modules, file: WeightFile, rules: Rules) -> WeightP
     named, prefix = _renamed(list(file.tensors), own, rules)
     plan = WeightPlan(file.label, notes=list(file.notes))
     if prefix:
-        plan.notes.append(f"{prefix!r} is removed from the names of the file")
+        plan.notes.append(f"{prefix!r} is removed from the names in the file")
     wanted = _wanted(list(named.values()), list(own), rules)
     given = _select(plan, named, wanted, rules.where)
     for root in modules.losses:
@@ -196,7 +197,7 @@ def _wanted(named: list[str], own: list[str], rules: Rules) -> set[str]:
     for argument, patterns in (("include", rules.include or ()), ("exclude", rules.exclude)):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
-                no_name = f"{pattern!r} matches no name of the file or the model; the file has {_some(named)}"
+                no_name = f"{pattern!r} matches no name in the file or the model; the file has {_some(named)}"
                 raise ValueError(f"{rules.where}: {argument}: {no_name}")
     included = names if rules.include is None else {name for name in names if _matches_any(name, rules.include)}
     return {name for name in included if not _matches_any(name, rules.exclude)}
@@ -214,8 +215,8 @@ def _select(plan: WeightPlan, named: Mapping[str, str], wanted: Collection[str],
             plan.left_out.append(name)
         elif name in given:
             raise ValueError(
-                f"{where}: {given[name]!r} and {raw!r} of the file would both be loaded as {name!r}; leave one out with "
-                "exclude=, or rename only one of them"
+                f"{where}: {given[name]!r} and {raw!r} in the file would both be loaded as {name!r}; leave one out "
+                "with exclude=, or rename only one of them"
             )
         else:
             given[name] = raw
@@ -275,7 +276,7 @@ def _renamed(names: Sequence[str], own: Iterable[str], rules: Rules) -> tuple[di
     for pattern in late:
         if not any(re.search(pattern, name.removeprefix(best)) for name in found.values()):
             raise ValueError(
-                f"{rules.where}: rename: {pattern!r} matches no name of the file, which has {_some(names)}"
+                f"{rules.where}: rename: {pattern!r} matches no name in the file, which has {_some(names)}"
             )
     return without(best), best
 
@@ -296,7 +297,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _join_tied(plan: WeightPlan, modules: Modules, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Count a missing name of a shared parameter as loaded with another name of it; refuse different values for one parameter."""
+    """Count a missing name of a shared parameter as loaded with its other name; refuse different values for one parameter."""
     for names in _shared_names(modules):
         loaded = [name for name in names if name in plan.loaded]
         if not loaded:
@@ -305,8 +306,8 @@ def _join_tied(plan: WeightPlan, modules: Modules, tensors: Mapping[str, Tensor]
         for name in loaded[1:]:
             if not torch.equal(first, tensors[plan.loaded[name]]):
                 raise ValueError(
-                    f"{where}: {loaded[0]!r} and {name!r} are one parameter of the model, and have different values in the file; "
-                    "leave one out with exclude="
+                    f"{where}: {loaded[0]!r} and {name!r} are one parameter in the model, but have different values in "
+                    "the file; leave one out with exclude="
                 )
         tied = [name for name in names if name in plan.missing]
         plan.missing = [name for name in plan.missing if name not in tied]

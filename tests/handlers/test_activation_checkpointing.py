@@ -323,13 +323,13 @@ def test_statistics_of_other_layers_are_updated_once_too() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused_as_the_run_starts() -> None:
     engine = build(Network(), ActivationCheckpointing("layers.*"))
-    with pytest.raises(ValueError, match=r"modules='layers.\*' matches no module; there are: 'blocks', 'blocks.0'"):
+    with pytest.raises(ValueError, match=r"modules='layers.\*' matches no module; the modules are 'blocks', 'b"):
         engine.run(data(1), max_epochs=1)
 
 
 def test_without_a_sequential_every_is_refused() -> None:
     engine = build(nn.Linear(5, 1), ActivationCheckpointing(every=2))
-    with pytest.raises(ValueError, match=r"the model has no nn\.Sequential"):
+    with pytest.raises(ValueError, match=r"groups the layers of nn\.Sequential modules, but the model has none"):
         engine.run(batches(1), max_epochs=1)
 
 
@@ -339,11 +339,11 @@ def test_without_a_sequential_every_is_refused() -> None:
         ({}, r"\(modules=None, every=None\): give one of the two"),
         ({"modules": "x", "every": 2}, r"\(modules='x', every=2\): give one of the two"),
         ({"modules": []}, r"\(modules=\[\]\): expected at least one module"),
-        ({"modules": 3}, r"\(modules=3\): 3 is neither a path"),
+        ({"modules": 3}, r"\(modules=3\): 3 is neither a module path"),
         ({"every": 0}, r"\(every=0\): expected an int of 1 or more"),
         ({"every": 2, "keep_operations": ["matmull"]}, "torch has no operation aten.matmull"),
         ({"every": 2, "keep_operations": "mm"}, r"keep_operations='mm'\): expected a list"),
-        ({"every": 2, "keep_operations": [3]}, "3 is neither the name of an operation"),
+        ({"every": 2, "keep_operations": [3]}, "3 is neither an operation name"),
     ],
 )
 def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:

@@ -141,14 +141,14 @@ def test_a_window_that_is_cut_is_continued_with_what_was_measured() -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="'activation_statistics': the model has no activation functions that are modules"
+        ValueError, match="'activation_statistics': the model has no activation modules such as nn.ReLU"
     ):
         build(ActivationStatistics(), model=mlp(5, 8, 1)).run(batches(1), max_epochs=1)
-    with pytest.raises(ValueError, match=r"modules='relu' matches no module; the modules are: '0', '1', '2'"):
+    with pytest.raises(ValueError, match=r"modules='relu' matches no module; the modules are '0', '1', '2'"):
         build(ActivationStatistics(modules="relu")).run(batches(1), max_epochs=1)
-    with pytest.raises(ValueError, match=r"'1' has outputs of 4 and of 3 units; give their dimension: unit_dim="):
+    with pytest.raises(ValueError, match=r"'1' has 4 units in one output and 3 in a later one; set the unit dim"):
         build(ActivationStatistics(every="2it", window=2, unit_dim=0)).run(batches([4, 3]), max_epochs=1)
-    with pytest.raises(ValueError, match=r"ActivationStatistics\(window=3\): it is longer than every='2it'"):
+    with pytest.raises(ValueError, match=r"ActivationStatistics\(window=3\): the window is longer than every='2it'"):
         ActivationStatistics(every="2it", window=3)
     with pytest.raises(ValueError, match=r"ActivationStatistics\(every='2ep'\)"):
         ActivationStatistics(every="2ep")

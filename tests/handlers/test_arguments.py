@@ -180,9 +180,9 @@ def test_another_precision_is_refused(wrong: Any) -> None:
 
 
 def test_a_precision_of_the_other_kind_names_its_handler() -> None:
-    with pytest.raises(ValueError, match=r"write MixedPrecision\('bf16-mixed'\)"):
+    with pytest.raises(ValueError, match=r"use MixedPrecision\('bf16-mixed'\) instead"):
         TruePrecision("bf16-mixed")
-    with pytest.raises(ValueError, match=r"write TruePrecision\('16-true'\)"):
+    with pytest.raises(ValueError, match=r"use TruePrecision\('16-true'\) instead"):
         MixedPrecision("16-true")
 
 

@@ -166,7 +166,7 @@ def test_a_model_without_convolutions_is_left_as_it_is_with_one_line(capsys: pyt
     engine.run(data(), max_epochs=1)
     assert seen == [True] * 4
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["channels_last: the model has no two- or three-dimensional convolutions: nothing is converted"]
+    assert lines == ["channels_last: the model has no two- or three-dimensional convolutions, so nothing is converted"]
 
 
 def test_batches_are_converted_after_they_are_moved_whatever_was_attached_first() -> None:
@@ -218,7 +218,7 @@ def sharded() -> None:
 
 @pytest.mark.slow
 def test_sharded_weights_are_refused_by_name() -> None:
-    with pytest.raises(Failed, match=r"'channels_last': the weights \('0.weight' among them\) are sharded"):
+    with pytest.raises(Failed, match=r"'channels_last': sharded weights, such as '0.weight', cannot change"):
         run_together(sharded, 2)
 
 

@@ -169,7 +169,7 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
 
     engine = build()
     engine.attach(CutMix(), Pieces())
-    with pytest.raises(ValueError, match="'cutmix' mixes the samples of a whole batch"):
+    with pytest.raises(ValueError, match="'cutmix' mixes samples across the whole batch"):
         engine.run(batches((6, 7)), max_epochs=1)
     engine = build()
     engine.attach(CutMix())
@@ -185,8 +185,8 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ((torch.zeros(4, 2), torch.zeros(4)), r"inputs of shape \(4, 2\)"),
-        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\), targets \(3,\)"),
+        ((torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\)"),
+        ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\) and targets of shape \(3,\)"),
         ((torch.zeros(4, 2, 3), None), r"a tuple of 2, has no tensor at 1.*CutMix\(target=\)"),
     ],
 )

@@ -346,7 +346,7 @@ def test_it_keeps_the_promises_of_a_handler(draws: bool) -> None:
 
 def test_a_teacher_that_is_trained_is_refused() -> None:
     model = student()
-    with pytest.raises(ValueError, match=r"shares parameters with what is trained.*copy\.deepcopy"):
+    with pytest.raises(ValueError, match=r"shares parameters with the trained model.*copy\.deepcopy"):
         trained(Distillation(nn.Sequential(model)), model=model)
     assert_same(trained(Distillation(copy.deepcopy(model))).model, trained(Distillation(student())).model)
     teacher = make_teacher()
@@ -362,9 +362,9 @@ def test_a_teacher_that_is_trained_is_refused() -> None:
 @pytest.mark.parametrize(
     ("teacher", "error", "message"),
     [
-        (nn.Linear(5, 4), ValueError, r"has the shape \(6, 3\), that of the teacher \(6, 4\)"),
-        (nn.Linear(5, 1), TypeError, r"the output of the teacher is of shape \(6, 1\); expected a tensor of logits"),
-        (nn.GRU(5, 3), TypeError, "the output of the teacher is a tuple"),
+        (nn.Linear(5, 4), ValueError, r"has shape \(6, 3\), but the teacher's has \(6, 4\)"),
+        (nn.Linear(5, 1), TypeError, r"the teacher's output is of shape \(6, 1\); expected a tensor of logits"),
+        (nn.GRU(5, 3), TypeError, "the teacher's output is a tuple"),
     ],
 )
 def test_outputs_that_do_not_fit_are_refused(teacher: nn.Module, error: type[Exception], message: str) -> None:
@@ -388,7 +388,7 @@ def test_batches_and_updates_without_what_it_needs_are_refused() -> None:
         seed=0,
     )
     engine.attach(distillation())
-    with pytest.raises(TypeError, match=r"the batch is a dict.*forward=lambda teacher, batch"):
+    with pytest.raises(TypeError, match=r"in a batch of type dict.*forward=lambda teacher, batch"):
         engine.run([{"x": x, "y": y} for x, y in data()], max_epochs=1)
     with pytest.raises(ValueError, match="override distillation of update 'main'"):
         build(distillation(), distillation(name="other"))

@@ -616,7 +616,7 @@ class OfShards(Counting):
         (Counting, "'counting' acts at FORWARD_COMPLETED"),
         (
             partial(MicroBatching, 2),
-            r"'micro_batching': halve_on_oom=True: the size would depend .* halve_on_oom=False",
+            r"'micro_batching': halve_on_oom=True does not work with shards, .* halve_on_oom=False",
         ),
         (lambda: TruncatedBPTT(2), "'truncated_bptt' "),
         (Guards, "'guards' reads the batch or the output at"),

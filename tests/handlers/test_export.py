@@ -107,7 +107,7 @@ def test_a_resumed_run_knows_the_best_value(monitors: bool, tmp_path: Path) -> N
 def test_the_metric_has_to_be_known(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with pytest.raises(
-        ValueError, match=r"the metric of the best is not known, since other handlers monitor none; name it"
+        ValueError, match=r"needs one monitored metric, but other handlers monitor none; name the metric"
     ):
         scored(Export(path, at="best"))[0].run(batches(3), max_epochs=2)
     two = [EarlyStopping("score", mode="max"), EarlyStopping("loss", mode="min", name="other")]
@@ -191,13 +191,13 @@ def test_training_ends_well_if_the_model_cannot_be_exported(example: Any, tmp_pa
     [
         (
             {"path": "model.pt"},
-            r"Export\(path='model.pt'\): expected a name that ends with '.safetensors', for weights, or",
+            r"Export\(path='model.pt'\): expected a name that ends in '.safetensors' for weights, or",
         ),
         ({"path": ""}, r"Export\(path=''\)"),
         ({"at": "last"}, r"Export\(at='last'\): expected 'end' or 'best'"),
         ({"at": "best", "every": "1ep"}, r"Export\(every='1ep', at=\"best\"\): .* omit every="),
-        ({"monitor": "loss"}, r"Export\(monitor='loss'\): it selects the best; add at=\"best\""),
-        ({"example": torch.ones(2)}, r"Export\(example=.*only programs need one"),
+        ({"monitor": "loss"}, r"Export\(monitor='loss'\): monitor= selects the best; add at=\"best\""),
+        ({"example": torch.ones(2)}, r"Export\(example=.*only programs need an example"),
     ],
 )
 def test_wrong_arguments_are_refused_where_they_are_written(options: dict[str, Any], message: str) -> None:

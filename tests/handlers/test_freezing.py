@@ -296,7 +296,7 @@ def test_a_pattern_that_matches_nothing_is_refused_before_the_first_batch(patter
     engine = trainer_of(model := Network(), Freezing({"head": None, pattern: 2}))
     with pytest.raises(ValueError, match="matches no parameter") as caught:
         run(engine)
-    assert f"'freezing': {pattern!r} matches no parameter; the parameters are: 'backbone.0.weight'" in str(caught.value)
+    assert f"'freezing': {pattern!r} matches no parameter; the parameters are 'backbone.0.weight'" in str(caught.value)
     assert "(10 in total)" in str(caught.value)
     assert all(p.requires_grad for p in model.parameters())
     assert engine.state.iteration == 0
@@ -422,7 +422,7 @@ def test_training_with_rates_by_part_equals_a_plain_loop() -> None:
 
 def test_bad_rates_are_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; the parameters are: 'backbone"
+        ValueError, match=r"discriminative_rates\(\): 'haed' matches no parameter; the parameters are 'backbone"
     ):
         discriminative_rates(Network(), {"haed": 0.1})
     with pytest.raises(ValueError, match=r"discriminative_rates\(rates\['head'\]=-1\)"):
@@ -433,13 +433,13 @@ def test_bad_rates_are_refused() -> None:
 
 def test_the_earlier_name_of_unfreeze_at_still_works_and_says_the_new_one() -> None:
     with pytest.warns(
-        DeprecationWarning, match=r"Freezing\(until=3\) unfreezes as epoch 3 starts; write unfreeze_at=3"
+        DeprecationWarning, match=r"Freezing\(until=3\) is deprecated and will be removed in 0.4.0; write unfreeze_at=3"
     ):
         earlier = Freezing("backbone", until=3)
     assert earlier.parts == Freezing("backbone", unfreeze_at=3).parts == {"backbone": 3}
     with (
         pytest.warns(DeprecationWarning, match="write unfreeze_at=3"),
-        pytest.raises(TypeError, match=r"two names of one argument; omit until="),
+        pytest.raises(TypeError, match=r"until= is the old name of unfreeze_at=; omit until="),
     ):
         Freezing("backbone", until=3, unfreeze_at=3)
 

@@ -1096,7 +1096,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "several updates (a, b)" in reported["several"]
     assert "parameter 8" in reported["free"]
     assert "micro_batching" in reported["pieces"]
-    assert "units='blcks.*' matches no module; there are: first, blocks" in reported["units"]
+    assert "units='blcks.*' matches no module; the modules are first, blocks" in reported["units"]
     assert "'blocks' is a ModuleList, which is never called" in reported["list"]
     assert "on_exception=True cannot save a sharded model" in reported["exception"]
     assert "the ranks have [1, 0] batches" in reported["sam"]
@@ -1115,7 +1115,7 @@ def test_an_optimizer_that_was_built_is_refused_also_alone() -> None:
     ("options", "message"),
     [
         ({"units": 3}, "units=3"),
-        ({"units": [int]}, "neither the path of a module nor a module class"),
+        ({"units": [int]}, "neither a module path nor a module class"),
         ({"param_dtype": "int8"}, "param_dtype='int8'"),
         ({"reduce_dtype": torch.float16}, "reduce_dtype="),
         ({"timeout": 0}, "timeout=0"),

@@ -337,7 +337,7 @@ def test_what_cannot_be_meant_is_refused_and_a_run_that_is_too_short_reported() 
         build(EMA(), Lookahead(evaluate=True))
     with pytest.raises(RuntimeError, match=r"'lookahead': in_place\(\) needs"), Lookahead().in_place():
         pass
-    with pytest.warns(FindingWarning, match="synchronizes every 50 optimizer steps, but the run makes 18"):
+    with pytest.warns(FindingWarning, match="synchronizes every 50 optimizer steps, but the run takes only 18"):
         run(build(Lookahead(50)))
 
 

@@ -573,7 +573,7 @@ def test_a_monitor_goes_with_plateau_only() -> None:
             LRScheduling(partial(StepLR, step_size=1), monitor="loss"),
             "monitor= is for schedulers that are stepped with a metric",
         ),
-        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; give the name of its"),
+        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; name its metric"),
     ):
         engine, rates = engine_of(network(), handler)
         with pytest.raises(ValueError, match=reported):
@@ -865,7 +865,7 @@ def test_a_plateau_that_does_not_save_what_it_has_seen_is_refused_with_one_way_o
     engine, rates = engine_of(network(), LRScheduling(CountedPlateau, **options))
     engine.connect(Events.EPOCH_COMPLETED, score)
     way_out = r"LRScheduling\(partial\(ReduceLROnPlateau, \.\.\.\), monitor=\.\.\.\)"
-    with pytest.raises(ValueError, match=rf"CountedPlateau does not save its state; give torch's scheduler.*{way_out}"):
+    with pytest.raises(ValueError, match=rf"CountedPlateau does not save its state; use torch's scheduler.*{way_out}"):
         engine.run(batches(), max_epochs=1)
     assert rates == []
 
@@ -970,7 +970,7 @@ def test_a_warm_up_of_another_schedule_is_refused() -> None:
         LRScheduling(partial(StepLR, step_size=3), warmup=WARMUP)
     engine, _ = warmed_up(LRScheduling(PLATEAU, monitor="score", warmup=PLATEAU))
     engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
-    with pytest.raises(TypeError, match=r"the warm-up .* is not a scheduler that is stepped after optimizer steps"):
+    with pytest.raises(TypeError, match=r"the warm-up must be a scheduler that is stepped after optimizer steps, not "):
         engine.run(kit.batches(4), max_epochs=1)
 
 
@@ -987,7 +987,7 @@ REPLACED: dict[str, tuple[Factory, Factory, str]] = {
     "by one that needs other options": (
         partial(CosineAnnealingLR, T_max=20),
         partial(OneCycleLR, max_lr=0.1, total_steps=20),
-        "was a CosineAnnealingLR and is a OneCycleLR here: give it the schedule of the saved run",
+        "was a CosineAnnealingLR when the state was saved, and is a OneCycleLR here; use the schedule of the saved run",
     ),
     "by one that takes any state": (
         lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),

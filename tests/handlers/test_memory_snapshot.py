@@ -83,7 +83,7 @@ def test_a_process_that_runs_out_of_memory_writes_what_it_held_and_ends_with_the
     iteration = 4 if where == "epoch" else 3
     path = tmp_path / "made" / "here" / f"memory-{iteration}.txt"
     assert "can't allocate memory: you tried to allocate 34359738368 bytes" in done.stdout
-    assert f"'memory_snapshot': what the memory held is in {path}" in done.stdout
+    assert f"'memory_snapshot': the memory report is in {path}" in done.stdout
     assert done.stdout.splitlines()[-1] == ("4" if where == "epoch" else "2")
     text = path.read_text()
     assert text.startswith(f"Out of memory in epoch 1, iteration {iteration}.\nRuntimeError: ")
@@ -116,7 +116,7 @@ def test_files_are_numbered_and_as_long_as_was_asked_for(tmp_path: Path) -> None
         with pytest.raises(torch.OutOfMemoryError) as caught:
             failing(tmp_path, torch.OutOfMemoryError("no memory"), largest=2).run(batches(), max_epochs=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory-2-2.txt", "memory-2-3.txt", "memory-2.txt"]
-    assert f"'memory_snapshot': what the memory held is in {tmp_path / 'memory-2-3.txt'}" in caught.value.__notes__
+    assert f"'memory_snapshot': the memory report is in {tmp_path / 'memory-2-3.txt'}" in caught.value.__notes__
     assert len((tmp_path / "memory-2.txt").read_text().partition("what it is\n")[2].splitlines()) == 2
 
 
@@ -152,7 +152,7 @@ def test_a_file_that_cannot_be_written_leaves_the_error_as_it_is(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(torch.OutOfMemoryError, match="no memory") as caught:
         engine.run(batches(), max_epochs=1)
-    assert any("what the memory held was not written: FileExistsError" in note for note in caught.value.__notes__)
+    assert any("the memory report was not written: FileExistsError" in note for note in caught.value.__notes__)
 
 
 def test_bad_arguments_are_refused(tmp_path: Path) -> None:

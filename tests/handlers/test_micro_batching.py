@@ -642,7 +642,7 @@ def test_one_sample_that_is_too_much_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory") as caught:
         run_out(0, MicroBatching(), data=make_data([3]), epochs=1)
     reported = "\n".join(caught.value.__notes__)
-    assert "'micro_batching': the memory ran out for 1 of a batch's 3 samples" in reported
+    assert "'micro_batching': out of memory with 1 of the batch's 3 samples" in reported
     assert "no piece can be smaller" in reported
 
 

@@ -349,7 +349,7 @@ class Halves(Handler):
 def test_gradients_of_parts_of_the_batch_are_refused_before_the_first_batch(first: bool) -> None:
     engine = build()
     engine.attach(*([MixUp(), Halves()] if first else [Halves(), MixUp()]))
-    with pytest.raises(ValueError, match="'mixup' mixes the samples of a whole batch, but <Halves 'halves'>"):
+    with pytest.raises(ValueError, match="'mixup' mixes samples across the whole batch, but <Halves 'halves'>"):
         engine.run(batches(), max_epochs=1)
     assert engine.state.iteration == 0
 
@@ -371,7 +371,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
     ("batch", "options", "message"),
     [
         ((torch.zeros(4, 2, dtype=torch.long), torch.zeros(4)), {}, "the inputs are torch.int64"),
-        ((torch.zeros(4, 2), torch.zeros(3)), {}, r"shape \(4, 2\), targets \(3,\)"),
+        ((torch.zeros(4, 2), torch.zeros(3)), {}, r"shape \(4, 2\) and targets of shape \(3,\)"),
         ((torch.zeros(4, 2), "cat"), {}, r"a tuple of 2, has no tensor at 1.*MixUp\(target=\)"),
         (torch.zeros(4, 2), {}, r"a tensor of shape .*has no tensor at 0.*MixUp\(input=\)"),
         ({"x": torch.zeros(4, 2)}, {"input": "x", "target": "y"}, r"no tensor at 'y'"),

@@ -210,9 +210,9 @@ class Unused(TwoTables):
 
 
 def test_the_embedding_is_found_or_named() -> None:
-    with pytest.raises(ValueError, match=r"'nef_tune': the model has 2 embeddings \('tokens', 'places'\); name one"):
+    with pytest.raises(ValueError, match=r"'nef_tune': the model has 2 embeddings \('tokens', 'places'\); select one"):
         build(NEFTune(), model=TwoTables()).run(texts(), max_epochs=1)
-    with pytest.raises(ValueError, match=r"embedding='x' is not in the model; its embeddings are: 'tokens', 'places'"):
+    with pytest.raises(ValueError, match=r"embedding='x' is not in the model; the embeddings are 'tokens', 'places'"):
         build(NEFTune(embedding="x"), model=TwoTables()).run(texts(), max_epochs=1)
     with pytest.raises(ValueError, match=r"'nef_tune': the forward did not call the embedding"):
         build(NEFTune(embedding="tokens"), model=Unused()).run(texts(), max_epochs=1)
@@ -229,7 +229,7 @@ def test_the_embedding_is_found_or_named() -> None:
     ("mask", "error", "message"),
     [
         ("mask", TypeError, r"no tensor at 'mask'; give its index or key as NEFTune\(mask=\)"),
-        ("y", ValueError, r"the mask is \(4,\), and the embeddings are of shape \(4, 7, 4\)"),
+        ("y", ValueError, r"the mask is \(4,\), but the embeddings have shape \(4, 7, 4\)"),
         (lambda batch: 3, ValueError, "the mask is 3"),
     ],
 )

@@ -281,7 +281,7 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
         (
             lambda: ParameterScheduling("weight_decoy", {0: 1.0}),
             ValueError,
-            "no field 'weight_decoy'; its fields are: lr, mome",
+            "no field 'weight_decoy'; the fields are lr, mome",
         ),
         (
             lambda: ParameterScheduling("momentum", {0: 0.9}, index=1),

@@ -446,7 +446,7 @@ def test_half_precision_weights_are_summed_in_float32() -> None:
 def test_what_is_no_penalty_is_refused(function: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message) as caught:
         trained(Penalty(function), L1(0.1))
-    assert ("the penalty is that of 'penalty'" in getattr(caught.value, "__notes__", [])) is True
+    assert ("raised in the penalty 'penalty'" in getattr(caught.value, "__notes__", [])) is True
 
 
 def test_a_function_that_cannot_be_called_with_the_engine_is_refused_at_once() -> None:
@@ -463,10 +463,10 @@ def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parameters": "5.*"}, r"'l2': '5.\*' matches no parameter; the parameters are: '0.weight'"),
+        ({"parameters": "5.*"}, r"'l2': '5.\*' matches no parameter; the parameters are '0.weight'"),
         (
             {"parameters": "*.bias"},
-            r"no parameter to penalize, but norms and biases: 0.bias, 1.bias, 4.bias; pass norms_",
+            r"no parameter to penalize except norms and biases \(0.bias, 1.bias, 4.bias\); pass norms_",
         ),
     ],
 )

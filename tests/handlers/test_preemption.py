@@ -476,7 +476,7 @@ def test_without_a_signal_it_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match=r"Preemption\(signals='SIGTERM'\): expected a list of names"):
+    with pytest.raises(TypeError, match=r"Preemption\(signals='SIGTERM'\): expected a list of signal names"):
         Preemption("SIGTERM")
     for wrong in ("TERM", "SIGNOTHING"):
         with pytest.raises(ValueError, match=f"'{wrong}' is not a signal"):

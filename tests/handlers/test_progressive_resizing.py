@@ -192,8 +192,8 @@ def test_it_keeps_the_promises_of_a_handler(options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sizes": {2: 0.5}}, r"sizes=\{2: 0.5\}.*begins with 1"),
-        ({"sizes": {}}, "begins with 1"),
+        ({"sizes": {2: 0.5}}, r"sizes=\{2: 0.5\}.*first key is 1"),
+        ({"sizes": {}}, "first key is 1"),
         ({"sizes": {1: 1.5}}, r"sizes\[1\]=1.5\): expected a number above 0 and of 1 or less"),
         ({"sizes": {1: 0}}, r"sizes\[1\]=0\): expected an int of 1 or more"),
         ({"delay": 0.7, "final": 0.4}, r"delay=0.7, final=0.4\): expected a sum of at most 1"),
@@ -212,7 +212,7 @@ def test_inputs_that_are_no_images_are_refused() -> None:
     ):
         with pytest.raises(error, match=message):
             build(ProgressiveResizing({1: 0.5})).run([(inputs, torch.zeros(2))], max_epochs=1)
-    with pytest.raises(ValueError, match="targets of shape"):
+    with pytest.raises(ValueError, match="the targets have shape"):
         build(ProgressiveResizing({1: 0.5}, target=1)).run(data(1), max_epochs=1)
     with pytest.raises(ValueError, match="mode='bicubic' is for"):
         build(ProgressiveResizing({1: 0.5}, mode="bicubic")).run(data(1, (1, 16)), max_epochs=1)
@@ -222,6 +222,6 @@ def test_a_run_of_unknown_length_is_refused_without_sizes() -> None:
     def unsized() -> Any:
         yield from data()
 
-    with pytest.raises(ValueError, match="how many iterations the run makes is not known"):
+    with pytest.raises(ValueError, match="the number of iterations in the run is not known"):
         build(ProgressiveResizing()).run(unsized(), max_epochs=1)
     build(ProgressiveResizing({1: 0.5})).run(unsized(), max_epochs=1)

@@ -169,7 +169,7 @@ def test_what_a_parametrization_computes_a_weight_from_is_refused() -> None:
     engine = build()
     nn.utils.parametrizations.weight_norm(engine.modules["model"].get_submodule("2"))
     engine.attach(Pruning(0.5))
-    with pytest.raises(ValueError, match=r"'2\.parametrizations\.weight\.original0' is what a parametrization"):
+    with pytest.raises(ValueError, match=r"computes a weight from '2\.parametrizations\.weight\.original0'"):
         engine.run(batches(3), max_epochs=1, check=False)
 
 
@@ -326,7 +326,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str) -> Non
     ("handler", "message"),
     [
         (Pruning(0.5, parameters="head"), "'head' matches no parameter"),
-        (Pruning(structure="2:4"), "structure='2:4' needs a multiple of 4 inputs .* '0.weight' has the shape"),
+        (Pruning(structure="2:4"), "structure='2:4' needs a multiple of 4 inputs .* '0.weight' has shape"),
         (Pruning(0.5, schedule=lambda progress: 2.0), r"schedule\(1\) returned 2.0"),
         (Pruning(0.5, update="other"), "other"),
     ],
@@ -355,7 +355,7 @@ def test_an_end_after_the_last_step_is_reported() -> None:
     engine = build()
     engine.attach(Pruning(0.5, end=100))
     with pytest.warns(
-        UserWarning, match="C17.*'pruning' reaches its amount after 100 optimizer steps, but the run makes 6"
+        UserWarning, match="C17.*'pruning' reaches its amount after 100 optimizer steps, but the run takes only 6"
     ):
         engine.run(batches(6), max_epochs=1)
 

@@ -170,7 +170,7 @@ def test_whole_numbers_take_a_number_and_no_random_ones() -> None:
     assert set(found[0]["image"].unique().tolist()) == {1, 200}
     engine.detach(handler)
     engine.attach(RandomErasing(value="random", input="image"))
-    with pytest.raises(TypeError, match=r"'random_erasing': inputs of torch.uint8 take no random values"):
+    with pytest.raises(TypeError, match=r"'random_erasing': inputs of torch.uint8 cannot hold random values"):
         engine.run(data, max_epochs=2, check=False)
 
 
@@ -192,7 +192,7 @@ def test_batches_that_do_not_fit_are_refused(options: dict[str, Any], batch: Any
     [
         ({"p": 0}, "p=0"),
         ({"p": 1.5}, "p=1.5"),
-        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)\): the smallest comes first"),
+        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)\): give the smallest value first"),
         ({"scale": (0.5, 2)}, r"scale\[1\]=2"),
         ({"scale": 0.5}, "scale=0.5"),
         ({"ratio": (0, 1)}, r"ratio\[0\]=0"),

@@ -136,8 +136,8 @@ def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path, fir
     with pytest.warns(UserWarning, match="remote|service_logger") as warned:
         engine.run(DATA, max_epochs=10)
     assert [str(one.message) for one in warned] == [
-        f"'service_logger': run '{logger.remote_id}' cannot be sent: ConnectionError: no route; training continues, its rows "
-        "are kept, and sending is tried again"
+        f"'service_logger': run '{logger.remote_id}' cannot be sent: ConnectionError: no route; training continues, "
+        "the rows are kept, and sending is retried"
     ]
     assert run_of(service, logger) == rows_of_csv(tmp_path / "log.csv")
     assert not logger.path.exists()
@@ -181,7 +181,7 @@ def test_a_service_that_hangs_holds_nothing_up_and_its_rows_can_be_sent_later(tm
     rows = rows_of_csv(tmp_path / "log.csv")
     lines = logger.path.read_text().splitlines()
     assert (
-        f"could not be closed within 0.05 s; {len(lines) - 1} rows that were not sent are in {str(logger.path)!r}"
+        f"could not be closed within 0.05 s; {len(lines) - 1} unsent rows are in {str(logger.path)!r}"
         in message
     )
     assert "resume the run, or call ServiceLogger(...).send_kept()" in message
@@ -352,7 +352,7 @@ def test_a_run_that_goes_back_and_takes_another_way_continues_as_a_new_remote_ru
         assert new == f"{old}-1" == logger.remote_id
         assert service.statuses[old] == (
             "KILLED",
-            f"the run went back to iteration 3, and differs from iteration 4 on: it continues as {new}",
+            f"the run went back to iteration 3, and differs from iteration 4 on, so it continues as {new}",
         )
 
 
@@ -473,13 +473,13 @@ def test_a_new_run_puts_what_another_one_left_aside(tmp_path: Path) -> None:
     service = Service()
     service.fails = ConnectionError("down")
     logger = ServiceLogger(service, tmp_path, timeout=0, every="3it")
-    with pytest.warns(UserWarning, match="2 rows that were not sent|cannot be sent"):
+    with pytest.warns(UserWarning, match="2 unsent rows|cannot be sent"):
         build(linear(5, 1), logger).run(DATA, max_epochs=1)
     first = logger.remote_id
     wait_until(lambda: not any(thread.name == "service_logger" for thread in threading.enumerate()))
     service.fails = None
     logger = ServiceLogger(service, tmp_path, every="3it")
-    with pytest.warns(UserWarning, match="2 rows of run .* were never sent; they are in .*unsent.1.jsonl"):
+    with pytest.warns(UserWarning, match="2 rows of run .* were never sent and are now in .*unsent.1.jsonl"):
         build(linear(5, 1), logger).run(DATA, max_epochs=1)
     assert list(service.runs) == [logger.remote_id]
     assert logger.send_kept(tmp_path / "service_logger-unsent.1.jsonl") == 2

@@ -87,9 +87,9 @@ def test_an_error_of_the_function_is_that_of_the_run() -> None:
 def test_what_is_wrong_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Reporting\(report=3\): expected a function"):
         Reporting(3, "val_loss")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"OptunaPruning\(trial=3\): expected a trial of Optuna"):
+    with pytest.raises(TypeError, match=r"OptunaPruning\(trial=3\): expected an Optuna trial"):
         OptunaPruning(3, "val_loss")
-    with pytest.raises(TypeError, match=r"trial=None\) was given on rank 0"):
+    with pytest.raises(TypeError, match=r"trial=None\): rank 0 needs the trial"):
         trainer(OptunaPruning(None, "val_loss")).run(batches(), max_epochs=1)
     engine = trainer(Reporting(lambda value, step: None, "val_los"))
     with pytest.raises(KeyError, match="did you mean 'val_loss'"):

@@ -475,7 +475,7 @@ def test_two_factors_for_one_step_are_refused() -> None:
 
 
 def test_a_warmup_in_front_of_what_it_cannot_drive_is_refused_when_it_is_built() -> None:
-    with pytest.raises(ValueError, match=r"ReduceLROnPlateau, which needs more than step\(\) without arguments"):
+    with pytest.raises(ValueError, match=r"ReduceLROnPlateau, whose step\(\) needs arguments"):
         warmup(5, then=lambda optimizer: ReduceLROnPlateau(optimizer))(optimizer_of(0.4))
     with pytest.raises(TypeError, match=r"returned 3, which is not a scheduler"):
         warmup(5, then=lambda optimizer: 3)(optimizer_of(0.4))

@@ -186,7 +186,7 @@ def test_a_loss_without_a_logarithm_is_told_once_and_the_norm_is_watched() -> No
     engine.attach(guard)
     said = run(engine, data_of(60, poisoned=40))
     assert (
-        sum("has no logarithm: where it is not positive, only the gradient norm is watched" in one for one in said) == 1
+        sum("has no logarithm; while it is not positive, only the gradient norm is watched" in one for one in said) == 1
     )
     assert [action["iteration"] for action in guard.actions] == [40]
 
@@ -413,7 +413,7 @@ def test_a_rewind_as_long_as_an_epoch_and_data_that_cannot_go_back_are_refused()
     data[5] = (data[5][0], data[5][1] * 100)
     engine = build(SpikeGuard("rewind", window=8, rewind=20))
     engine.connect(Events.EPOCH_STARTED(once=1), lambda engine: None)
-    with pytest.raises(ValueError, match="rewind=20 is not less than an epoch, which has 10 batches"):
+    with pytest.raises(ValueError, match="rewind=20 would leave out a whole epoch, which has 10 batches"):
         run(engine, data_of(10), max_epochs=5)
     engine = build(SpikeGuard("rewind", window=8, rewind=5))
     with pytest.raises(ValueError, match=r"is an iterator, which cannot go back"):
@@ -805,7 +805,7 @@ def test_a_level_that_stays_is_usual_after_twenty_steps() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         engine.run(data, max_epochs=1)
-    wanted = "has skipped 20 steps of update 'main' in a row, and from iteration 81 on treats as normal that"
+    wanted = "has skipped 20 steps of update 'main' in a row and accepts the new level as normal from iteration 81 on: "
     assert sum(wanted in str(one.message) for one in caught) == 1
     assert [action["iteration"] for action in guard.actions] == [*range(61, 81)]
     assert engine.updates[0].steps == 100

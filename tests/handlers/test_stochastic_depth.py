@@ -246,11 +246,11 @@ def test_shares_are_those_that_were_asked_for_and_the_mean_stays() -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"blocks='layers\.\*' matches no module; the modules are: 'blocks', 'blocks\.0'"
+        ValueError, match=r"blocks='layers\.\*' matches no module; the modules are 'blocks', 'blocks\.0'"
     ):
         build(StochasticDepth("layers.*")).run(batches(1), max_epochs=1)
     with pytest.raises(
-        ValueError, match=r"block 'head' is not residual: .* \(\(4, 5\) to \(4, 1\)\); leave it out of blocks="
+        ValueError, match=r"block 'head' is not residual, because .* \(\(4, 5\) to \(4, 1\)\); leave it out of blocks="
     ):
         build(StochasticDepth("head")).run(batches(1), max_epochs=1)
     with pytest.raises(ValueError, match=r"schedule\(0\) returned 2; expected a factor from 0 to 1"):
@@ -258,7 +258,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(ValueError, match="both 'one' and 'two' override which blocks are dropped of update 'main'"):
         build(StochasticDepth("a", name="one"), StochasticDepth("b", name="two"))
     two = [Update.supervised(nn.functional.mse_loss, SGD, name=name) for name in ("a", "b")]
-    with pytest.raises(ValueError, match=r"several updates \(a, b\); pass update=, the one that drops blocks"):
+    with pytest.raises(ValueError, match=r"several updates \(a, b\); pass update= to choose the one that drops blocks"):
         Engine(two, model=Net(), seed=0).attach(StochasticDepth("blocks.*"))
     net = Net()
     net.spare = Block()

@@ -214,7 +214,7 @@ def test_a_slow_rank_is_named_once_with_its_part_and_once_when_it_is_back_to_nor
     (messages, ratios, found), *others = run_together(watched, 3, part, kind, every, slow_windows)
     slow, normal = messages
     assert f"iteration {2 * every}: rank 1 is a straggler" in slow
-    assert f"Slow is: {part} (" in slow
+    assert f"The slow part is {part} (" in slow
     assert found == [{}, *[{1: part}] * slow_windows, {}, {}, {}]
     assert f"iteration {(slow_windows + 2) * every}: rank 1 is back to normal" in normal
     # Each of the four parts takes the usual time, but for the one that is slow.

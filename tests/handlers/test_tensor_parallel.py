@@ -557,7 +557,7 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     "sharding": (
         lambda: refusal_of(FullyShardedDataParallel()),
         "0 steps: both 'tensor_parallel' and 'fully_sharded_data_parallel' override how the model is distributed "
-        "over processes; detach one of the two. To split layers over some ranks",
+        "over processes; detach one of the two. To combine TensorParallel with",
     ),
 }
 
@@ -607,7 +607,7 @@ def other_data() -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (smaller, "size=3 with 2 ranks, which do not divide into groups of 3"),
+        (smaller, "size=3 does not divide the number of ranks, 2"),
         (other_data, "the data (DataLoader) is read by each of the ranks, but differs in length"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -277,7 +277,7 @@ def made_plain() -> list[dict[str, Tensor]]:
     engine = make(optimizer=SGD)
     engine.run(loader(), max_epochs=1)
     found = [full(engine)]
-    with pytest.raises(RuntimeError, match=r"call unshard\(engine\) of FullyShardedDataParallel first"):
+    with pytest.raises(RuntimeError, match=r"call unshard\(engine\) on FullyShardedDataParallel first"):
         engine.find(TensorParallel).unsplit(engine)
     engine.find(FullyShardedDataParallel).unshard(engine)
     engine.find(TensorParallel).unsplit(engine)
@@ -391,14 +391,14 @@ class Partial(nn.Module):
 
 
 REFUSALS: dict[str, tuple[Callable[[], Engine], str]] = {
-    "nobody shards the data": (beside, "'tensor_parallel': size=2 with 4 ranks splits layers over some of the ranks"),
+    "nobody shards the data": (beside, "'tensor_parallel': size=2 splits layers over only some of the 4 ranks"),
     "whole copies of the model": (
         lambda: beside(DistributedDataParallel()),
-        "'distributed_data_parallel' does not distribute a model whose layers are split over 2 ranks each",
+        "'distributed_data_parallel' does not support a model whose layers are split over 2 ranks",
     ),
     "three ranks of four": (
         lambda: beside(size=3),
-        "'tensor_parallel': size=3 with 4 ranks, which do not divide into groups of 3",
+        "'tensor_parallel': size=3 does not divide the number of ranks, 4",
     ),
     "all ranks": (
         lambda: beside(FullyShardedDataParallel(), size=4),
@@ -406,11 +406,11 @@ REFUSALS: dict[str, tuple[Callable[[], Engine], str]] = {
     ),
     "copies of sharded models": (
         lambda: make(replicas=2),
-        "'fully_sharded_data_parallel': replicas=2 with layers that are split over 2 ranks",
+        "'fully_sharded_data_parallel': replicas=2 with layers split over 2 ranks",
     ),
     "data of each rank": (
         lambda: make(shard_policy="own"),
-        "'fully_sharded_data_parallel': shard_policy='own' with layers that are split over 2 ranks",
+        "'fully_sharded_data_parallel': shard_policy='own' does not work with layers split over 2 ranks",
     ),
     "a parameter that gets a part of its gradient": (
         lambda: make(model=Partial(), plan={"up": ColwiseParallel(), "down": RowwiseParallel()}, units=()),

@@ -589,7 +589,7 @@ def test_hyperparameters_that_come_too_late_are_reported(tmp_path: Path) -> None
     engine = engine_of(TensorBoardLogger(tmp_path))
     engine.log.hyperparameters(lr=0.1)
     engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.log.hyperparameters(depth=3))
-    with pytest.warns(UserWarning, match="shows only the hyperparameters that a run begins with"):
+    with pytest.warns(UserWarning, match="shows only the hyperparameters logged when a run starts"):
         engine.run(batches(), max_epochs=1)
 
 
@@ -641,5 +641,5 @@ def test_a_graph_that_cannot_be_traced_is_reported_and_training_goes_on(tmp_path
 def test_one_graph_is_drawn_of_one_model(tmp_path: Path) -> None:
     engine = build(nn.ModuleDict({"a": linear(5, 2)}))
     both = Engine(engine.updates[0].spec, model={"a": linear(5, 2), "b": linear(5, 2)})
-    with pytest.raises(ValueError, match="TensorBoard shows one graph, but the engine has the modules"):
+    with pytest.raises(ValueError, match="TensorBoard shows one graph, but the engine has several modules"):
         both.attach(TensorBoardLogger(tmp_path, graph=True))

@@ -249,7 +249,8 @@ def test_of_an_unknown_device_there_is_no_mfu_and_a_line_says_why(capsys: pytest
     (*_, (_, values)) = measured(engine)
     assert "mfu" not in values
     assert not any("mfu" in name for name in engine.handlers["throughput"].metric_names(engine))
-    assert capsys.readouterr().err == "throughput: no 'mfu': the peak performance of 'cpu' is not known; give peak=\n"
+    message = "throughput: no 'mfu', because the peak performance of 'cpu' is not known; give peak=\n"
+    assert capsys.readouterr().err == message
     for options in ({"flops": 30.0, "peak": 1e9}, {}):
         engine = build()
         engine.attach(Throughput(**options))  # type: ignore[arg-type]
@@ -330,7 +331,7 @@ def test_only_what_is_asked_for_is_announced() -> None:
         ({"tokens": 3.5}, "tokens=3.5"),
         ({"flops": "all"}, "flops='all'"),
         ({"flops": -1}, "flops=-1"),
-        ({"peak": 1e12}, "give flops= as well"),
+        ({"peak": 1e12}, "peak= requires flops="),
         ({"waiting": "yes"}, "waiting='yes'"),
     ],
 )

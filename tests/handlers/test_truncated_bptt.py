@@ -894,7 +894,7 @@ def test_an_update_that_is_left_out_of_an_iteration_takes_no_chunks() -> None:
     ("arguments", "kind", "message"),
     [
         ({}, TypeError, r"TruncatedBPTT\(steps=None, split=None\): give one"),
-        ({"steps": 3, "split": len}, TypeError, "give one of them"),
+        ({"steps": 3, "split": len}, TypeError, "give one of the two"),
         ({"steps": 0}, ValueError, r"TruncatedBPTT\(steps=0\)"),
         ({"steps": 2.5}, TypeError, r"TruncatedBPTT\(steps=2.5\)"),
         ({"steps": True}, TypeError, r"TruncatedBPTT\(steps=True\)"),
@@ -961,7 +961,7 @@ def test_a_schedule_knows_that_batches_are_not_steps_after_another_handler_has_l
     handlers = [LRScheduling(partial(CosineAnnealingLR), update="seldom"), UpdateFrequency(seldom=2), TruncatedBPTT(2)]
     engine.attach(*handlers[::order])
     engine.detach("update_frequency")
-    with pytest.raises(ValueError, match="the number of steps of this run is not known"):
+    with pytest.raises(ValueError, match="the number of steps in this run is not known"):
         engine.run([torch.ones(4, 2)] * 4, max_epochs=1)
 
 

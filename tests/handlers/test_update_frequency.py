@@ -412,7 +412,7 @@ def test_two_refuse_each_other_since_together_they_could_leave_an_iteration_with
         ({"generator": True}, TypeError, r"UpdateFrequency\(every\['generator'\]=True\)"),
         ({"generator": 2, "offset": {"generator": -1}}, ValueError, r"UpdateFrequency\(offset\['generator'\]=-1\)"),
         ({"generator": 2, "offset": {"critic": 1}}, ValueError, r"UpdateFrequency\(offset={'critic': 1}\)"),
-        ({"every": {"generator": 2}, "generator": 3}, ValueError, r"generator is given as a keyword, too"),
+        ({"every": {"generator": 2}, "generator": 3}, ValueError, r"generator is given twice, in every= and as"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
@@ -456,5 +456,5 @@ def test_a_schedule_knows_that_batches_are_not_steps_after_another_handler_has_l
     handlers = [LRScheduling(partial(CosineAnnealingLR), update="seldom"), UpdateFrequency(seldom=2), TruncatedBPTT(2)]
     engine.attach(*handlers[::order])
     engine.detach("truncated_bptt")
-    with pytest.raises(ValueError, match="the number of steps of this run is not known"):
+    with pytest.raises(ValueError, match="the number of steps in this run is not known"):
         engine.run(make_data(4), max_epochs=1)

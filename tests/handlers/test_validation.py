@@ -518,7 +518,7 @@ def test_the_short_form_is_the_long_one_with_another_prefix_bit_for_bit() -> Non
 
 def test_the_evaluator_is_built_for_each_engine_that_it_is_attached_to() -> None:
     validation = Validation(labelled(2), metrics={"accuracy": Accuracy()})
-    with pytest.raises(AttributeError, match="'validation' has no evaluator yet: it is built for the engine"):
+    with pytest.raises(AttributeError, match="'validation' has no evaluator yet, because it is built when"):
         _ = validation.evaluator
     built = []
     for _ in range(2):
@@ -532,7 +532,7 @@ def test_the_evaluator_is_built_for_each_engine_that_it_is_attached_to() -> None
 
 
 def test_of_several_updates_one_is_named() -> None:
-    with pytest.raises(ValueError, match=r"several updates \(main, other\); pass update=, the one that is validated"):
+    with pytest.raises(ValueError, match=r"several updates \(main, other\); pass update= to choose the one that is"):
         classifying(Validation(labelled(2)), updates=2)
     engine = classifying(Validation(labelled(2), update="other"), updates=2)
     assert engine[Validation].evaluator.updates[0].name == "other"
@@ -550,7 +550,7 @@ def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
         engine.attach(Validation(labelled(1), **metrics))
         return engine
 
-    with pytest.raises(ValueError, match="update 'main' has no loss, and no metric is given: nothing is measured"):
+    with pytest.raises(ValueError, match="update 'main' has no loss and no metric is given, so there is nothing"):
         build_with()
     engine = build_with(accuracy=Accuracy())
     assert engine[Validation].metric_names(engine) == ["val_accuracy"]
@@ -577,7 +577,7 @@ def test_what_is_neither_an_argument_nor_a_metric_is_refused(arguments: dict[str
 @pytest.mark.parametrize("argument", ["accuracy", "update"])
 def test_an_evaluator_that_is_given_has_its_own_metrics(argument: str) -> None:
     value = Accuracy() if argument == "accuracy" else "main"
-    with pytest.raises(TypeError, match=rf"Validation\({argument}=\) beside an evaluator, which has its own"):
+    with pytest.raises(TypeError, match=rf"Validation\({argument}=\): an evaluator that you pass measures its own"):
         Validation(evaluator_of(mlp(5, 4, 1)), labelled(1), **{argument: value})  # type: ignore[call-overload]
 
 
@@ -643,7 +643,7 @@ def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: 
             labelled(2, 3), max_epochs=1
         )
     metrics = Metrics(metrics={"kl": Average(), "train/kl": Average(lambda output, target: output.sum())})
-    with pytest.raises(ValueError, match=r"the metrics 'kl' and 'train/kl' are both 'train/kl' in a log"):
+    with pytest.raises(ValueError, match=r"the metrics 'kl' and 'train/kl' are both logged as 'train/kl'"):
         classifying(metrics, CSVLogger(tmp_path / "log.csv")).run(labelled(2), max_epochs=1)
     engine = classifying(Validation(labelled(2)))
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
@@ -657,7 +657,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 
     engine = Engine(Update.from_function(whole, torch.optim.SGD, lr=0.05), model=mlp(5, 8, 3))
     with pytest.raises(
-        ValueError, match=r"'validation': update 'main' is a single function: it has no output for accuracy"
+        ValueError, match=r"'validation': update 'main' is a single function without an output for accuracy"
     ):
         engine.attach(Validation(labelled(2), accuracy=Accuracy()))
     engine.attach(Validation(labelled(2)))

@@ -289,15 +289,15 @@ def test_a_prefix_that_the_model_has_itself_is_not_removed() -> None:
 def test_two_tensors_for_one_are_refused() -> None:
     given = copied(pretrained())
     given["student.head.bias"] = torch.zeros(1)
-    with pytest.raises(ValueError, match=r"'head.bias' and 'student.head.bias' of the file would both be loaded as"):
+    with pytest.raises(ValueError, match=r"'head.bias' and 'student.head.bias' in the file would both be loaded as"):
         WarmStart(given, rename={r"^student\.": ""}).compare(Network())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rename": {"encodr": "x"}}, r"rename: 'encodr' matches no name of the file, which has backbone.0.weight"),
-        ({"exclude": "hed.*"}, r"exclude: 'hed.\*' matches no name of the file or the model"),
+        ({"rename": {"encodr": "x"}}, r"rename: 'encodr' matches no name in the file, which has backbone.0.weight"),
+        ({"exclude": "hed.*"}, r"exclude: 'hed.\*' matches no name in the file or the model"),
         ({"include": ["head", "bakbone"]}, r"include: 'bakbone' matches no name"),
     ],
 )
@@ -338,7 +338,7 @@ def test_a_shared_parameter_is_loaded_under_any_of_its_names(tmp_path: Path) -> 
     assert (len(plan.loaded), len(plan.tied), plan.refused) == (1, 1, [])
     both = copied(source)
     both["out.weight"] = both["out.weight"] + 1
-    with pytest.raises(ValueError, match=r"are one parameter of the model, and have different values"):
+    with pytest.raises(ValueError, match=r"are one parameter in the model, but have different values"):
         WarmStart(both).compare(model)
 
 

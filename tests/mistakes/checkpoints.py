@@ -252,14 +252,14 @@ def a_second_run_in_the_folder_of_the_first(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder / ("two" if right else "one"))).run(batches(4), max_epochs=1)
 
 
-@said("nothing to resume in '.*digts': the run begins at epoch 1; there are checkpoints in '.*digits'")
+@said("nothing to resume in '.*digts', so the run starts at epoch 1; checkpoints were found in '.*digits'")
 def a_misspelt_folder_to_resume_from(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder / "digits")).run(batches(4), max_epochs=1)
     with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from
         engine_of(Checkpoint(folder / ("digits" if right else "digts"), resume=True)).run(batches(4), max_epochs=2)
 
 
-@said("the checkpoints there are of 'last', which name='last' resumes")
+@said("it has checkpoints of 'last', which name='last' resumes")
 def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder, name="last")).run(batches(4), max_epochs=1)
     with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from

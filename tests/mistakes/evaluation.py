@@ -436,14 +436,14 @@ def a_trial_run_that_was_forgotten(right: bool) -> Findings:
     return engine.findings.of_run()
 
 
-@said(r"W58: .*OverfitBatches\(2\) trains on 2 of the batches only")
+@said(r"W58: .*OverfitBatches\(2\) trains on only 2 of the batches")
 def batches_to_overfit_that_were_forgotten(right: bool) -> None:
     engine = build(net(), *([] if right else [OverfitBatches(2)]))
     seed_everything(0)
     engine.run(batches(), max_epochs=3)
 
 
-@said(r"W58: .*LimitBatches\(train=2\) leaves out a part")
+@said(r"W58: .*LimitBatches\(train=2\) uses only a part")
 def a_limit_that_was_forgotten(right: bool) -> None:
     engine = build(net(), *([] if right else [LimitBatches(2)]))
     engine.run(batches(), max_epochs=3)

@@ -151,7 +151,7 @@ def doubtful() -> Engine:
 def test_what_is_found_is_a_table_and_json() -> None:
     found = doubtful().check(batches(), max_epochs=2)
     assert str(found).splitlines()[-2:] == [
-        "C18  warning  'ema' averages after 1000 optimizer steps, but the run makes 12 [ema]",
+        "C18  warning  'ema' starts averaging after 1000 optimizer steps, but the run takes only 12 [ema]",
         "              -> start earlier, or train longer",
     ]
     assert {one["code"] for one in json.loads(found.json())} == {"C02", "C18"}

@@ -202,7 +202,7 @@ def test_weights_that_are_not_by_module_are_refused_with_what_to_write() -> None
 def test_what_wraps_the_model_in_ddp_itself_refuses_a_wrapped_one_by_name() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=nn.DataParallel(mlp(5, 8, 3)))
     with pytest.raises(
-        ValueError, match="'distributed_data_parallel': the model 'model' is wrapped in torch's DataParallel"
+        ValueError, match="'distributed_data_parallel': the model 'model' is already wrapped in torch's DataParallel"
     ):
         engine.attach(DistributedDataParallel())
 

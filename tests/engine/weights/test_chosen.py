@@ -280,7 +280,7 @@ def test_several_data_sets_are_measured_under_their_names(tmp_path: Path) -> Non
         ),
         (
             {"metrics": {"a": Accuracy()}, "a": Accuracy()},
-            r"^test\(a=\): 'a' is given twice: in metrics=, and beside it",
+            r"^test\(a=\): 'a' is given twice, in metrics= and as a keyword",
         ),
     ],
 )

@@ -62,4 +62,4 @@ def test_what_follows_a_warm_up_is_counted_from_there() -> None:
 
 def test_a_polynomial_that_ends_early_has_a_rate_of_zero() -> None:
     (ended,) = found(partial(PolynomialLR, total_iters=30))
-    assert "the learning rate is 0 for the rest; give it the number of steps that it has in the run" in ended
+    assert "the learning rate is 0 for the rest; give it the number of scheduler steps in the run" in ended

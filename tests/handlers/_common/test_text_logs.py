@@ -233,7 +233,7 @@ def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_r
     path.write_bytes(changed)
     engine = engine_of(kind(path, every="1it"))
     engine.load_state_dict(loaded(file))
-    with pytest.warns(FindingWarning, match="W34.*log.txt' of .* continues: before iteration 7 it ends with .*6"):
+    with pytest.warns(FindingWarning, match="W34.*log.txt' of .* loaded state: before iteration 7 it ends with .*6"):
         engine.run(batches(), max_epochs=2)
     assert path.read_bytes() == changed
     assert (tmp_path / "log.1.txt").read_bytes() == changed
