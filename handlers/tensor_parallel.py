@@ -72,6 +72,7 @@ class TensorParallel(Distribution):
         ...     def __init__(self) -> None:
         ...         super().__init__()
         ...         self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+        ...
         ...     def forward(self, x: Tensor) -> Tensor:
         ...         return x + self.down(self.up(x).relu())
         >>> model = nn.ModuleDict({"blocks": nn.Sequential(Block(), Block())})

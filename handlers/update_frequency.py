@@ -44,6 +44,7 @@ class UpdateFrequency(Handler):
         >>> def update(name):
         ...     def loss(engine, batch):
         ...         return engine.model[name](batch).square().mean()
+        ...
         ...     options = {"lr": 0.1, "name": name, "parameters": name}
         ...     return Update.from_function(loss, torch.optim.SGD, **options)
         >>> models = {"critic": torch.nn.Linear(1, 1), "generator": torch.nn.Linear(1, 1)}

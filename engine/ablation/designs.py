@@ -104,7 +104,10 @@ class OneAtATime(_Switches):
         groups: Names of handlers to switch on together, by group name.
 
     Example:
-        >>> [(variant.name, sorted(variant.off)) for variant in OneAtATime(["ema", "mixup"]).variants([])]
+        >>> [
+        ...     (variant.name, sorted(variant.off))
+        ...     for variant in OneAtATime(["ema", "mixup"]).variants([])
+        ... ]
         [('baseline', ['ema', 'mixup']), ('+ ema', ['mixup']), ('+ mixup', ['ema'])]
     """
 

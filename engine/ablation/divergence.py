@@ -136,7 +136,11 @@ def divergence(
         ...     engine.attach(*handlers)
         ...     return engine
         >>> data = [(torch.ones(4, 2), torch.ones(4, 1))]
-        >>> found = divergence(build, lambda: build(GradientClipping(max_norm=0.1)), run=lambda e: e.run(data, max_epochs=1))
+        >>> found = divergence(
+        ...     build,
+        ...     lambda: build(GradientClipping(max_norm=0.1)),
+        ...     run=lambda e: e.run(data, max_epochs=1),
+        ... )
         >>> found.event, found.iteration, found.kind, found.name
         ('GRADIENTS_READY', 1, 'gradients', 'model.weight')
     """

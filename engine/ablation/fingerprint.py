@@ -102,9 +102,13 @@ def fingerprint(value: object, what: str, *, strict: bool = True, structure: boo
 
     Example:
         >>> from functools import partial
-        >>> fingerprint(partial(print, (4, 4)), "build") == fingerprint(partial(print, (4, 4)), "build")
+        >>> fingerprint(partial(print, (4, 4)), "build") == fingerprint(
+        ...     partial(print, (4, 4)), "build"
+        ... )
         True
-        >>> fingerprint(partial(print, (4, 4)), "build") == fingerprint(partial(print, (4, 8)), "build")
+        >>> fingerprint(partial(print, (4, 4)), "build") == fingerprint(
+        ...     partial(print, (4, 8)), "build"
+        ... )
         False
     """
     made = Fingerprint(strict=strict, structure=structure)

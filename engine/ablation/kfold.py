@@ -63,7 +63,8 @@ class KFold:
         ...     def split(self, X, y=None):
         ...         yield np.array([0, 1]), np.array([2, 3])
         ...         yield np.array([2, 3]), np.array([0, 1])
-        >>> KFold(lambda seed, train, test: None, Halves(), np.zeros((4, 2)), metric="loss").folds[1]
+        >>> build = lambda seed, train, test: None
+        >>> KFold(build, Halves(), np.zeros((4, 2)), metric="loss").folds[1]
         ((2, 3), (0, 1))
     """
 

@@ -149,9 +149,13 @@ def tune(
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=lr)
         ...     trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=seed)
         ...     trainer.attach(GradientClipping(max_norm=1.0), Metrics(loss=Average()))
-        ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=9)
+        ...     return trainer, lambda engine: engine.run(
+        ...         [(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=9
+        ...     )
         >>> study = Study(build, metric="loss", seeds=range(3))
-        >>> tune(study, LeaveOneOut(), arguments={"lr": [0.001, 0.1]}, seeds=[100], workers=0).chosen
+        >>> tune(
+        ...     study, LeaveOneOut(), arguments={"lr": [0.001, 0.1]}, seeds=[100], workers=0
+        ... ).chosen
         {'baseline': {'lr': 0.1}, '- gradient_clipping': {'lr': 0.1}}
     """
     if study.tasks:

@@ -218,7 +218,10 @@ class Report:
             >>> runs = [run("baseline", seed, 0.5 + seed / 100) for seed in range(6)]
             >>> runs += [run("- ema", seed, 0.6 + seed / 50) for seed in range(6)]
             >>> report = Report(runs, variants, metric="loss", mode="min")
-            >>> [(row.name, row.adjusted) for row in report.metrics({"loss": "min", "accuracy": "max"}).rows]
+            >>> [
+            ...     (row.name, row.adjusted)
+            ...     for row in report.metrics({"loss": "min", "accuracy": "max"}).rows
+            ... ]
             [('loss', 0.03125), ('accuracy', 0.03125)]
         """
         if self.looks is not None:
@@ -452,7 +455,9 @@ class Report:
 
         Example:
             >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
-            >>> runs = [Result(one.name, seed, 0.9 + seed / 100) for one in variants for seed in range(6)]
+            >>> runs = [
+            ...     Result(one.name, seed, 0.9 + seed / 100) for one in variants for seed in range(6)
+            ... ]
             >>> Report(runs, variants, metric="accuracy", mode="max").methods()[:55]
             '1 variant was compared with "baseline" over 6 seeds (0 '
         """

@@ -73,7 +73,9 @@ class Store:
     Example:
         >>> store = Store(None)
         >>> with store.writing():
-        ...     store.append({"key": "a", "configuration": "c", "off": [], "swapped": {}, "seed": 0})
+        ...     store.append(
+        ...         {"key": "a", "configuration": "c", "off": [], "swapped": {}, "seed": 0}
+        ...     )
         >>> list(store.read())
         ['a']
     """

@@ -103,7 +103,9 @@ class Study:
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         ...     trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=seed)
         ...     trainer.attach(GradientClipping(max_norm=1.0), Metrics(loss=Average()))
-        ...     return trainer, lambda engine: engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2)
+        ...     return trainer, lambda engine: engine.run(
+        ...         [(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=2
+        ...     )
         >>> study = Study(build, metric="loss", seeds=range(3))
         >>> print(study.plan(LeaveOneOut()))
         variant              finished  failed  pending  off or replaced

@@ -95,9 +95,15 @@ class TasksReport(Report):
         >>> variants = [Variant("baseline"), Variant("- ema", off=frozenset({"ema"}))]
         >>> def report(chance):
         ...     runs = [Result("baseline", seed, chance + seed / 100) for seed in range(6)]
-        ...     runs += [Result("- ema", seed, chance - 0.02 + (seed + seed % 2) / 100) for seed in range(6)]
+        ...     runs += [
+        ...         Result("- ema", seed, chance - 0.02 + (seed + seed % 2) / 100)
+        ...         for seed in range(6)
+        ...     ]
         ...     return Report(runs, variants, metric="accuracy", mode="max")
-        >>> both = TasksReport({"digits": report(0.7), "wine": report(0.8)}, {"digits": (0.1, 1.0), "wine": (1 / 3, 1.0)})
+        >>> both = TasksReport(
+        ...     {"digits": report(0.7), "wine": report(0.8)},
+        ...     {"digits": (0.1, 1.0), "wine": (1 / 3, 1.0)},
+        ... )
         >>> print(both.sentences()[0])
         Without ema, score fell by 0.020 (95 % interval 0.013 to 0.026, p = 0.031, 6 seeds): it contributes.
     """

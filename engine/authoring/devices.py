@@ -90,7 +90,10 @@ def support(device: str | torch.device, feature: DeviceFeature) -> Support:
     """The cell of the table for a device, which need not be available on this machine.
 
     Example:
-        >>> support("mps", DeviceFeature.FLOAT64).status, support("cpu", DeviceFeature.AUTOCAST).status
+        >>> (
+        ...     support("mps", DeviceFeature.FLOAT64).status,
+        ...     support("cpu", DeviceFeature.AUTOCAST).status,
+        ... )
         ('refused', 'tested')
     """
     kind = torch.device(device).type

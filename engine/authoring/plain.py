@@ -46,7 +46,10 @@ def plain_mapping(where: str, values: Any) -> dict[str, Any]:
 
     Example:
         >>> from pathlib import Path
-        >>> plain_mapping("f(config", argparse.Namespace(sizes=(1, 2), folder=Path("runs"), rate=np.float64(0.5)))
+        >>> plain_mapping(
+        ...     "f(config",
+        ...     argparse.Namespace(sizes=(1, 2), folder=Path("runs"), rate=np.float64(0.5)),
+        ... )
         {'sizes': [1, 2], 'folder': 'runs', 'rate': 0.5}
     """
     mapping = fields_of(values)

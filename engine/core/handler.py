@@ -77,6 +77,7 @@ def on(
         >>> from signalfire import Events, Handler, Phase, on
         >>> class Counter(Handler):
         ...     steps = 0
+        ...
         ...     @on(Events.OPTIMIZER_STEP_COMPLETED, phase=Phase.RECORD)
         ...     def count(self, engine):
         ...         self.steps += 1
@@ -283,9 +284,12 @@ class Handler:
             >>> from signalfire.findings import finding
             >>> class Warmup(Handler):
             ...     steps = 500
+            ...
             ...     def findings(self, engine):
             ...         if (engine.state.max_steps or self.steps) < self.steps:
-            ...             yield finding("C17", "the warm-up is longer than the run", "shorten it", [self.name])
+            ...             yield finding(
+            ...                 "C17", "the warm-up is longer than the run", "shorten it", [self.name]
+            ...             )
         """
         return ()
 

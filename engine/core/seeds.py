@@ -11,7 +11,9 @@ def derived_seed(*parts: object) -> int:
     """A 63-bit seed that depends only on the given parts: the sha256 of their text.
 
     Example:
-        >>> derived_seed(0, "mixup", 12) == derived_seed(0, "mixup", 12) != derived_seed(0, "mixup", 13)
+        >>> derived_seed(0, "mixup", 12) == derived_seed(0, "mixup", 12) != derived_seed(
+        ...     0, "mixup", 13
+        ... )
         True
     """
     text = "\x1f".join(map(str, parts))

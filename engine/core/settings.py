@@ -60,7 +60,10 @@ def is_default(owner: object, name: str) -> bool:
 
     Example:
         >>> from signalfire.handlers import EarlyStopping
-        >>> is_default(EarlyStopping("loss"), "patience"), is_default(EarlyStopping("loss", patience=9), "patience")
+        >>> (
+        ...     is_default(EarlyStopping("loss"), "patience"),
+        ...     is_default(EarlyStopping("loss", patience=9), "patience"),
+        ... )
         (True, False)
     """
     argument = inspect.signature(type(owner)).parameters.get(name)

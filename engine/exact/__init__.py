@@ -12,12 +12,19 @@ A plain loop that is killed anywhere and started again ends with the weights of 
         data.load_state_dict(newest.state["data"])
         restore_random_state(newest.state["random"])
     while data.epoch < 10:
-        for batch in data:                      # continues after the last batch of the saved pass
+        for batch in data:  # continues after the last batch of the saved pass
             train_on(batch)
             step += 1
             if step % 100 == 0:
-                folder.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "data": data.state_dict(),
-                             "random": random_state()}, step=step)
+                folder.save(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "data": data.state_dict(),
+                        "random": random_state(),
+                    },
+                    step=step,
+                )
 
 Whatever else a loop keeps belongs into the state as well: schedules, scalers, averages, the gradients of an open accumulation
 window, patience.

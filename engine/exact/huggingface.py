@@ -35,7 +35,12 @@ class ExactResume(TrainerCallback, ExportableState):
 
     Example:
         >>> def train(model, arguments, dataset):
-        ...     trainer = Trainer(model, arguments, train_dataset=SeededSamples(dataset), callbacks=[ExactResume()])
+        ...     trainer = Trainer(
+        ...         model,
+        ...         arguments,
+        ...         train_dataset=SeededSamples(dataset),
+        ...         callbacks=[ExactResume()],
+        ...     )
         ...     trainer.train(resume_from_checkpoint=ExactResume.newest(arguments.output_dir))
         >>> ExactResume.newest("runs/not-yet-begun") is None
         True

@@ -32,7 +32,12 @@ class ExactResume(Callback):
 
     Example:
         >>> def fit(module, loader, path):
-        ...     trainer = Trainer(callbacks=[ExactResume(), ModelCheckpoint("runs", save_last=True, every_n_train_steps=100)])
+        ...     trainer = Trainer(
+        ...         callbacks=[
+        ...             ExactResume(),
+        ...             ModelCheckpoint("runs", save_last=True, every_n_train_steps=100),
+        ...         ]
+        ...     )
         ...     trainer.fit(module, ResumableData(loader), ckpt_path=path)
         >>> ExactResume().state_key
         'ExactResume'

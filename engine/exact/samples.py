@@ -32,6 +32,7 @@ class SeededSamples(Dataset[Any]):
         >>> class Noise(Dataset):
         ...     def __len__(self):
         ...         return 2
+        ...
         ...     def __getitem__(self, index):
         ...         return torch.rand(()).item()
         >>> samples = SeededSamples(Noise(), seed=0)

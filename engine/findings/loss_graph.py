@@ -99,7 +99,11 @@ def functions_of(loss: Tensor) -> set[str]:
     """The functions of torch nearest to a loss, by the names of their nodes, such as "MseLoss" and "LogSoftmax".
 
     Example:
-        >>> sorted(functions_of(torch.nn.functional.mse_loss(torch.zeros(2, requires_grad=True), torch.ones(2))))
+        >>> sorted(
+        ...     functions_of(
+        ...         torch.nn.functional.mse_loss(torch.zeros(2, requires_grad=True), torch.ones(2))
+        ...     )
+        ... )
         ['MseLoss', 'torch::autograd::AccumulateGrad']
     """
     return (
@@ -111,7 +115,11 @@ def ignored_by(loss: Tensor) -> int | None:
     """The class that a negative log-likelihood nearest to a loss ignores; None without one.
 
     Example:
-        >>> ignored_by(torch.nn.functional.cross_entropy(torch.ones(1, 2, requires_grad=True), torch.zeros(1).long()))
+        >>> ignored_by(
+        ...     torch.nn.functional.cross_entropy(
+        ...         torch.ones(1, 2, requires_grad=True), torch.zeros(1).long()
+        ...     )
+        ... )
         -100
     """
     nodes = _nodes(loss.grad_fn) if loss.grad_fn is not None else ()

@@ -31,7 +31,9 @@ class LearningRateCurve:
         update: The name of the update whose learning rate was swept.
 
     Example:
-        >>> curve = LearningRateCurve((0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0)
+        >>> curve = LearningRateCurve(
+        ...     (0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0
+        ... )
         >>> curve.suggestion()
         0.01
     """
@@ -92,7 +94,11 @@ class LearningRateCurve:
         """A table of learning rates and losses, one per line; the suggestion is marked.
 
         Example:
-            >>> print(LearningRateCurve((0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0).table())
+            >>> print(
+            ...     LearningRateCurve(
+            ...         (0.001, 0.01, 0.1, 1.0), (2.3, 2.2, 1.4, 1.35), low=0.001, high=1.0
+            ...     ).table()
+            ... )
                   rate        loss
                  0.001         2.3
                   0.01         2.2 <- suggestion

@@ -80,7 +80,9 @@ def find_learning_rate(
         >>> model = torch.nn.Linear(1, 1)
         >>> step = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         >>> batch = torch.ones(4, 1), torch.zeros(4, 1)
-        >>> curve = find_learning_rate(Engine(step, model=model), [batch] * 20, low=1e-3, high=1.0, steps=20)
+        >>> curve = find_learning_rate(
+        ...     Engine(step, model=model), [batch] * 20, low=1e-3, high=1.0, steps=20
+        ... )
         >>> len(curve), curve.rates[0], curve.diverged
         (20, 0.001, False)
     """

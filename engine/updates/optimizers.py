@@ -228,7 +228,10 @@ def groups(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, list[nn.Para
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
-        >>> split = groups(model, {"matrices": lambda name, p: p.dim() == 2 and name != "0.weight", "rest": "*"})
+        >>> split = groups(
+        ...     model,
+        ...     {"matrices": lambda name, p: p.dim() == 2 and name != "0.weight", "rest": "*"},
+        ... )
         >>> [tuple(p.shape) for p in split["rest"]]
         [(8, 4), (2,)]
     """

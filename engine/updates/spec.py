@@ -181,7 +181,13 @@ class Update:
 
         Example:
             >>> import torch
-            >>> Update.supervised(torch.nn.functional.cross_entropy, torch.optim.SGD, lr=0.1, input="image", target="label").name
+            >>> Update.supervised(
+            ...     torch.nn.functional.cross_entropy,
+            ...     torch.optim.SGD,
+            ...     lr=0.1,
+            ...     input="image",
+            ...     target="label",
+            ... ).name
             'main'
         """
         kind = getattr(loss, "func", loss)  # of a partial
@@ -249,10 +255,14 @@ class Update:
             >>> class Model(nn.Linear):
             ...     def forward(self, x, labels):
             ...         logits = super().forward(x)
-            ...         return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels), logits=logits)
+            ...         return SimpleNamespace(
+            ...             loss=nn.functional.cross_entropy(logits, labels), logits=logits
+            ...         )
             >>> update = Update.from_model(torch.optim.AdamW, lr=1e-3)
             >>> trainer = Engine(update, model=Model(4, 3), seed=0)
-            >>> state = trainer.run([{"x": torch.ones(2, 4), "labels": torch.tensor([0, 1])}], max_epochs=1)
+            >>> state = trainer.run(
+            ...     [{"x": torch.ones(2, 4), "labels": torch.tensor([0, 1])}], max_epochs=1
+            ... )
         """
         optimizer = with_options("Update.from_model", optimizer, options, ("loss", *_ARGUMENTS))
         if loss is not None:

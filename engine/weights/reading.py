@@ -62,7 +62,10 @@ def read_weights(source: str | os.PathLike[str] | Mapping[str, Any], *, where: s
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     torch.save({"epoch": 3, "state_dict": torch.nn.Linear(2, 1).state_dict()}, f"{folder}/model.pt")
+        ...     torch.save(
+        ...         {"epoch": 3, "state_dict": torch.nn.Linear(2, 1).state_dict()},
+        ...         f"{folder}/model.pt",
+        ...     )
         ...     found = read_weights(f"{folder}/model.pt")
         >>> sorted(found.tensors), found.notes
         (['bias', 'weight'], ["the weights come from its entry 'state_dict'"])

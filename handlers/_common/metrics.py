@@ -52,8 +52,7 @@ class Metrics(Handler):
             of the batch``, which is averaged over the samples. If a function ``scores`` returns several values by name, they are
             written as "scores/f1" and so on. Each metric's ``higher_is_better`` gives monitors its direction.
         inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics, a tuple or a mapping of keyword
-            arguments. By default, these are the output and the targets as `Update` defines them (``output``, ``target``): all
-            that the forward returns, and the batch's second element.
+            arguments. By default, these are all that the forward returns, and the batch's second element.
         update: Name of the update that is measured; required if there are several.
         named: The same as ``metrics``, as keyword arguments.
 
@@ -64,33 +63,36 @@ class Metrics(Handler):
         >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
         >>> _ = evaluator.attach(Metrics(loss=Average(), accuracy=Accuracy()))
         >>> first = torch.zeros(3, 2), torch.tensor([0, 0, 0])  # scores and classes
-        >>> batches = [first, (torch.zeros(1, 2), torch.tensor([1]))]
-        >>> metrics = evaluator.run(batches).metrics
+        >>> metrics = evaluator.run([first, (torch.zeros(1, 2), torch.tensor([1]))]).metrics
         >>> round(metrics["loss"], 3), metrics["accuracy"]
         (0.693, 0.75)
         >>> class F1:  # not a mean over batches
         ...     higher_is_better = True
+        ...
         ...     def __init__(self):
         ...         self.reset()
+        ...
         ...     def reset(self):
         ...         self.hits = self.wrong = 0
+        ...
         ...     def update(self, output, target):  # of two classes
-        ...         guess = output.argmax(1)
-        ...         self.hits += int((guess & target).sum())
-        ...         self.wrong += int((guess != target).sum())
+        ...         self.hits += int((output.argmax(1) & target).sum())
+        ...         self.wrong += int((output.argmax(1) != target).sum())
+        ...
         ...     def compute(self):
         ...         return 2 * self.hits / (2 * self.hits + self.wrong)
+        ...
         ...     def state_dict(self):
         ...         return {"hits": self.hits, "wrong": self.wrong}
+        ...
         ...     def merge(self, states):
         ...         self.hits = sum(state["hits"] for state in states)
         ...         self.wrong = sum(state["wrong"] for state in states)
-        >>> evaluator = Engine(update.evaluation(), model=torch.nn.Identity())
-        >>> _ = evaluator.attach(Metrics(f1=F1()))
+        >>> _ = evaluator.attach(Metrics(f1=F1(), name="scores"))
         >>> scores = torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
         >>> data = [(scores, torch.tensor([1, 0, 0])), (scores[:1], torch.tensor([1]))]
-        >>> evaluator.run(data).metrics
-        {'f1': 0.8}
+        >>> evaluator.run(data).metrics["f1"]
+        0.8
     """
 
     by_shard = True

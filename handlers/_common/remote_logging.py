@@ -66,9 +66,11 @@ class RemoteLogger(ScalarLogger):
         >>> class Printed(RemoteLogger):
         ...     def open(self, run_id, hyperparameters):
         ...         print("open", dict(hyperparameters))
+        ...
         ...     def send(self, items):
         ...         for item in items:
         ...             print(item.iteration, item.kind, sorted(item.values))
+        ...
         ...     def close_run(self, status, error):
         ...         print(status)
         >>> import tempfile, torch

@@ -141,7 +141,7 @@ def test_a_window_that_is_cut_is_continued_with_what_was_measured() -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(
-        ValueError, match="'activation_statistics': the model has no activation modules such as nn.ReLU"
+        ValueError, match=r"'activation_statistics': the model has no activation modules such as nn\.ReLU"
     ):
         build(ActivationStatistics(), model=mlp(5, 8, 1)).run(batches(1), max_epochs=1)
     with pytest.raises(ValueError, match=r"modules='relu' matches no module; the modules are '0', '1', '2'"):

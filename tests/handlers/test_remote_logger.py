@@ -180,10 +180,7 @@ def test_a_service_that_hangs_holds_nothing_up_and_its_rows_can_be_sent_later(tm
     (message,) = [str(one.message) for one in warned]
     rows = rows_of_csv(tmp_path / "log.csv")
     lines = logger.path.read_text().splitlines()
-    assert (
-        f"could not be closed within 0.05 s; {len(lines) - 1} unsent rows are in {str(logger.path)!r}"
-        in message
-    )
+    assert f"could not be closed within 0.05 s; {len(lines) - 1} unsent rows are in {str(logger.path)!r}" in message
     assert "resume the run, or call ServiceLogger(...).send_kept()" in message
     assert [item["number"] for item in map(json.loads, lines[1:])] == list(range(1, len(lines)))
     service.gate.set()
