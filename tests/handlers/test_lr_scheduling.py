@@ -992,12 +992,12 @@ REPLACED: dict[str, tuple[Factory, Factory, str]] = {
     "by one that takes any state": (
         lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
         partial(StepLR, step_size=2),
-        "was a LambdaLR and is a StepLR here",
+        "was a LambdaLR when the state was saved, and is a StepLR here",
     ),
     "in a part": (
         chained(partial(StepLR, step_size=2)),
         chained(partial(ExponentialLR, gamma=0.5)),
-        r"was a SequentialLR\(LinearLR, StepLR\) and is a SequentialLR\(LinearLR, ExponentialLR\) here",
+        r"was a SequentialLR\(LinearLR, StepLR\) when the state was saved, and is a SequentialLR\(LinearLR, ExponentialLR\) here",
     ),
 }
 

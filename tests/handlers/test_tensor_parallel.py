@@ -524,7 +524,7 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "a path that another one covers": (
         lambda: refusal_of(plan=PLAN | {"blocks.0.up": ColwiseParallel()}),
-        "0 steps: 'tensor_parallel': plan={'blocks.0.up': ...} matches 'blocks.0.up', as 'blocks.*.up' does",
+        "0 steps: 'tensor_parallel': plan={'blocks.0.up': ...} matches 'blocks.0.up', which 'blocks.*.up' already matches",
     ),
     "a style that does not fit": (
         lambda: refusal_of(plan={"blocks.*.norm": ColwiseParallel()}),

@@ -287,7 +287,7 @@ def test_labels_of_every_integer_type_are_looked_at(dtype: torch.dtype) -> None:
 
     engine = Engine(Update.supervised(loss, SGD), model=nn.Linear(3, 3), seed=0)
     engine.attach(Guards(every="1it", error=["G12"]))
-    with pytest.raises(FindingError, match="G12: labels from 1 to 3, but 3 classes"):
+    with pytest.raises(FindingError, match="G12: labels range from 1 to 3, but 3 classes"):
         engine.run([(torch.randn(4, 3), torch.tensor([1, 2, 3, 1]).to(dtype))], max_epochs=1)
 
 
