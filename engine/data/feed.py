@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..authoring.randomness import unchanged_random_state
@@ -10,6 +11,7 @@ from ..core.blame import warn
 from ..core.feed import PlainFeed
 from ..models.streams import batch_streams
 from .left_out import LeftOut
+from .loading import is_plain
 from .same import same_data
 from .source import DataError, Source
 from .streamed import END, inner
@@ -235,7 +237,7 @@ class Feed(PlainFeed):
         if source.iterator is not None and source.has_iterator() and source.continues:
             return source.iterator
         if position is not None:
-            with unchanged_random_state():
+            with nullcontext() if is_plain(source.data) else unchanged_random_state():
                 source.prepare_next_pass(position, announced=resumed)
         before_pass()
         return source.begin(state.iteration, state.epoch - 1, ahead=ahead)

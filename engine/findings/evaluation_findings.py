@@ -226,23 +226,25 @@ class _Scale(NamedTuple):
     shape: tuple[int, ...]
 
 
+_first_inputs: weakref.WeakKeyDictionary[Engine, Tensor] = weakref.WeakKeyDictionary()
 _scales: weakref.WeakKeyDictionary[Engine, _Scale] = weakref.WeakKeyDictionary()
 _OTHER_SCALE = 5.0
 _DECILES = 2.56  # from the first to the last decile of a normal distribution, in standard deviations
-_VALUES = 100_000  # of the inputs, whose quantiles are taken
+_VALUES = 100_000  # of the inputs, about so many are kept and measured
 
 
 def note_scale(engine: Engine, batch: Any) -> None:
-    """Note the scale of a training's first inputs, for `report_other_scale`."""
-    if (scale := _scale_of(batch)) is not None:
-        _scales[engine] = scale
+    """Keep some of a training's first inputs, whose scale `report_other_scale` measures if there is an evaluation."""
+    if (inputs := _inputs_of(batch)) is not None:
+        _first_inputs[engine] = inputs.clone()
 
 
 def report_other_scale(evaluator: Engine, batch: Any) -> None:
     """Report inputs of an evaluation that are on another scale than those of the training that runs it."""
     engine = evaluator.findings.parent
-    trained = None if engine is None else _scales.get(engine)
-    found = None if trained is None else _scale_of(batch)
+    trained = None if engine is None else _scale_of_training(engine)
+    inputs = None if trained is None else _inputs_of(batch)
+    found = None if inputs is None else _scale_of(inputs)
     if trained is None or found is None or found.shape != trained.shape:
         return
     others = _are_others(found.spread, trained.spread, abs(found.mean - trained.mean))
@@ -262,15 +264,29 @@ def _are_others(spread: float, trained: float, distance: float) -> bool:
     return not 1 / _OTHER_SCALE <= ratio <= _OTHER_SCALE or distance > _OTHER_SCALE * max(spread, trained)
 
 
-def _scale_of(batch: Any) -> _Scale | None:
+def _inputs_of(batch: Any) -> Tensor | None:
+    """Some samples of the inputs of a batch, of shape (N, ...); None where their scale says nothing."""
     first = next(iter(tensors_in(batch)), None)
     if first is None or first.is_meta or not first.is_floating_point() or first.dim() < 2 or first.numel() < 64:
         return None
-    values = first.detach().float()
+    return first.detach()[: max(1, _VALUES * len(first) // first.numel())]
+
+
+def _scale_of_training(engine: Engine) -> _Scale | None:
+    inputs = _first_inputs.pop(engine, None)
+    scale = None if inputs is None else _scale_of(inputs)
+    if scale is not None:
+        _scales[engine] = scale
+    return _scales.get(engine)
+
+
+def _scale_of(inputs: Tensor) -> _Scale | None:
+    values = inputs.float().flatten()
     spread, mean = (float(one) for one in torch.std_mean(values))
-    flat = values.flatten()
-    least, median, most = flat[:: max(1, len(flat) // _VALUES)].quantile(values.new_tensor([0.1, 0.5, 0.9])).tolist()
-    return _Scale(mean, spread, median, (most - least) / _DECILES, tuple(first.shape[1:])) if spread > 0 else None
+    least, median, most = (
+        values[:: max(1, len(values) // _VALUES)].quantile(values.new_tensor([0.1, 0.5, 0.9])).tolist()
+    )
+    return _Scale(mean, spread, median, (most - least) / _DECILES, tuple(inputs.shape[1:])) if spread > 0 else None
 
 
 def report_random_samples(engine: Engine) -> None:
