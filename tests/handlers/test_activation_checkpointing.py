@@ -299,7 +299,9 @@ def test_a_buffer_that_the_forward_changes_is_refused_with_its_name() -> None:
             return super().forward(x)
 
     engine = build(nn.Sequential(Counting(), nn.Linear(5, 1)), ActivationCheckpointing("0"))
-    with pytest.raises(RuntimeError, match=r"the forward of '0' changes the buffer 'calls' of Counting, .* leave this module out"):
+    with pytest.raises(
+        RuntimeError, match=r"the forward of '0' changes the buffer 'calls' of Counting, .* leave this module out"
+    ):
         engine.run(batches(1), max_epochs=1)
 
 

@@ -231,7 +231,10 @@ def wrong(change: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
 
 MISMATCHES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "missing": (lambda s: s.pop("head.bias"), r"missing in the file: head\.bias\. To accept .* allow=\['head\.\*'\]"),
-    "unexpected": (lambda s: s.update(other=torch.ones(1)), r"unexpected in the file: other\. To accept .* allow=\['other'\]"),
+    "unexpected": (
+        lambda s: s.update(other=torch.ones(1)),
+        r"unexpected in the file: other\. To accept .* allow=\['other'\]",
+    ),
     "shape": (lambda s: s.update({"head.weight": torch.ones(2, 8)}), r"head.weight \(\[2, 8\] in the file, \[1, 8\]"),
     "dtype": (
         lambda s: s.update({"head.weight": torch.ones(1, 8, dtype=torch.int8)}),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
@@ -214,6 +215,27 @@ def test_layers_that_know_no_mode_may_be_in_either_in_an_evaluation() -> None:
         evaluator.connect(Events.EPOCH_STARTED, lambda engine: engine.model.train() and None)
         with nullcontext() if effect is None else pytest.warns(FindingWarning, match=f"so {effect}"):
             evaluator.run(batches(2))
+
+
+class Measured(TorchFunctionMode):
+    """How often a quantile is taken."""
+
+    count = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is Tensor.quantile
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_first_inputs_are_measured_once_and_only_for_an_evaluation(evaluates: bool) -> None:
+    data, held_out = ([(torch.randn(32, 4), torch.zeros(32, 1))] for _ in range(2))
+    engine = build(linear(4, 1))
+    if evaluates:
+        engine.attach(Validation(evaluator_of(engine.model), held_out))
+    with Measured() as measured:
+        engine.run(data, max_epochs=1)
+    assert measured.count == 2 * evaluates, "the first inputs of the training, and of the evaluation"
 
 
 @pytest.mark.parametrize(("factor", "shift", "reported"), [(1.0, 0.0, False), (100.0, 0.0, True), (1.0, 200.0, True)])
