@@ -15,8 +15,8 @@ README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-def test_the_first_example_has_25_lines() -> None:
-    assert len(PYTHON[0].splitlines()) == 25
+def test_the_first_example_is_short() -> None:
+    assert len(PYTHON[0].splitlines()) <= 30
 
 
 @pytest.mark.slow
