@@ -105,8 +105,8 @@ def probability_of_improvement(first: npt.ArrayLike, second: npt.ArrayLike) -> F
     one, other = _matrix(first), _matrix(second)
     if one.shape[-1] != other.shape[-1]:
         raise ValueError(
-            f"probability_of_improvement(): the scores are of {one.shape[-1]} and {other.shape[-1]} tasks; expected "
-            "the same tasks in both"
+            f"probability_of_improvement(): the two score matrices have {one.shape[-1]} and {other.shape[-1]} tasks; "
+            "expected the same tasks in both"
         )
     wins = np.zeros(np.broadcast_shapes(one.shape[:-2], other.shape[:-2]) + one.shape[-1:])
     for run in range(one.shape[-2]):
@@ -176,7 +176,7 @@ def bootstrap_interval(
         if rows.shape[1:] != one.shape:
             raise ValueError(
                 f"bootstrap_interval(indices=...): the indices are for scores of shape {rows.shape[1:]}, but the "
-                f"scores have shape {one.shape}; pass indices for each matrix"
+                f"scores have shape {one.shape}; pass a separate index array for each matrix"
             )
     drawn = [one[rows, np.arange(one.shape[1])] for one, rows in zip(matrices, of_each, strict=True)]
     found: Any = np.percentile(statistic(*drawn), [50 * (1 - level), 50 * (1 + level)], axis=0)
@@ -189,6 +189,6 @@ def _matrix(scores: npt.ArrayLike) -> Floats:
         raise ValueError(f"the scores have shape {matrix.shape}; expected (runs, tasks)")
     if not np.isfinite(matrix).all():
         raise ValueError(
-            "some scores are infinite or NaN; give a failed run a finite score, such as the lowest of its task"
+            "some scores are infinite or NaN; give a failed run a finite score, such as the lowest score of its task"
         )
     return matrix

@@ -20,7 +20,7 @@ def check_build(build: Build | None, run: object, metric: object) -> Build:
         TypeError: if it is none, or ``run`` is none, or ``metric`` is no name.
     """
     if build is None or isinstance(build, Engine) or not callable(build):
-        raise TypeError(f"Study(build={build!r}): expected a function of a seed that returns a new engine")
+        raise TypeError(f"Study(build={build!r}): expected a function that takes a seed and returns a new engine")
     if run is not None and not callable(run):
         raise TypeError(f"Study(run={run!r}): expected a function that takes the engine")
     if not isinstance(metric, str) or not metric:
@@ -42,7 +42,7 @@ def check_seeds(owner: str, seeds: Iterable[int]) -> tuple[int, ...]:
             f"{owner}(seeds=[]): expected at least one seed; with fewer than 6 seeds, no effect can be significant"
         )
     if len(set(found)) < len(found) or max(found) >= 2**32:
-        raise ValueError(f"{owner}(seeds={list(found)}): expected distinct ints less than 2**32")
+        raise ValueError(f"{owner}(seeds={list(found)}): expected distinct ints below 2**32")
     return found
 
 

@@ -38,10 +38,10 @@ class Beginnings:
             warn(
                 finding(
                     "W82",
-                    f"build({seed}) returned different {' and different '.join(different)} than in an earlier run with "
-                    "this seed, so the runs of the study depend on each other",
-                    "create the handlers, the model and the data inside build in each call, and change nothing in "
-                    "place",
+                    f"build({seed}) produced different {' and different '.join(different)} than in an earlier run with "
+                    "the same seed, so the runs of the study depend on each other",
+                    "create the handlers, the model and the data inside build in each call, and do not modify "
+                    "anything in place that several runs share",
                 )
             )
 
@@ -57,8 +57,9 @@ class Beginnings:
             warn(
                 finding(
                     "W04",
-                    f"the study compares {metric!r}, which a function writes in each batch. Unless the function "
-                    "computes the mean, the value is that of the last batch, not the mean over the evaluation",
+                    f"the study compares {metric!r}, which a function writes in each batch. Unless this function "
+                    "averages over the batches, the study compares the value from the last batch instead of the mean "
+                    "over the evaluation",
                     "let Metrics compute the mean: "
                     f"evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
                 )
@@ -86,9 +87,9 @@ def report_equal_runs(results: Iterable[Result]) -> None:
         warn(
             finding(
                 "W81",
-                f"the {len(baseline)} runs of the baseline are equal in every metric although their seeds differ, so "
-                "they are one run, counted several times",
-                "use the seed in build(seed) for the initial weights and the order of the data; remove "
-                "torch.manual_seed from it",
+                f"the {len(baseline)} runs of the baseline are identical in every metric although their seeds differ, "
+                "so they are a single run counted several times",
+                "in build(seed), use the seed for the initial weights and the data order, and remove "
+                "torch.manual_seed from build",
             )
         )

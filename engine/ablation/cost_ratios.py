@@ -69,7 +69,7 @@ def costs(results: Sequence[Result], *, baseline: str = BASELINE, level: float =
     names = list(dict.fromkeys(one.variant for one in results))
     if baseline not in names:
         raise ValueError(
-            f"costs(baseline={baseline!r}): no run has this variant; available variants: {', '.join(names) or 'none'}"
+            f"costs(baseline={baseline!r}): this variant has no runs; available variants: {', '.join(names) or 'none'}"
         )
     found = []
     for name in names:

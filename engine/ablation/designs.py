@@ -179,19 +179,19 @@ class Swap(Design):
     def __init__(self, alternatives: Mapping[str, Mapping[str, Factory]]) -> None:
         if not isinstance(alternatives, Mapping) or not alternatives:
             raise TypeError(
-                f"Swap(alternatives={alternatives!r}): expected a mapping such as {{'mixup': {{'cutmix': CutMix}}}}"
+                f"Swap(alternatives={alternatives!r}): expected a dict such as {{'mixup': {{'cutmix': CutMix}}}}"
             )
         for name, factories in alternatives.items():
             if not isinstance(factories, Mapping) or not factories:
                 raise TypeError(
-                    f"Swap(alternatives={{{name!r}: {factories!r}}}): expected alternatives by name, such as "
-                    f"{{{name!r}: {{'cutmix': CutMix}}}}"
+                    f"Swap(alternatives={{{name!r}: {factories!r}}}): expected a dict that maps names to alternatives, "
+                    f"such as {{{name!r}: {{'cutmix': CutMix}}}}"
                 )
             for alternative, factory in factories.items():
                 if not callable(factory) or isinstance(factory, Handler):
                     raise TypeError(
-                        f"Swap(alternatives={{{name!r}: {{{alternative!r}: {factory!r}}}}}): each run needs a new handler; "
-                        "pass a class, or functools.partial of one, not an instance"
+                        f"Swap(alternatives={{{name!r}: {{{alternative!r}: {factory!r}}}}}): each run needs a new "
+                        "handler, so pass a class or a functools.partial of a class instead of an instance"
                     )
         self.factories = {name: dict(factories) for name, factories in alternatives.items()}
 
@@ -219,15 +219,19 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
         for variant in design.variants(candidates):
             other = found.setdefault(variant.name, variant)
             if (other.off, other.swapped, other.arguments) != (variant.off, variant.swapped, variant.arguments):
-                raise ValueError(f"the designs have different variants named {variant.name!r}; give each its own study")
+                raise ValueError(
+                    f"two designs have different variants with the same name {variant.name!r}; run each design in a "
+                    "separate study"
+                )
     if BASELINE not in found:
         raise ValueError(
-            f"no variant is named {BASELINE!r}, the reference of all comparisons; the variants are {', '.join(found)}"
+            f"no variant is named {BASELINE!r}, but all comparisons require this variant; the variants are "
+            f"{', '.join(found)}"
         )
     if len(found) == 1:
         raise ValueError(
             "the design has no variant to compare with the baseline. Handlers that affect the training: "
-            f"{', '.join(candidates) or 'none'}; name others with Study(handlers=[...])"
+            f"{', '.join(candidates) or 'none'}. To switch off other handlers, name them in Study(handlers=[...])"
         )
     return list(found.values())
 
@@ -257,16 +261,18 @@ def check_names(owner: object, argument: str, names: Iterable[str]) -> tuple[str
     found = tuple(names)
     for name in found:
         if not isinstance(name, str):
-            raise TypeError(f"{kind}({argument}=[{name!r}]): expected names of handlers, such as 'ema'")
+            raise TypeError(f"{kind}({argument}=[{name!r}]): expected handler names, such as 'ema'")
     if len(set(found)) < len(found):
-        raise ValueError(f"{kind}({argument}={list(found)}): a name appears more than once; list each name once")
+        raise ValueError(f"{kind}({argument}={list(found)}): a name appears more than once; list each name only once")
     return found
 
 
 def _groups(owner: object, argument: str, groups: Groups) -> dict[str, frozenset[str]]:
     kind = type(owner).__name__
     if not isinstance(groups, Mapping):
-        raise TypeError(f"{kind}({argument}={groups!r}): expected lists of handler names by group name")
+        raise TypeError(
+            f"{kind}({argument}={groups!r}): expected a dict that maps group names to lists of handler names"
+        )
     made = {group: frozenset(check_names(owner, f"{argument}[{group!r}]", names)) for group, names in groups.items()}
     for group, names in made.items():
         if not names:

@@ -180,7 +180,8 @@ def _in_lockstep(a: _Side, b: _Side, watch: tuple[str, ...], rtol: float) -> Div
 def _check_arguments(build_a: Build, build_b: Build, watch: tuple[str, ...], rtol: float) -> None:
     if not watch or (unknown := [kind for kind in watch if kind not in KINDS]):
         raise ValueError(
-            f"divergence(watch={watch!r}): expected some of {', '.join(KINDS)}; got {unknown if watch else watch}"
+            f"divergence(watch={watch!r}): expected one or more of {', '.join(KINDS)}; got "
+            f"{unknown if watch else watch}"
         )
     if isinstance(rtol, bool) or not isinstance(rtol, int | float) or not 0 <= rtol < 1:
         raise ValueError(f"divergence(rtol={rtol!r}): expected a number with 0 <= rtol < 1")
@@ -196,9 +197,9 @@ def _check_files(files: Any, watch: tuple[str, ...]) -> tuple[Path, Path] | None
         raise TypeError(f"divergence(files={files!r}): expected two folders, one for each run")
     first, second = (Path(one) for one in files)
     if first.resolve() == second.resolve():
-        raise ValueError(f"divergence(files={files!r}): each run needs its own folder")
+        raise ValueError(f"divergence(files={files!r}): expected a separate folder for each run")
     if "files" not in watch:
-        raise ValueError(f"divergence(files={files!r}, watch={watch!r}): add 'files' to watch, or leave files out")
+        raise ValueError(f"divergence(files={files!r}, watch={watch!r}): add 'files' to watch, or omit files=")
     return first, second
 
 
@@ -282,10 +283,13 @@ class _Side:
             )
         if not callable(run):
             raise TypeError(
-                f"divergence(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
+                f"divergence(run={run!r}): expected a function run(engine); alternatively, return (engine, run) "
+                "from both builds"
             )
         if engine.processes.distributed:
-            raise ValueError("divergence() compares runs of a single process; detach the handler that distributes them")
+            raise ValueError(
+                "divergence() supports only runs in a single process; detach the handler that distributes the training"
+            )
         if self.other is not None and self.other.engine is not None:
             _check_separate(self.other.engine, engine)
         engine.dry_run, engine.findings.prints = self.dry, False
@@ -327,7 +331,7 @@ def _check_separate(a: Engine, b: Engine) -> None:
     both = [name for name, p in parameters_of(b) if id(p) in own]
     if a is b or both:
         what = "engine" if a is b else f"parameter {both[0]!r}"
-        raise ValueError(f"divergence(): the builds share the {what}; create a separate one in each build")
+        raise ValueError(f"divergence(): both builds use the same {what}; create a separate one in each build")
 
 
 def _in_micro_batch(a: _Side, b: _Side) -> bool:
@@ -377,7 +381,7 @@ def _files_compared(a: _Side, first: Path, second: Path) -> Divergence | None:
     different = []
     for name in sorted(ours | theirs):
         if name not in ours or name not in theirs:
-            different.append((name, f"only run {'b' if name not in ours else 'a'!r} has one"))
+            different.append((name, f"only run {'b' if name not in ours else 'a'!r} has this file"))
         elif ours[name].read_bytes() != theirs[name].read_bytes():
             different.append((name, f"{ours[name].stat().st_size} and {theirs[name].stat().st_size} bytes"))
     if not different:

@@ -54,7 +54,9 @@ class Variants(Design):
         **changes: Sequence[Any] | Mapping[str, Any],
     ) -> None:
         if not isinstance(baseline, Mapping) or not all(isinstance(name, str) for name in baseline):
-            raise TypeError(f"Variants(baseline={baseline!r}): expected the arguments of build by name")
+            raise TypeError(
+                f"Variants(baseline={baseline!r}): expected a dict that maps argument names of build to values"
+            )
         if not changes:
             raise ValueError("Variants(baseline): expected at least one factor, such as width=[32, 128]")
         self.baseline = dict(baseline)
@@ -65,7 +67,7 @@ class Variants(Design):
         if factorial and runs > limit:
             raise ValueError(
                 f"Variants(factorial=True): {len(self.levels)} factors make {runs} runs per seed, more than limit={limit}; use "
-                "fewer values, change one argument at a time, or raise the limit"
+                "fewer values, raise the limit, or omit factorial=True to change one argument at a time"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
@@ -95,21 +97,22 @@ class Variants(Design):
             )
         if isinstance(values, str | bytes) or not isinstance(values, Sequence | Mapping) or not values:
             raise TypeError(
-                f"Variants({name}={values!r}): expected a list of other values, or a mapping from names to values"
+                f"Variants({name}={values!r}): expected a list of alternative values, or a dict that maps names to "
+                "values"
             )
         own = self.baseline[name]
         named = dict(values) if isinstance(values, Mapping) else {self._text(name, one): one for one in values}
         first = self._text(name, own, unnamed=BASELINE)
         if len(named) < len(values) or first in named:
             raise ValueError(
-                f"Variants({name}={values!r}): two values have the same name; give them as {{'name': value}}"
+                f"Variants({name}={values!r}): two values have the same name; name each value, as in {{'name': value}}"
             )
         return {first: own, **named}
 
     def _text(self, name: str, value: Any, unnamed: str | None = None) -> str:
         own = named_value(value) or unnamed
         if own is None:
-            raise TypeError(f"Variants({name}=[{value!r}]): the value has no name; give it as {{'name': value}}")
+            raise TypeError(f"Variants({name}=[{value!r}]): this value has no name; pass it as {{'name': value}}")
         return own
 
 
@@ -165,7 +168,8 @@ def level_contrasts(
     levels = [list(dict.fromkeys(dict(variant.level)[name] for variant in variants)) for name in factors]
     if len(cells) < len(variants) or set(cells) != set(itertools.product(*levels)):
         raise ValueError(
-            "effects(variants=...): not a full factorial design: a combination of levels is missing or appears twice"
+            "effects(variants=...): the design is not full factorial, because a combination of levels is missing or "
+            "appears twice"
         )
     names: list[tuple[str, ...]] = []
     weights = []

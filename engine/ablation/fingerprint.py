@@ -79,7 +79,7 @@ class NotDigestibleError(TypeError):
         where = ", in ".join(reversed(self.trail))
         what = "os.environ" if value is os.environ else _short(value)
         super().__init__(
-            f"{where} is {what}, whose content cannot be compared with that of stored runs{why and f' ({why})'}"
+            f"{where} is {what}, whose content cannot be compared with the content in stored runs{why and f' ({why})'}"
         )
 
 
@@ -251,7 +251,8 @@ class Fingerprint:
     def _outside(self, reads: Reads, user: types.FunctionType) -> None:
         """What a function reads from outside of the program, as it is now."""
         if reads.any_variable:
-            self._refuse(os.environ, f"{user.__qualname__}() reads variables whose names are not in its code")
+            why = f"{user.__qualname__}() reads environment variables whose names do not appear in its code"
+            self._refuse(os.environ, why)
         for name in sorted(reads.variables):
             self._say("environment", name, repr(os.environ.get(name)))
         if reads.arguments:
@@ -394,7 +395,7 @@ class Fingerprint:
             self._say(reduced)
             return
         function, arguments, *rest = reduced
-        self.add(function, "what makes it")
+        self.add(function, "the function that creates it")
         self.add(arguments, f"{kind.__qualname__} object")
         for part in rest:
             items = (

@@ -93,7 +93,8 @@ class FractionalFactorial(Design):
             )
         if (resolution is None) == (generators is None):
             raise ValueError(
-                "FractionalFactorial(): give either resolution=, such as 4, or generators=, such as {'D': ['A', 'B', 'C']}"
+                "FractionalFactorial(): pass either resolution=, such as 4, or generators=, such as "
+                "{'D': ['A', 'B', 'C']}"
             )
         self.limit = check_int(self, "limit", limit)
         if generators is not None:
@@ -106,13 +107,13 @@ class FractionalFactorial(Design):
         self.resolution = len(self.words[0])
         if self.resolution < 3:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {' and '.join(self.words[0])} would be on and off together in "
-                "every run; give them different products"
+                f"FractionalFactorial(generators=...): {' and '.join(self.words[0])} would always be on together "
+                "or off together; generate them from different products"
             )
         if (runs := 2 ** (len(names) - len(self.generators))) > self.limit:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {runs} runs per seed exceed limit={limit}; generate more of the "
-                "factors, or raise the limit"
+                f"FractionalFactorial(generators=...): {runs} runs per seed exceed limit={limit}; add generators for "
+                "more factors, or raise the limit"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
@@ -165,15 +166,15 @@ class FractionalFactorial(Design):
         k = len(names)
         if resolution > k:
             raise ValueError(
-                f"FractionalFactorial(resolution={resolution}): a fraction with {k} factors has resolution {k} at "
-                "most; use Factorial"
+                f"FractionalFactorial(resolution={resolution}): the highest resolution of a fraction with {k} factors "
+                f"is {k}; lower the resolution, or use Factorial"
             )
         for base in range(2, k):
             if 2**base > min(self.limit, SEARCHED_UP_TO):
                 what = f"limit={self.limit}" if self.limit < SEARCHED_UP_TO else f"{SEARCHED_UP_TO}"
                 raise ValueError(
                     f"FractionalFactorial(resolution={resolution}): {k} factors need more than {what} runs per seed; "
-                    "lower the resolution, combine factors into groups, or give generators= and limit="
+                    "lower the resolution, combine factors into groups, or set generators= and limit="
                 )
             if (found := _least_aberrant(k, base, resolution)) is not None:
                 return {names[base + place]: _names(names, of) for place, of in enumerate(found)}
@@ -286,7 +287,9 @@ def _checked(
 ) -> dict[str, tuple[str, ...]]:
     what = "FractionalFactorial(generators="
     if not isinstance(generators, Mapping) or not generators:
-        raise TypeError(f"{what}{generators!r}): expected products by factor, such as {{'D': ['A', 'B', 'C']}}")
+        raise TypeError(
+            f"{what}{generators!r}): expected a dict that maps factors to products, such as {{'D': ['A', 'B', 'C']}}"
+        )
     found = {name: check_names(owner, f"generators[{name!r}]", of) for name, of in generators.items()}
     for name, of in found.items():
         for one in (name, *of):
@@ -294,8 +297,8 @@ def _checked(
                 raise ValueError(f"{what}...): {one!r} is not a factor; the factors are {', '.join(names)}")
             if one in found and one != name:
                 raise ValueError(
-                    f"{what}...): {name!r} is a product with {one!r}, which is itself generated; use the factors that "
-                    "are not generated"
+                    f"{what}...): the product for {name!r} contains {one!r}, which is itself generated; use only "
+                    "factors that are not generated"
                 )
         if len(of) < 2 or name in of:
             raise ValueError(f"{what}{{{name!r}: {list(of)}}}): expected a product of two or more different factors")

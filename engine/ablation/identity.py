@@ -42,7 +42,9 @@ class Identity:
         try:
             encoded = json.dumps(config, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"Study(config={config!r}): expected plain values by name ({error})") from None
+            raise TypeError(
+                f"Study(config={config!r}): expected a dict that maps names to plain values ({error})"
+            ) from None
         self._plain = hashlib.sha256(encoded.encode()).hexdigest()
         self._streams = str(streams)
         self._alternatives: dict[tuple[str, str], str] = {}
@@ -101,12 +103,13 @@ class Identity:
         reasons = Counter(filter(None, map(self._differing, others)))
         notes = [
             f"{_stored(count)} made with a different "
-            f"{' and a different '.join(_WORDS.get(part, part) for part in parts)}, and {_is(count)} not used"
+            f"{' and a different '.join(_WORDS.get(part, part) for part in parts)}, so {_is(count)} not used"
             for parts, count in sorted(reasons.items())
         ]
         if count := sum(_place_of(line) in planned for line in old):
             notes.append(
-                f"{_stored(count)} written by version 0.1, which recorded neither code nor arguments, and {_is(count)} not used"
+                f"{_stored(count)} written by version 0.1, which recorded neither code nor arguments, so {_is(count)} "
+                "not used"
             )
         return tuple(notes)
 
@@ -121,8 +124,8 @@ class Identity:
 
 
 _WORDS = {
-    "build": "build (its code, or what it uses)",
-    "run": "run (its code, or what it uses)",
+    "build": "build (its code, or something that it uses)",
+    "run": "run (its code, or something that it uses)",
     "composition": "setup (handlers, updates or modules)",
     "python": "Python version",
     "torch": "torch version",
@@ -136,7 +139,7 @@ def _stored(count: int) -> str:
 
 
 def _is(count: int) -> str:
-    return "are" if count > 1 else "is"
+    return "they are" if count > 1 else "it is"
 
 
 def _place(off: Sequence[str], swapped: Mapping[str, str], seed: int) -> tuple[Any, ...]:

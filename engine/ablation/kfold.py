@@ -89,8 +89,8 @@ class KFold:
         self.folds = _split(splitter, arguments)
         if self.folds != _split(splitter, arguments):
             raise ValueError(
-                f"KFold(splitter={splitter!r}) splits differently each time; give it a random_state, such as "
-                "random_state=0"
+                f"KFold(splitter={splitter!r}): the splitter returns different folds in each call; set its "
+                "random_state, such as random_state=0"
             )
         self.samples = _samples(arguments, self.folds)
         is_stored = store is not None
@@ -236,8 +236,8 @@ class Folds:
         lines = [
             f"{self.metric}: {self.mean:.4g} +- {self.sd:.2g} (mean and standard deviation of {len(self.values)}/"
             f"{len(self.folds)} folds; corrected 95 % interval {low:.4g} to {high:.4g})",
-            "The folds train on overlapping samples, so their results are not independent. The interval is the "
-            "correction by Nadeau and Bengio.",
+            "The folds train on overlapping samples, so their results are not independent. The interval is "
+            "corrected for this with the method of Nadeau and Bengio.",
         ]
         for one in range(len(self.folds)):
             result = self.results.get(one)
@@ -258,12 +258,13 @@ def _check_arguments(build: object, splitter: object, metric: object, predict: o
             "build",
             build,
             callable(build) and not isinstance(build, Engine),
-            "a function of a seed and two lists of indices",
+            "a function that takes a seed and two lists of indices",
         ),
         ("splitter", splitter, callable(getattr(splitter, "split", None)),
          "an object with split(X, y), such as StratifiedKFold(5)"),
         ("metric", metric, isinstance(metric, str) and metric, "the name of a metric, such as 'accuracy'"),
-        ("predict", predict, predict is None or callable(predict), "a function of the engine and the samples' indices"),
+        ("predict", predict, predict is None or callable(predict),
+         "a function that takes the engine and the indices of the samples"),
     ):  # fmt: skip
         if not is_valid:
             raise TypeError(f"KFold({name}={value!r}): expected {expected}")
@@ -287,7 +288,8 @@ def _split(splitter: Any, arguments: tuple[Any, ...]) -> tuple[Fold, ...]:
     for place, (train, test) in enumerate(found):
         if not train or not test or set(train) & set(test):
             raise ValueError(
-                f"KFold(splitter={splitter!r}): fold {place} has {len(train)} samples to train on and {len(test)} to test, "
-                f"{len(set(train) & set(test))} of them in both"
+                f"KFold(splitter={splitter!r}): expected separate training and test samples in each fold, but fold "
+                f"{place} has {len(train)} training and {len(test)} test samples, with "
+                f"{len(set(train) & set(test))} samples in both"
             )
     return found

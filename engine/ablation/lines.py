@@ -70,15 +70,15 @@ def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
 def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
     """In what a run that was repeated differs from its line, bit for bit; empty if it does not."""
     if outcome.error is not None:
-        return f"it finished before, but now fails with {outcome.error.strip().splitlines()[-1]}"
+        return f"the stored run finished, but the repeated run fails with {outcome.error.strip().splitlines()[-1]}"
     stored = {name: float(value) for name, value in line["metrics"].items()}
     found = [
-        f"{name} is {stored.get(name)!r} in the store, but {outcome.metrics.get(name)!r} now"
+        f"{name} is {stored.get(name)!r} in the store, but {outcome.metrics.get(name)!r} in the repeated run"
         for name in sorted({*stored, *outcome.metrics})
         if repr(stored.get(name)) != repr(outcome.metrics.get(name))
     ]
     if line["steps"] != outcome.steps:
-        found.append(f"it ran {line['steps']} steps before, but {outcome.steps} now")
+        found.append(f"the stored run has {line['steps']} steps, but the repeated run has {outcome.steps}")
     return "; ".join(found)
 
 
@@ -99,17 +99,17 @@ def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence
     what = ""
     if line["handlers"] != list(enabled):
         differing = sorted({*line["handlers"]} ^ {*enabled})
-        what = f"ran with different handlers than build attaches now; they differ in {', '.join(differing)}"
+        what = f"used different handlers than build attaches now (different: {', '.join(differing)})"
     else:
         names = [
             name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now
         ]
         if names:
-            what = f"began with different {' and different '.join(names)} than a run would begin with now"
+            what = f"began with different {' and different '.join(names)} than a new run would"
     if what:
         raise ValueError(
-            f"the stored run of {variant!r} with seed {line['seed']} {what}; set config= to distinguish the two, or "
-            "use a different store"
+            f"the stored run of {variant!r} with seed {line['seed']} {what}; set config= to distinguish the two "
+            "versions, or use a different store"
         )
 
 
@@ -126,6 +126,6 @@ def no_direction(metric: str, there: Iterable[str]) -> ValueError:
     """The error for a metric of which nobody knows whether smaller or greater is better."""
     names = sorted(there)
     return ValueError(
-        f"Study(metric={metric!r}): it is not known whether smaller or larger values are better; give mode='min' or "
+        f"Study(metric={metric!r}): it is unknown whether smaller or larger values are better; set mode='min' or "
         f"mode='max'. Announced metrics: {', '.join(names) or 'none'}{did_you_mean(metric, names)}"
     )

@@ -54,7 +54,7 @@ class Looks:
         >>> Looks([5, 10])
         Traceback (most recent call last):
             ...
-        ValueError: Study(looks=[5, 10]): no result with 5 seeds can reach the boundary of this look; use at least 7
+        ValueError: Study(looks=[5, 10]): no result with 5 seeds can reach the boundary of this look; use at least 7 seeds
     """
 
     def __init__(self, sizes: Sequence[int], alpha: float = 0.05) -> None:
@@ -68,7 +68,8 @@ class Looks:
             )
         if self.sizes[-1] > EXACT_UP_TO:
             raise ValueError(
-                f"Study(looks={list(sizes)}): the boundaries are exact up to {EXACT_UP_TO} seeds; end with a smaller look"
+                f"Study(looks={list(sizes)}): the boundaries are exact only up to {EXACT_UP_TO} seeds; "
+                "make the last look smaller"
             )
         for place, size in enumerate(self.sizes):
             if not self._reachable(place, size):
@@ -112,8 +113,8 @@ class Looks:
         most = self.sizes[place + 1] if place + 1 < len(self.sizes) else EXACT_UP_TO + 1
         for size in range(least, most):
             if self._reachable(place, size):
-                return f"use at least {size}"
-        return "omit this look"
+                return f"use at least {size} seeds"
+        return f"omit the look at {self.sizes[place]} seeds"
 
 
 class Sequential:

@@ -54,7 +54,7 @@ class MetricsReport(Generic[R]):
     def __str__(self) -> str:
         first = next(iter(self.reports.values()))
         better = ", ".join(
-            f"{name} {'larger' if one.mode == 'max' else 'smaller'}" for name, one in self.reports.items()
+            f"{name} ({'larger' if one.mode == 'max' else 'smaller'} is better)" for name, one in self.reports.items()
         )
         family = count(sum(one.comparisons for one in self.reports.values()), "comparison")
         if self.correction == "variants":
@@ -62,10 +62,10 @@ class MetricsReport(Generic[R]):
         how = "by joint sign flips of"
         if first.pruned:
             how, family = "by Holm's procedure for", f"{family}, with p = 1 for pruned variants"
-        legend = f'Differences to "{first.baseline}", paired by seed. Better is: {better}.'
+        legend = f'Differences from "{first.baseline}", paired by seed. Metrics: {better}.'
         legend += f" Intervals and adjusted p: {how} {family}."
         if any(row.row.failures for row in self.rows):
-            legend += " *: runs failed. Tests and verdicts use signed ranks; the difference uses finished pairs only."
+            legend += " *: runs failed. Tests and verdicts use signed ranks; the difference uses only finished pairs."
         return f"{aligned(joined_table(self.rows, 'metric', first.level))}\n\n{textwrap.fill(legend, WIDTH)}"
 
     def _repr_html_(self) -> str:

@@ -66,8 +66,8 @@ class _WithValues(Design):
                 own = [name for name, value in one.arguments if repr(value) != repr(usual.get(name))]
                 if both := [name for name in own if name in chosen]:
                     raise ValueError(
-                        f"tune(arguments=...): the variant {one.name!r} sets {listed(both)}, which therefore cannot be "
-                        "tuned; tune other arguments"
+                        f"tune(arguments=...): the variant {one.name!r} sets {listed(both)} itself, which "
+                        "rules out tuning; tune other arguments"
                     )
                 arguments = {**dict(one.arguments), **chosen}
                 made.append(replace(one, name=one.name + label, arguments=tuple(arguments.items())))
@@ -100,7 +100,7 @@ class Tuned(_WithValues):
         if name not in self.chosen:
             raise ValueError(
                 f"the variant {name!r} was not tuned; the tuned variants are {', '.join(self.chosen)}; call tune() "
-                "again"
+                "again for the current variants"
             )
         return self.chosen[name]
 
@@ -161,17 +161,20 @@ def tune(
     if study.tasks:
         name = next(iter(study.tasks))
         raise ValueError(
-            "tune(): the study has several tasks, and each needs its own values; tune them one by one: "
-            f"tune(study.tasks[{name!r}], ...)"
+            "tune(): the study has several tasks, and each task needs its own values; tune the tasks one at a time, "
+            f"as in tune(study.tasks[{name!r}], ...)"
         )
     found = check_seeds("tune", seeds)
     if both := sorted({*found} & {*study.seeds}):
         raise ValueError(
-            f"tune(seeds={list(found)}): the study reports the seeds {both}; tune on different seeds, such as "
-            "range(100, 103)"
+            f"tune(seeds={list(found)}): the study already reports results for the seeds {both}; tune with different "
+            "seeds, such as range(100, 103)"
         )
     if not isinstance(arguments, Mapping) or not arguments:
-        raise TypeError(f"tune(arguments={arguments!r}): expected values by argument, such as {{'lr': [0.01, 0.1]}}")
+        raise TypeError(
+            f"tune(arguments={arguments!r}): expected a dict that maps arguments to values, such as "
+            "{'lr': [0.01, 0.1]}"
+        )
     search = _grid(arguments) if trials is None else _Search(arguments, check_int("tune", "trials", trials))
     scores: dict[str, list[tuple[tuple[int, Fraction], Values]]] = {}
     for what, rounds in search.batches():
@@ -305,7 +308,10 @@ def _fact(metric: str, names: Sequence[str], budget: str, chosen: Mapping[str, V
     what = f"argument{'s' if len(names) > 1 else ''} {listed(list(names))} of build"
     choice = "; ".join(f"{values} for {listed(variants)}" for values, variants in by_values.items())
     verb = "were" if len(names) > 1 else "was"
-    return f"The {what} {verb} tuned for each variant by the same budget, {budget}, by the mean of {metric}: {choice}."
+    return (
+        f"The {what} {verb} tuned for each variant with the same budget, {budget}; the values with the best mean of "
+        f"{metric} were chosen: {choice}."
+    )
 
 
 def _limits(
@@ -316,15 +322,15 @@ def _limits(
     limits = []
     for name, tried in scores.items():
         if failed := min(score[0] for score, _ in tried):
-            limits.append(f'"{name}": with the best of its tuned values, {count(failed, "tuning run")} failed')
+            limits.append(f'"{name}": {count(failed, "tuning run")} failed even with the best of its tuned values')
     for argument, values in arguments.items():
         if callable(values) or len(values) < 3 or not all(isinstance(one, int | float) for one in values):
             continue
         edges = min(values), max(values)
         if at_edge := [f'"{name}"' for name, own in chosen.items() if own[argument] in edges]:
             limits.append(
-                f"{argument} of {listed(at_edge)} is at the edge of the values that were tried, so a better value may "
-                "lie beyond"
+                f"the best {argument} of {listed(at_edge)} is at the edge of the range that was tried, so a better "
+                "value may lie outside this range"
             )
     return limits
 

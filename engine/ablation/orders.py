@@ -92,12 +92,13 @@ class Shapley(Design):
         self.exact = len(self.handlers) <= EXACT_UP_TO
         if self.exact and orders is not None:
             raise ValueError(
-                f"Shapley(orders={orders!r}): all subsets of {len(self.handlers)} handlers run; omit orders="
+                f"Shapley(orders={orders!r}): with {len(self.handlers)} handlers, all subsets run, so orders= does not "
+                "apply; omit orders="
             )
         if not self.exact and orders is None:
             raise ValueError(
-                f"Shapley(handlers=...): {len(self.handlers)} handlers have {2 ** len(self.handlers)} subsets; give the number "
-                "of random orders, such as orders=20"
+                f"Shapley(handlers=...): {len(self.handlers)} handlers have {2 ** len(self.handlers)} subsets, which "
+                "is too many to run; set the number of random orders, such as orders=20"
             )
         self.orders = self._orders() if orders is None else self._sampled(check_int(self, "orders", orders, least=2))
 

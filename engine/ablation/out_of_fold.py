@@ -51,8 +51,8 @@ class Predicting:
             )
         if found.shape[:1] != (len(self.test),):
             raise ValueError(
-                f"KFold(predict=...) returned shape {found.shape} for {len(self.test)} samples; expected one row for "
-                "each sample, in the order of the indices"
+                f"KFold(predict=...) returned predictions of shape {found.shape} for {len(self.test)} samples; "
+                "expected one row for each sample, in the order of the indices"
             )
         data = np.ascontiguousarray(found, dtype=found.dtype.newbyteorder("<"))
         return {
@@ -85,7 +85,7 @@ def out_of_fold(predicted: Mapping[int, Tensor], tests: Sequence[Sequence[int]],
             which neither a mean nor NaN can be taken, and not each sample has exactly one.
     """
     if not predicted:
-        raise ValueError("predictions: no fold has predictions; give KFold(predict=...), and train a fold")
+        raise ValueError("predictions: no fold has predictions; set KFold(predict=...), and train at least one fold")
     kinds = {(one.dtype, tuple(one.shape[1:])) for one in predicted.values()}
     if len(kinds) > 1:
         listing = ", ".join(sorted(f"{dtype} of shape {shape}" for dtype, shape in kinds))
@@ -101,8 +101,8 @@ def out_of_fold(predicted: Mapping[int, Tensor], tests: Sequence[Sequence[int]],
         if not bool((counts == 1).all()):
             raise ValueError(
                 f"predictions: {int((counts == 0).sum())} samples have no prediction and {int((counts > 1).sum())} "
-                "have several, but integers have neither NaN nor a mean; predict probabilities, or train all folds of "
-                "a splitter that tests each sample once"
+                "have several, but integers can neither be averaged nor be NaN; predict probabilities, or use a "
+                "splitter that tests each sample once and train all of its folds"
             )
         return total
     found: Tensor = total / counts.reshape(-1, *[1] * len(shape))

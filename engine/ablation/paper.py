@@ -44,11 +44,11 @@ def _what_was_run(report: Findings) -> list[str]:
     compared = f'{variants} {"was" if compared_variants == 1 else "were"} compared with "{report.baseline}"'
     text = [
         f"{compared} over {count(len(seeds), 'seed')} ({numbers_in_words(seeds)}), with differences paired by seed.",
-        f"The metric is {report.metric} at the end of a run; {better} is better.",
+        f"The metric is {report.metric} at the end of each run; {better} values are better.",
     ]
     planned, finished = sum(row.planned for row in report.rows), sum(row.finished for row in report.rows)
     failed = sum(len(row.failed) for row in report.rows)
-    note = f", and {failed} failed; a failed run counts as worse than any finished one" if failed else ""
+    note = f", and {failed} failed; a failed run counts as worse than any finished run" if failed else ""
     pruned = [pruned_in_words(report.pruned, report.comparisons)] if report.pruned else []
     return [*text, *report.facts, f"{finished} of {count(planned, 'run')} finished{note}.", *pruned]
 
@@ -63,12 +63,12 @@ def _how_it_was_tested(report: Findings) -> list[str]:
     ]
     if any(row.failures for row in report.rows):
         text.append(
-            "Where a run of a pair failed, signed ranks of all pairs were tested instead of the differences, and "
+            "If either run of a pair failed, signed ranks of all pairs were tested instead of the differences, and "
             "failures were tested with McNemar's exact test."
         )
     text.append(_how_it_was_adjusted(report))
     simultaneous = "simultaneous " if report.comparisons > 1 else ""
-    text.append(f"Intervals are {simultaneous}{100 * report.level:g} % intervals that invert the test.")
+    text.append(f"Intervals are {simultaneous}{100 * report.level:g} % intervals obtained by inverting the test.")
     if report.margin is not None:
         text.append(f"A variant is called equivalent if its interval lies within {report.margin:g} of 0.")
     return text
@@ -80,21 +80,21 @@ def _how_it_was_adjusted(report: Findings) -> str:
         sizes = listed([str(size) for size in report.looks.sizes])
         test = "a closed test" if report.comparisons <= CLOSED_UP_TO else "a step-down test"
         return (
-            f"Looks were planned at {sizes} seeds. Each spends {alpha} in proportion to its seeds (Lan and DeMets, "
-            f"1983), with boundaries from the joint sign flips of {family} in {test}. Variants that were found to "
-            "differ were not run again."
+            f"Looks were planned at {sizes} seeds. The level of {alpha} was spent in proportion to the number of seeds "
+            f"(Lan and DeMets, 1983), with boundaries from the joint sign flips of {family} in {test}. Variants that "
+            "were found to differ were not run with further seeds."
         )
     if report.pruned:
         return (
-            f"p-values were adjusted for {family}, including pruned variants, by Holm's procedure (1979), at a level "
-            f"of {alpha} for the family."
+            f"p-values were adjusted for {family}, including pruned variants, by Holm's procedure (1979), at a "
+            f"family-wise level of {alpha}."
         )
     if report.comparisons > 1:
         return (
             f"p-values were adjusted for {family} by the step-down procedure over joint sign flips (Westfall and Young, 1993; "
-            f"Romano and Wolf, 2005), at a level of {alpha} for the family."
+            f"Romano and Wolf, 2005), at a family-wise level of {alpha}."
         )
-    return f"The level of the test is {alpha}."
+    return f"The significance level is {alpha}."
 
 
 def _what_it_could_find(report: Findings) -> list[str]:
@@ -106,8 +106,8 @@ def _what_it_could_find(report: Findings) -> list[str]:
     else:
         size = detectable(seeds, report.comparisons, alpha=report.alpha)
     return [
-        f"By simulation, {count(seeds, 'seed')} find a single difference of {size:.2g} standard deviations with a probability of "
-        "80 %."
+        f"According to a simulation, {count(seeds, 'seed')} detect a single difference of {size:.2g} standard "
+        "deviations with a probability of 80 %."
     ]
 
 
@@ -147,7 +147,7 @@ def write_page(
         f"<h1>{title}</h1>",
         f"<p>{html.escape(target.stem)}, {datetime.date.today().isoformat()}</p>",
         *([_items(sentences)] if sentences else []),
-        *([f"<h2>What limits this</h2>{_items(warnings)}"] if warnings else []),
+        *([f"<h2>Limitations</h2>{_items(warnings)}"] if warnings else []),
         f"<h2>Differences by seed</h2><div class=scroll>{svg[svg.index('<svg') :]}</div>",
         *(f"<h2>{html.escape(name)}</h2><div class=scroll>{one[one.index('<svg') :]}</div>" for name, one in pictures),
         "<h2>Numbers</h2>",

@@ -140,7 +140,7 @@ def plot_curves(
         axes.set_title("\n".join(map(plain_text, textwrap.wrap(name, 30))), fontsize="small", color=BLUE)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
-    figure.supxlabel(f"epoch (grey: {baseline}; bands: {100 * level:g} % intervals of the mean)", fontsize="small")
+    figure.supxlabel(f"epoch (gray: {baseline}; bands: {100 * level:g} % intervals of the mean)", fontsize="small")
     figure.supylabel(plain_text(metric), fontsize="small")
     figure.savefig(path, dpi=150)
 

@@ -96,18 +96,21 @@ class Plan:
         share = comparisons if self.pruning else 1  # what is pruned may have been the best by chance: see pruning.py
         smallest = min(1.0, smallest_p(n) * share)
         seeds = f"{n} seed{'s' if n > 1 else ''}"
-        at_best = f"the smallest p of {seeds} is {smallest:.2g}"
+        at_best = f"the smallest possible p with {seeds} is {smallest:.2g}"
         size = detectable(n, 1 if self.pruning else comparisons, alpha=0.05 / share) if comparisons else math.inf
         if self.pruning and smallest > 0.05:
-            return f"{seeds} cannot show any effect among {comparisons} comparisons (smallest p = {smallest:.2g}); use more"
+            return (
+                f"{seeds} cannot show any effect among {comparisons} comparisons (smallest possible p = "
+                f"{smallest:.2g}); use more seeds"
+            )
         if smallest > 0.05:
-            return f"{seeds} cannot show any effect (smallest p = {smallest:.2g}); use 6 or more"
+            return f"{seeds} cannot show any effect (smallest possible p = {smallest:.2g}); use 6 or more seeds"
         if math.isinf(size):
             return at_best
         amount = "" if self.spread is None or not self.spread else f" ({size * self.spread:.2g} in {self.metric})"
         return (
-            f"{at_best}; a difference of {size:.1f} standard deviations of the paired differences{amount} is found "
-            f"with a probability of 80 %, among {comparisons} comparison{'s' if comparisons > 1 else ''}"
+            f"{at_best}; with {comparisons} comparison{'s' if comparisons > 1 else ''}, a difference of {size:.1f} "
+            f"standard deviations of the paired differences{amount} is detected with a probability of 80 %"
         )
 
     def __str__(self) -> str:
@@ -117,8 +120,8 @@ class Plan:
         lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
         if self.looks:
             lines.append(
-                f"looks at {', '.join(map(str, self.looks))} seeds: a variant that is found to differ needs no more "
-                "runs"
+                f"looks at {', '.join(map(str, self.looks))} seeds: no more runs follow for a variant once it is found "
+                "to differ"
             )
         lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.pruning]
         cost = "unknown" if self.seconds is None else duration(self.seconds)

@@ -41,7 +41,7 @@ def draw(report: Findings, path: str | PathLike[str] | TextIO, format: str | Non
     for edge in range(1, len(compared)):
         axes.axhline(edge - 0.5, color="0.92", linewidth=0.8, zorder=0)
     side = "right" if report.mode == "max" else "left"
-    axes.set_xlabel(f"difference in {report.metric} to {report.baseline} (better to the {side})".replace("$", r"\$"))
+    axes.set_xlabel(f"difference in {report.metric} from {report.baseline} (better: {side})".replace("$", r"\$"))
     axes.set_title(
         f"dots: seeds; diamond and line: mean and {'simultaneous ' if report.comparisons > 1 else ''}"
         f"{100 * report.level:g} % interval; p: sign-flip test{', adjusted' if report.comparisons > 1 else ''}",

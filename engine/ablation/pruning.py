@@ -83,7 +83,7 @@ class Halving:
         if any(one >= other for one, other in zip(self.epochs, self.epochs[1:], strict=False)):
             raise ValueError(f"Halving(epochs={list(epochs)}): expected increasing numbers of epochs, such as [1, 3]")
         if isinstance(keep, bool) or not isinstance(keep, int | float):
-            raise TypeError(f"Halving(keep={keep!r}): expected a share of the variants, such as 0.5")
+            raise TypeError(f"Halving(keep={keep!r}): expected the fraction of the variants to keep, such as 0.5")
         if not 0 < keep < 1:
             raise ValueError(f"Halving(keep={keep!r}): expected a number between 0 and 1, such as 0.5")
         self.keep = float(keep)
@@ -127,11 +127,12 @@ class Pruned:
 
     def __str__(self) -> str:
         failed = f", {count(self.failed, 'run')} failed" if self.failed else ""
-        difference = "" if math.isnan(self.difference) else f", mean difference to the baseline {self.difference:+.3g}"
+        change = f", mean difference from the baseline {self.difference:+.3g}"
+        difference = "" if math.isnan(self.difference) else change
         return (
-            f'"{self.variant.name}" was pruned after epoch {self.epoch}: place {self.place} of {self.of} by the mean '
-            f"rank over {count(self.seeds, 'seed')} ({self.rank:.3g}{difference} at that epoch{failed}). It was not "
-            "trained to the end, so no effect is stated."
+            f'"{self.variant.name}" was pruned after epoch {self.epoch} in place {self.place} of {self.of}, ordered by '
+            f"the mean rank over {count(self.seeds, 'seed')} ({self.rank:.3g}{difference} at this epoch{failed}). No "
+            "effect is reported, because this variant was not trained to the end."
         )
 
 
@@ -223,8 +224,8 @@ class Pruning:
             short += left + 1
             parts.append(f"the best {left} to the end of epoch {epoch}")
         parts.append(
-            f"the best {self.halving.kept(left)} to the end of the run, each time from the beginning, and with the "
-            "baseline"
+            f"and the best {self.halving.kept(left)} to the end of the run; every stage starts from the beginning and "
+            "includes the baseline"
         )
         found = [
             f"pruning: {', '.join(parts)}",
@@ -256,20 +257,20 @@ class Pruning:
                 if self.metric not in line["metrics"]:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} has no metric "
-                        f"{self.metric!r} at the end of epoch {epoch}; choose epochs at whose end the metric is "
-                        "measured"
+                        f"{self.metric!r} at the end of epoch {epoch}; choose epochs that end with a measurement of "
+                        "this metric"
                     )
                 curve, ended = line.get("history", {}).get(self.metric), line.get("reached", epoch)
                 if curve and curve[-1][0] < ended <= MOST_POINTS:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} last measured "
-                        f"{self.metric!r} in epoch {curve[-1][0]}, but the decision is after epoch {ended}; choose "
-                        "epochs at whose end the metric is measured"
+                        f"{self.metric!r} in epoch {curve[-1][0]}, but the decision follows epoch {ended}; choose "
+                        "epochs that end with a measurement of this metric"
                     )
         if max(reached, default=epoch) < epoch:
             raise ValueError(
-                f"Study(prune={self.halving!r}): all runs ended before epoch {epoch}, the last one after epoch "
-                f"{max(reached)}; choose earlier epochs"
+                f"Study(prune={self.halving!r}): all runs ended before epoch {epoch}; the longest run ended after "
+                f"epoch {max(reached)}, so choose epochs up to this one"
             )
 
     def _mark(self, store: Store) -> None:
@@ -374,11 +375,11 @@ def check_prune(prune: object, looks: object) -> Halving | None:
     if prune is None:
         return None
     if not isinstance(prune, Halving):
-        raise TypeError(f"Study(prune={prune!r}): expected a plan, such as Halving([1, 3])")
+        raise TypeError(f"Study(prune={prune!r}): expected a pruning plan, such as Halving([1, 3])")
     if looks is not None:
         raise ValueError(
-            "Study(prune=..., looks=...): the error rate of planned looks does not cover pruning; give "
-            "only one of the two"
+            "Study(prune=..., looks=...): the error rate of planned looks does not account for pruning; "
+            "set either prune= or looks=, not both"
         )
     return prune
 
@@ -387,8 +388,8 @@ def check_left(method: str, pruned: Sequence[Pruned], needed: Collection[str]) -
     """Raise an error if a variant whose runs are needed was pruned."""
     if gone := [f'"{one.variant.name}"' for one in pruned if one.variant.name in needed]:
         raise ValueError(
-            f"{method}(): {listed(gone)} {'was' if len(gone) == 1 else 'were'} pruned, but effects need the runs of "
-            "all variants of the design; run the design in a study without prune="
+            f"{method}(): {listed(gone)} {'was' if len(gone) == 1 else 'were'} pruned, but effects require the runs "
+            "of all variants in the design; run the design in a study without prune="
         )
 
 
@@ -403,8 +404,8 @@ def pruned_in_words(pruned: Sequence[Pruned], variants: int) -> str:
     parts = [f"{sum(one.epoch == epoch for one in pruned)} after epoch {epoch}" for epoch in epochs]
     return (
         f"{len(pruned)} of {count(variants, 'variant')} {'was' if len(pruned) == 1 else 'were'} pruned by successive "
-        f"halving ({listed(parts)}), by the mean rank within seeds, with all seeds. Pruned variants are in no average, "
-        "and count with p = 1 in the multiple-testing correction."
+        f"halving ({listed(parts)}), by their mean rank within seeds over all seeds. Pruned variants are excluded from "
+        "all averages and count with p = 1 in the multiple-testing correction."
     )
 
 

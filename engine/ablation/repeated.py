@@ -76,8 +76,9 @@ class Built:
         """
         if self.difference(found) and (what := found.difference(again())):
             raise RepeatError(
-                f"two calls of build({self._seed}) made different runs: {what}. The results would depend on how often "
-                "build is called; let build depend only on the seed and its arguments, and change nothing outside build"
+                f"two calls of build({self._seed}) produced different runs: {what}. The results would depend on how "
+                "often build is called; build must depend only on the seed and its other arguments, and must not "
+                "modify anything outside build"
             )
 
     def _shared_with(self, again: Built) -> Iterator[str]:
@@ -145,5 +146,5 @@ def _plain(name: str) -> str:
 
 def _short(text: str | None) -> str:
     if text is None:
-        return "not there"
+        return "missing"
     return text if len(text) <= 60 else f"{text[:60]}..."

@@ -225,7 +225,7 @@ class Report:
             [('loss', 0.03125), ('accuracy', 0.03125)]
         """
         if self.looks is not None:
-            raise ValueError("metrics(): the planned looks of this study cover only one metric")
+            raise ValueError("metrics(): planned looks cover only one metric; omit looks= to compare several metrics")
         there = {name for one in self._results for name in one.metrics}
         reports = {}
         for name, mode in metrics.items():
@@ -270,7 +270,7 @@ class Report:
             )
             if is_fraction(self._variants):
                 notes.append(
-                    "Fraction of a factorial design: effects joined by + are aliases, and the estimate is their sum."
+                    "Fractional factorial design: effects joined by + are aliases, and the estimate is their sum."
                 )
         blocks += [aligned(table) for table in self._further_tables()]
         blocks.append("\n".join(textwrap.fill(line, WIDTH) for line in notes))
@@ -290,19 +290,19 @@ class Report:
         test = "exact sign-flip test"
         if sampled:
             test += f" up to {EXACT_UP_TO} pairs, {FLIPS:,} random sign patterns above"
-        to, family = f'to "{self.baseline}"', count(self.comparisons, "comparison")
+        family = count(self.comparisons, "comparison")
         interval, adjusted = f"simultaneous {100 * self.level:g} % interval", "step-down over joint sign flips of"
         if self.looks is not None:
             interval, adjusted = (
                 f"{interval} for all looks",
-                f"looks at {listed([str(n) for n in self.looks.sizes])} seeds,",
+                f"for looks at {listed([str(n) for n in self.looks.sizes])} seeds and",
             )
         if self.pruned:
             adjusted = "by Holm's procedure for"
             family += f", {len(self.pruned)} of them pruned"
         how = (
-            f"{self.metric}: {better} is better. Difference: paired by seed, {to}, with its {interval}. p: {test}; adjusted: "
-            f"{adjusted} {family}. "
+            f'{self.metric}: {better} is better. Difference from "{self.baseline}": paired by seed, with its '
+            f"{interval}. p: {test}; adjusted: {adjusted} {family}. "
         )
         columns = "d_z: mean difference divided by its standard deviation. Seconds and steps: mean per run; memory: maximum peak."
         notes = [columns if brief else how + columns]
@@ -312,12 +312,12 @@ class Report:
             ]
             notes.append(
                 f"Pruned, by the mean rank within seeds: {'; '.join(evidence)}. These variants were not trained to the "
-                "end, so no effects are stated for them."
+                "end, so no effects are reported for them."
             )
         if self.margin is not None:
             notes.append(
-                f"Verdict: equivalent if the interval is inside +-{self.margin:g}, otherwise by the side of 0 that the "
-                "interval is on."
+                f"Verdict: equivalent if the interval lies inside +-{self.margin:g}, better or worse if it lies on one "
+                "side of 0, and undecided otherwise."
             )
         if any(row.failures for row in self.rows):
             notes.append(

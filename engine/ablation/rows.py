@@ -289,16 +289,16 @@ def _by_run(
     if baseline not in names:
         raise ValueError(f"Report(baseline={baseline!r}): no variant has this name; the variants are {names}")
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"Report(variants=...): two variants have the same name: {twice}")
+        raise ValueError(f"Report(variants=...): several variants have the same name: {twice}")
     found: dict[tuple[str, int], Result] = {}
     for result in results:
-        run = f"Report(results=...): there is a run of variant {result.variant!r} with seed {result.seed}"
+        run = f"Report(results=...): a run has variant {result.variant!r} and seed {result.seed}"
         if result.variant not in names:
-            raise ValueError(f"{run}, which is not one of the variants: {names}")
+            raise ValueError(f"{run}, but the only variants are {names}")
         if result.seed not in seeds:
-            raise ValueError(f"{run}, which is not one of the seeds: {list(seeds)}")
+            raise ValueError(f"{run}, but the only seeds are {list(seeds)}")
         if (result.variant, result.seed) in found:
-            raise ValueError(f"{run} more than once; pass one of them")
+            raise ValueError(f"{run}, the same as an earlier run; pass only one of the two runs")
         found[result.variant, result.seed] = result
     return found
 

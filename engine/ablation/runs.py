@@ -122,12 +122,12 @@ def compose(
     run = own or run
     if run is None:
         raise TypeError(
-            f"build({seed}) returned only an engine; return (engine, run) with a function that runs it, such as "
-            "lambda engine: engine.run(loader, max_epochs=5), or set Study(run=...)"
+            f"build({seed}) returned only an engine; return (engine, run), where run is a function that runs the "
+            "engine, such as lambda engine: engine.run(loader, max_epochs=5), or set Study(run=...)"
         )
     if engine.seed != seed:
         raise ValueError(
-            f"build({seed}) returned an engine with seed={engine.seed}; build it with Engine(..., seed=seed)"
+            f"build({seed}) returned an engine with seed={engine.seed}; create the engine with Engine(..., seed=seed)"
         )
     check_new(engine, f"build({seed})")
     check_not_left(engine, f"build({seed})")
@@ -145,7 +145,7 @@ def _engine_of(built: Any, seed: int) -> tuple[Engine, Run | None]:
     engine, run = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(engine, Engine) or not (run is None or callable(run)):
         raise TypeError(
-            f"build({seed}) returned {built!r}; expected an Engine, or an Engine and a function that runs it"
+            f"build({seed}) returned {built!r}; expected an Engine, or a tuple of an Engine and a function that runs it"
         )
     return engine, run
 
@@ -293,8 +293,8 @@ def _data_of(engine: Engine) -> list[torch.Tensor]:
 def _check_not_resumed(engine: Engine) -> None:
     if engine.snapshots.has_loaded_state:
         raise RuntimeError(
-            "the run would resume from a saved one, but the runs of a study start from scratch; remove Checkpoint(resume=True) "
-            "from build, or set Study(files=False)"
+            "the run would resume from a checkpoint, but the runs of a study start from scratch; remove "
+            "Checkpoint(resume=True) from build, or set Study(files=False)"
         )
 
 

@@ -34,17 +34,17 @@ class Sentences:
             for seed, reason in row.failed.items():
                 sentences.append(f'"{row.variant.name}", seed {seed}: failed: {reason}')
             if row.missing:
-                sentences.append(f'"{row.variant.name}": no run of {seeds_in_words(row.missing)}')
+                sentences.append(f'"{row.variant.name}": no run with {seeds_in_words(row.missing)}')
             if row.without_pair:
                 sentences.append(
-                    f'"{row.variant.name}": {seeds_in_words(row.without_pair)} omitted from the differences, because the '
-                    "baseline has no such run"
+                    f'"{row.variant.name}": the differences omit {seeds_in_words(row.without_pair)}, for which the '
+                    "baseline has no finished run"
                 )
         sentences += self._few_seeds()
         if gone := sum(bool(one.variant.level) for one in self.report.pruned):
             sentences.append(
-                f"No effects of factors are stated, because they need the runs of all combinations, and {gone} "
-                f"{'was' if gone == 1 else 'were'} pruned."
+                f"No factor effects are reported, because they require the runs of all combinations, and {gone} of "
+                f"these {'was' if gone == 1 else 'were'} pruned."
             )
         return [*sentences, *self.report.limits, *self._looks()]
 
@@ -56,10 +56,10 @@ class Sentences:
                 few.setdefault(row.comparison.n, []).append(f'"{row.variant.name}"')
         sentences = []
         for n, names in few.items():
-            of = "" if len(names) == self.report.comparisons else f" of {listed(names)}"
+            of = "" if len(names) == self.report.comparisons else f" for {listed(names)}"
             sentences.append(
                 f"Too few seeds{of}: the smallest p that {count(n, 'pair')} can reach is {self._smallest(n):.2g}, so "
-                f"no direction is stated. For a level of {self.report.alpha:g}, {self._needed()}."
+                f"no direction is reported. For a level of {self.report.alpha:g}, {self._needed()}."
             )
         return sentences
 
@@ -71,13 +71,13 @@ class Sentences:
                 return []
             return [
                 f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan. Adding "
-                "seeds until a difference appears finds differences that do not exist in more than "
-                f"{100 * self.report.alpha:g} % of studies. Plan the looks: Study(looks=[...])."
+                "seeds until a difference appears leads to a false positive in more than "
+                f"{100 * self.report.alpha:g} % of studies. Plan the looks with Study(looks=[...])."
             ]
         sentences = []
         if other := [str(size) for size in seen if size not in looks.sizes]:
             sentences.append(
-                f"Some runs were made for looks at {listed(other)} seeds, which are not in the plan. The error rate "
+                f"Some runs were made for looks at {listed(other)} seeds, which were not planned. The error rate "
                 "holds only for looks that are planned before the first run."
             )
         made = [row.look for row in self.report.rows if row.comparison is not None]
@@ -107,7 +107,7 @@ class Sentences:
             finding = [self._finding(row, row.comparison, row.conclusion)] if row.comparison and row.conclusion else []
             unfinished = self._unfinished(row)
             if row.comparison is None and unfinished:
-                finding = [f'Not all runs of "{row.variant.name}", the reference of all comparisons, finished.']
+                finding = [f'Not all runs of "{row.variant.name}", the reference for all comparisons, finished.']
             if finding:
                 sentences.append(" ".join(finding + unfinished))
         return sentences + [str(one) for one in self.report.pruned]
@@ -123,10 +123,8 @@ class Sentences:
                 f"{len(row.missing)} of its {count(row.planned, 'run')} {verb} missing ({seeds_in_words(row.missing)})."
             )
         if row.without_pair:
-            verb, them = ("is", "it") if len(row.without_pair) == 1 else ("are", "them")
             sentences.append(
-                f"{seeds_in_words(row.without_pair).capitalize()} {verb} omitted from the differences, because the baseline did "
-                f"not finish {them}."
+                f"The differences omit {seeds_in_words(row.without_pair)}, for which the baseline has no finished run."
             )
         return sentences
 
@@ -136,7 +134,7 @@ class Sentences:
             return f"{what}, {self._with_failures(row, comparison, row.failures, conclusion)}"
         seeds = count(n, "seed")
         if n == 0:
-            return f"{what}, {metric} cannot be compared: no seed finished both in this variant and in the baseline."
+            return f"{what}, {metric} cannot be compared: no seed has finished runs of both variant and baseline."
         if comparison.sd == 0 and comparison.mean == 0:
             return f"{what}, {metric} was exactly the same with {'all ' if n > 1 else ''}{seeds}."
         if self._too_few(n):
@@ -159,10 +157,11 @@ class Sentences:
     def _with_failures(self, row: Row, comparison: Comparison, failures: Failures, conclusion: Conclusion) -> str:
         pairs = comparison.n + failures.variant + failures.baseline + failures.both
         sentences = [
-            f"runs failed: only this variant's in {count(failures.variant, 'pair')} of {pairs}, only the baseline's in "
-            f"{failures.baseline}, both in {failures.both} (McNemar's exact test: p = {failures.p:.2g})."
+            f"runs failed: in {failures.variant} of {count(pairs, 'pair')}, only the run of this variant; in "
+            f"{failures.baseline}, only the run of the baseline; in {failures.both}, both runs (McNemar's exact test: "
+            f"p = {failures.p:.2g})."
         ]
-        ranked = f"With all pairs ranked, and failed runs below finished ones, {self.report.metric}"
+        ranked = f"When all pairs are ranked, with failed runs below finished ones, {self.report.metric}"
         facts = f"({self._p(row)}, {count(pairs, 'seed')})"
         if self._too_few(pairs):
             sentences.append(f"There are too few pairs to say more: {self._needed()}.")
@@ -175,8 +174,9 @@ class Sentences:
         if comparison.n and not self._too_few(comparison.n):
             between = self._student(comparison)
             sentences.append(
-                f"Only where both runs finished, it changed by {self._amount(comparison.mean, unit=True)} ({between}, "
-                f"{count(comparison.n, 'pair')}; conditional on finishing, so not an effect of the variant)."
+                f"In pairs where both runs finished, {self.report.metric} changed by "
+                f"{self._amount(comparison.mean, unit=True)} ({between}, {count(comparison.n, 'pair')}; conditional on "
+                "finishing, so not an effect of the variant)."
             )
         return " ".join(sentences)
 
@@ -191,20 +191,18 @@ class Sentences:
     def _of_effect(self, effect: Effect, family: int) -> str:
         omitted = ""
         if effect.left_out:
-            seeds = seeds_in_words(effect.left_out).capitalize()
-            omitted = (
-                f" ({seeds} omitted because not all of the runs finished, so the effect is conditional on finishing.)"
-            )
+            seeds = seeds_in_words(effect.left_out)
+            omitted = f" (It omits {seeds}, where not all runs finished, so the effect is conditional on finishing.)"
         return f"{_subject(effect)}{self._predicate(effect, family)}.{omitted}"
 
     def _predicate(self, effect: Effect, family: int) -> str:
         """What an effect does, as the rest of a sentence that begins with its name."""
         one, metric, n = effect.comparison, self.report.metric, effect.comparison.n
         if n == 0:
-            return ": no seed has all of its runs"
+            return ": no seed has all the runs that this effect requires"
         seeds = count(n, "seed")
         if one.sd == 0 and one.mean == 0:
-            return f" changed {metric} with none of the seeds ({seeds})"
+            return f" did not change {metric} with any seed ({seeds})"
         if self._too_few(n):
             are = "is" if n == 1 else "are"
             return f": {seeds} {are} too few to say in which direction {metric} changes: {self._needed()}"
@@ -247,8 +245,8 @@ class Sentences:
         if not 0 < size < math.inf:
             return ""
         return (
-            f"; a difference of {self._amount(size, unit=True)} is found with a probability of 80 %, and a smaller one "
-            "may exist"
+            f"; a difference of {self._amount(size, unit=True)} is detected with a probability of 80 %, and a smaller "
+            "one may exist"
         )
 
     def _between(self, comparison: Comparison, conclusion: Conclusion, sign: int = 1) -> str:
@@ -258,7 +256,7 @@ class Sentences:
             return "too few seeds for an interval"
         low, high = sorted((sign * conclusion.low, sign * conclusion.high))
         text = f"{100 * self.report.level:g} % interval {self._amount(low)} to {self._amount(high)}"
-        return f"{text}, bounded at 0 by the correction for several comparisons" if conclusion.cut else text
+        return f"{text}, bounded at 0 by the correction for multiple comparisons" if conclusion.cut else text
 
     def _student(self, comparison: Comparison) -> str:
         if math.isnan(comparison.low):
@@ -278,7 +276,7 @@ class Sentences:
         text = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
         if family > 1:
             text += " adjusted"
-        return text if exact else text + ", from random signs"
+        return text if exact else text + ", from random sign patterns"
 
     def _margin(self) -> str:
         return f"{self._amount(self.report.margin or 0.0, unit=True)}"

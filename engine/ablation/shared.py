@@ -73,8 +73,8 @@ def check_new(thing: Engine | Handler, what: str) -> None:
 def _check_unused(thing: Any, what: str, named: str) -> None:
     if _used.of(thing) is not None:
         raise SharedError(
-            f"{what} returned {named} for a second run, which would start with the changes of the first; create a new "
-            "one inside the function in each call"
+            f"{what} returned {named} for a second run, which would start with the changes that the first run made; "
+            "create a new one inside the function in each call"
         )
     _used.note(thing, "used")
 
@@ -103,8 +103,8 @@ def check_not_left(engine: Engine, what: str) -> None:
 def _check_changed_back(thing: Any, digest: str, name: str, what: str) -> None:
     if _left.of(thing) == digest:
         raise SharedError(
-            f"{what} returned {name} as an earlier run left it, so the runs of the study would depend on each other; "
-            "create the model, its optimizer and its data inside the function in each call"
+            f"{what} returned {name} in the state that an earlier run left, so the runs of the study would depend on "
+            "each other; create the model, its optimizer and its data inside the function in each call"
         )
 
 
@@ -122,7 +122,7 @@ def _check_held(found: Mapping[str, Content], what: str) -> None:
                 raise SharedError(
                     f"{what} returned {name.removeprefix('engine.')} ({type(content.thing).__name__}), whose {key!r} "
                     "was changed by an earlier run, so the runs of the study would depend on each other; create a new "
-                    "object inside the function in each call, or reset the attribute there"
+                    "object inside the function in each call, or reset the attribute in the function"
                 )
 
 

@@ -206,8 +206,9 @@ def fewest_seeds(comparisons: int, alpha: float = 0.05) -> int:
         if comparisons * 2 ** (1 - n) <= alpha:
             return n
     raise ValueError(
-        f"fewest_seeds(comparisons={comparisons!r}, alpha={alpha!r}): the smallest p of {EXACT_UP_TO} seeds is "
-        f"{2 ** (1 - EXACT_UP_TO):.2g}, which is not enough; compare fewer variants, or use a larger alpha"
+        f"fewest_seeds(comparisons={comparisons!r}, alpha={alpha!r}): the smallest possible p with {EXACT_UP_TO} "
+        f"seeds is {2 ** (1 - EXACT_UP_TO):.2g}, which is not small enough; compare fewer variants, or use "
+        "a larger alpha"
     )
 
 
@@ -288,7 +289,7 @@ def effects(
     """
     factors = list(factors)
     if not factors or len(set(factors)) != len(factors):
-        raise ValueError(f"effects(factors={factors!r}): expected at least one name, each only once")
+        raise ValueError(f"effects(factors={factors!r}): expected at least one name, and each name only once")
     if not 1 <= order <= len(factors):
         raise ValueError(f"effects(order={order!r}): expected 1 to {len(factors)}, the number of factors")
     values = finished_values(results)
@@ -341,7 +342,7 @@ def _effects_of_levels(
 ) -> list[Effect]:
     if any(factors_of(variant) != factors for variant in variants):
         raise ValueError(
-            f"effects(factors={list(factors)!r}): pass all factors of the design, and only variants of the design"
+            f"effects(factors={list(factors)!r}): pass all factors of the design, and no variants of other designs"
         )
     complete, left_out = split_seeds(results, [variant.name for variant in variants], values)
     return make_effects(*level_contrasts(values, variants, complete, order), left_out, level)
@@ -377,16 +378,21 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
         if set(on) != set(factors):
             raise ValueError(
                 f"effects(factors={list(factors)!r}): the factors of variant {variant.name!r} are {sorted(on)}; "
-                "pass all factors of the design, and only variants of the design"
+                "pass all factors of the design, and no variants of other designs"
             )
         combination = tuple(on[factor] is True for factor in factors)
         if combination in cells:
-            raise ValueError(f"effects(variants=...): {cells[combination]!r} and {variant.name!r} are the same cell")
+            raise ValueError(
+                f"effects(variants=...): {cells[combination]!r} and {variant.name!r} have the same combination "
+                "of factors"
+            )
         cells[combination] = variant.name
     for combination in product((False, True), repeat=len(factors)):
         if combination not in cells:
             on_names = [factor for factor, on_ in zip(factors, combination, strict=True) if on_]
-            raise ValueError(f"effects(variants=...): not a full factorial design: no variant has only {on_names} on")
+            raise ValueError(
+                f"effects(variants=...): the design is not full factorial, because no variant enables only {on_names}"
+            )
     return cells
 
 

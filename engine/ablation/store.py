@@ -85,7 +85,7 @@ class Store:
             raise TypeError(f"Study(store={path!r}): expected a path, such as 'runs/ablation.jsonl', or None")
         self.path = None if path is None else check_local("Study", "store", path)
         if self.path is not None and self.path.is_dir():
-            raise IsADirectoryError(f"Study(store={str(path)!r}): the path is a folder; give a file in it")
+            raise IsADirectoryError(f"Study(store={str(path)!r}): the path is a folder; pass a file in this folder")
         self._memory: list[bytes] = []
         self._reported: set[bytes] = set()
         self._file: int | None = None
@@ -130,7 +130,8 @@ class Store:
                 found.damaged[number] = line
             else:
                 raise StoreError(
-                    f"line {number} of the store {str(self.path)!r} is not a run of a study: {line[:60]!r}; remove the line"
+                    f"line {number} of the store {str(self.path)!r} does not hold a run of a study: {line[:60]!r}; "
+                    "remove the line"
                 )
         return found
 
@@ -145,7 +146,7 @@ class Store:
             run = f"the run of {second.get('variant', 'one variant')!r} with seed {second['seed']}"
             values = [", ".join(f"{name} {line.get(name)}" for name in differing)[:400] for line in (first, second)]
             raise StoreError(
-                f"lines {one} and {other} of the store {str(self.path)!r} are both {run}, with different results: "
+                f"lines {one} and {other} of the store {str(self.path)!r} both hold {run}, but with different results: "
                 f"{values[0]}; {values[1]}. Remove one of the lines, and check the results with study.verify()"
             )
 
@@ -194,9 +195,9 @@ class Store:
     def _check_one_name(self, names: int) -> None:
         if names > 1:
             raise StoreError(
-                f"the store {str(self.path)!r} is a file with {names} names (hard links). A study that uses a "
-                "different name would not see the lock of this one, and rewriting the file would separate the names; "
-                "use a copy, or a symbolic link"
+                f"the store {str(self.path)!r} is a file with {names} names (hard links). A study that uses another of "
+                "these names would not see the lock of this study, and rewriting the file would break the links; use a "
+                "copy or a symbolic link instead"
             )
 
     @contextlib.contextmanager
@@ -260,7 +261,7 @@ class Store:
         try:
             yield
         except OSError as error:
-            reason = f"{error.strerror}: the store cannot be written; the runs in it are kept"
+            reason = f"{error.strerror}: the store cannot be written; the runs already in the store are kept"
             raise OSError(error.errno, reason, str(self.path)) from error
 
     def settle(self) -> None:

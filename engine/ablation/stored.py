@@ -40,7 +40,9 @@ def read_reports(
         StoreError: for a file that is no store, or has no run.
     """
     if not Path(path).exists():
-        raise FileNotFoundError(f"there is no store {str(path)!r}; a study writes one: Study(..., store={str(path)!r})")
+        raise FileNotFoundError(
+            f"there is no store {str(path)!r}; to write one, run a study with Study(..., store={str(path)!r})"
+        )
     store = Store(path)
     studies: dict[str, list[Line]] = {}
     for line in (*store.read().values(), *store.old()):
@@ -75,8 +77,8 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
         other = variants.setdefault(name, variant)
         if other != variant:
             raise ValueError(
-                f"a study in the store has different variants named {name!r}, from different designs; make the report "
-                "with study.report(design)"
+                f"a study in the store has different variants named {name!r}, from different designs; create the "
+                "report with study.report(design)"
             )
         if "until" in line:
             if "pruned" in line:
@@ -85,12 +87,12 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
         if any((one.variant, one.seed) == (name, line["seed"]) for one in results):
             raise ValueError(
                 f"a study in the store has two runs of {name!r} with seed {line['seed']}, because an alternative "
-                "changed between them; make the report with study.report(design)"
+                "changed between them; create the report with study.report(design)"
             )
         results.append(to_result(name, line, metric))
     if BASELINE not in variants:
         raise ValueError(
-            f"no run has the variant {BASELINE!r}, the reference of all comparisons; the variants are "
+            f"no run belongs to the variant {BASELINE!r}, but all comparisons require this variant; the variants are "
             f"{', '.join(variants)}"
         )
     ordered = sorted(variants.values(), key=lambda one: one.name != BASELINE)
@@ -124,7 +126,7 @@ def _metric(
     mode = mode or asked.get(metric)
     if mode is None:
         raise ValueError(
-            f"it is not known whether smaller or larger values of {metric!r} are better; give mode='min' or mode='max'"
+            f"it is unknown whether smaller or larger values of {metric!r} are better; set mode='min' or mode='max'"
         )
     return metric, mode
 
@@ -135,7 +137,7 @@ def _asked(asked: Iterable[str], there: list[str]) -> str:
     if len(names) != 1:
         such = next(iter(names or there), "accuracy")
         raise ValueError(
-            f"it is not known which metric to compare; give metric=, such as metric={such!r}; available metrics: "
-            f"{', '.join(there) or 'none'}"
+            f"the store does not determine which metric to compare; set metric=, such as metric={such!r}. Available "
+            f"metrics: {', '.join(there) or 'none'}"
         )
     return names[0]

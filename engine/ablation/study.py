@@ -111,7 +111,7 @@ class Study:
         variant              finished  failed  pending  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
-        at best: 3 seeds cannot show any effect (smallest p = 0.25); use 6 or more
+        at best: 3 seeds cannot show any effect (smallest possible p = 0.25); use 6 or more seeds
         2 variants x 3 seeds: 6 of 6 runs pending, estimated time if run sequentially: unknown
     """
 
@@ -271,7 +271,7 @@ class Study:
                 problems.append(f"- {chosen[place].variant.name!r} with seed {chosen[place].seed}: {found}")
         if problems:
             raise StoreError(
-                f"{len(problems)} of {count} runs gave different results than in the store:\n"
+                f"{len(problems)} of {count} repeated runs produced different results than the runs in the store:\n"
                 + "\n".join(sorted(problems))
             )
         return tuple(chosen)
@@ -314,8 +314,8 @@ class Study:
         """
         if self.tasks:
             raise ValueError(
-                "results(): the study has several tasks; plan and read the results of one of them: "
-                f"study.tasks[{next(iter(self.tasks))!r}]"
+                "results(): the study has several tasks; call plan() and results() of a single task, "
+                f"such as study.tasks[{next(iter(self.tasks))!r}]"
             )
         pruned = {one.variant.name for one in self._pruned(plan.variants)}
         kept = [variant for variant in plan.variants if variant.name not in pruned]

@@ -59,7 +59,7 @@ def draw_profiles(
         ValueError: without any profile.
     """
     if not profiles:
-        raise ValueError("plot_profiles(): no seed has runs of all variants and tasks; run the missing ones first")
+        raise ValueError("plot_profiles(): no seed has runs of all variants on all tasks; complete these runs first")
     others = [name for name in profiles if name != baseline] or [baseline]
     names = {name: _wrapped(name, 30) for name in others}
     lines = max(one.count("\n") for one in names.values())
@@ -74,7 +74,7 @@ def draw_profiles(
         axes.set_ylim(-0.03, 1.03)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=7, labelbottom=True)
-    caption = f"score (grey: {baseline}; bands: pointwise {100 * level:g} % intervals of the bootstrap)"
+    caption = f"score (gray: {baseline}; bands: pointwise {100 * level:g} % intervals of the bootstrap)"
     figure.supxlabel("\n".join(textwrap.wrap(plain_text(caption), 60 if len(others) == 1 else 100)), fontsize="small")
     figure.supylabel("share of runs above", fontsize="small")
     figure.savefig(path, dpi=150, format=format)
@@ -101,7 +101,7 @@ def draw_aggregates(
         ValueError: without any variant.
     """
     if not found:
-        raise ValueError("plot_aggregates(): no seed has runs of all variants and tasks; run the missing ones first")
+        raise ValueError("plot_aggregates(): no seed has runs of all variants on all tasks; complete these runs first")
     names = {name: _wrapped(name, 34) for name in found}
     lines = max(one.count("\n") for one in names.values())
     figure = new_figure(9.5, 1.5 + (0.32 + 0.16 * lines) * len(found))

@@ -237,7 +237,7 @@ class TasksReport(Report):
             amount = f"{comparison.mean:.3g}"
             shown.append(
                 f'In {one.name}, "{one.variant}" is {end.verdict}: {self.of_metric} changes by {amount} (p = {one.adjusted:.2g} '
-                f"adjusted over {count(len(self.by_task), 'comparison')})."
+                f"adjusted for {count(len(self.by_task), 'comparison')})."
             )
         return super().sentences() + shown
 
@@ -246,8 +246,8 @@ class TasksReport(Report):
         found = super().warnings()
         if left_out := [str(seed) for seed in self.seeds if seed not in self.complete]:
             found.append(
-                f"Aggregates and profiles leave out the seeds {listed(left_out)}, with which not all variants and "
-                "tasks ran."
+                "Aggregates and profiles omit these seeds, because not all variants and tasks ran with them: "
+                f"{listed(left_out)}."
             )
         if self.floored:
             found.append(
@@ -261,10 +261,10 @@ class TasksReport(Report):
         ends = "; ".join(f"{name}: {zero:.4g} and {one:.4g}" for name, (zero, one) in self.scores.items())
         return (
             f"{super().methods()} A run is one training on each of {len(self.tasks)} tasks ({', '.join(self.tasks)}), "
-            f"and its score is the mean over the tasks of {self.of_metric}, scaled linearly so that these values count "
+            f"and its score is the mean of {self.of_metric} over the tasks, scaled linearly so that these values count "
             f"as 0 and 1: {ends}. Interquartile means, optimality gaps, performance profiles and probabilities of "
-            f"improvement (Agarwal et al., 2021) have {100 * self.level:g} % percentile intervals of {REPETITIONS:,} "
-            "stratified bootstrap resamples."
+            f"improvement (Agarwal et al., 2021) have {100 * self.level:g} % percentile intervals from "
+            f"{REPETITIONS:,} stratified bootstrap resamples."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -309,11 +309,11 @@ class TasksReport(Report):
         return [
             *super()._legend(brief=brief),
             f"score: mean over {tasks} tasks of {self.of_metric}, where these values count as 0 and 1: {ends}. Seconds and steps "
-            "are those of all tasks.",
-            f"Aggregates: over {seeds} x {tasks} scores; [{100 * self.level:g} % percentile intervals] of "
-            f"{REPETITIONS:,} stratified bootstrap resamples. These intervals are not adjusted, are too short with few "
-            f"seeds, and decide no verdict. Tasks: in the unit of {self.of_metric}; intervals and adjusted p: jointly "
-            f"over {count(len(self.by_task), 'comparison')}.",
+            "are totals over all tasks.",
+            f"Aggregates: over {seeds} x {tasks} scores; [{100 * self.level:g} % percentile intervals] from "
+            f"{REPETITIONS:,} stratified bootstrap resamples. These intervals are not adjusted, are too narrow with "
+            f"few seeds, and do not affect any verdict. Tasks: in the unit of {self.of_metric}; intervals and adjusted "
+            f"p: jointly over {count(len(self.by_task), 'comparison')}.",
         ]
 
     def _scores_of(self, task: str, row: Row) -> dict[int, float]:
@@ -359,7 +359,7 @@ def _text(part: Estimate | None) -> str:
 def _alike(reports: Mapping[str, Report]) -> Report:
     """The first of the reports; an error if others are about other runs."""
     if len(reports) < 2:
-        raise ValueError(f"TasksReport(reports=...): {len(reports)} tasks; expected two or more")
+        raise ValueError(f"TasksReport(reports=...): got {len(reports)} tasks; expected two or more")
     (name, first), *others = reports.items()
     for other, one in others:
         for what, mine, theirs in (

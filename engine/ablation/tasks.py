@@ -36,9 +36,7 @@ def task_builds(
     if tasks is None:
         return {}
     if not isinstance(tasks, Mapping) or not all(isinstance(name, str) and name for name in tasks):
-        raise TypeError(
-            f"Study(tasks={tasks!r}): expected a mapping from the names of the tasks to the arguments of build"
-        )
+        raise TypeError(f"Study(tasks={tasks!r}): expected a dict that maps task names to arguments of build")
     if len(tasks) < 2:
         raise ValueError(f"Study(tasks={tasks!r}): expected two or more tasks; for a single task, omit tasks=")
     for name, given in stages.items():
@@ -55,7 +53,11 @@ def _task_build(name: str, given: Any, build: Callable[..., Any] | None) -> Call
     if callable(given) and build is None:
         own: Callable[..., Any] = given
         return own
-    expected = "a function of a seed, without build=" if build is None else "arguments of build by name"
+    expected = (
+        "a function that takes a seed, because build= is omitted"
+        if build is None
+        else "a dict that maps argument names of build to values"
+    )
     raise TypeError(f"Study(tasks={{{name!r}: {given!r}}}): expected {expected}")
 
 
@@ -67,19 +69,20 @@ def check_scores(scores: Mapping[str, Ends] | Ends | None, tasks: Mapping[str, o
     """
     if not tasks:
         if scores is not None:
-            raise ValueError(f"Study(scores={scores!r}): scores= needs tasks=")
+            raise ValueError(f"Study(scores={scores!r}): scores= applies only with tasks=; set tasks= or omit scores=")
         return {}
     if scores is None:
         raise TypeError(
-            "Study(tasks=...): give scores=, the values of the metric that count as 0 and 1 for each task, such as "
-            f"{{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or one pair for all; the values decide how much each task "
-            "weighs"
+            "Study(tasks=...): set scores= to the two values of the metric that count as 0 and 1, either for each "
+            f"task, such as {{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or as one pair for all tasks; these values "
+            "determine how much each task weighs"
         )
     given = scores if isinstance(scores, Mapping) else dict.fromkeys(tasks, scores)
     if set(given) != set(tasks):
         wrong = ", ".join(sorted({*given} ^ {*tasks}))
         raise ValueError(
-            f"Study(scores=...): expected one pair for each of {', '.join(tasks)}; the names differ in {wrong}"
+            f"Study(scores=...): expected one pair for each of the tasks {', '.join(tasks)}; these names do not match: "
+            f"{wrong}"
         )
     return {name: _ends(name, given[name]) for name in tasks}
 
@@ -103,8 +106,8 @@ def check_task(
     for variant in variants:
         if both := sorted({*own} & {name for name, _ in variant.arguments}):
             raise ValueError(
-                f"Study(tasks=...): the variant {variant.name!r} would replace {', '.join(both)} of the task {task!r}; "
-                "give an argument of build either in the tasks or in the design"
+                f"Study(tasks=...): the variant {variant.name!r} would overwrite {', '.join(both)} of the task "
+                f"{task!r}; set each argument of build either in the tasks or in the design, not in both"
             )
     if mode is not None:
         ends_in_direction(task, ends, mode)
@@ -149,8 +152,8 @@ def _check_same_variants(task: str, plan: Plan, first_task: str, first: Plan) ->
     )
     if more or fewer:
         raise ValueError(
-            f"the tasks have different variants: {', '.join(more or fewer)} of {task!r} and {first_task!r}; name the handlers "
-            "to switch, as in LeaveOneOut(['ema'])"
+            f"the tasks {first_task!r} and {task!r} have different variants, because only one of them has "
+            f"{', '.join(more or fewer)}; name the handlers to switch off, as in LeaveOneOut(['ema'])"
         )
 
 

@@ -98,7 +98,7 @@ def _check_announced(
     }
     for needed, why in {**monitored, metric: "the study compares"}.items():
         if needed in reference and needed not in announced:
-            raise ValueError(f"the metric {needed!r}, which {why}, is missing without {reference[needed]!r}")
+            raise ValueError(f"the metric {needed!r}, which {why}, does not exist without {reference[needed]!r}")
 
 
 def try_all(
@@ -128,7 +128,7 @@ def try_all(
     if problems:
         listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
         raise ValueError(
-            "these variants are invalid; remove them, or switch handlers that depend on each other as one group:\n"
+            "some variants are invalid (remove them, or switch handlers that depend on each other as one group):\n"
             f"{listing}"
         ) from problems[0][1]
     return enabled
@@ -168,5 +168,6 @@ def _check_attached(engine: Engine, name: str) -> None:
 def _check_enabled(engine: Engine, name: str) -> None:
     _check_attached(engine, name)
     if not engine.handlers[name].enabled:
-        who = "the study; set files=True" if writes_or_shows(engine.handlers[name]) else "build"
+        is_output = writes_or_shows(engine.handlers[name])
+        who = "the study; set files=True to keep the handler on" if is_output else "build; enable it in build"
         raise ValueError(f"the handler {name!r} is already switched off by {who}")

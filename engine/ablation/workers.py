@@ -33,7 +33,7 @@ __all__ = ["outcomes", "pickled"]
 
 T = TypeVar("T")
 
-_DIED = "the process of this run died, because it was killed, perhaps for lack of memory, or crashed in native code"
+_DIED = "the process of this run died: either it was killed, perhaps for lack of memory, or it crashed in native code"
 
 
 def outcomes(tasks: Sequence[Task], workers: int | Executor) -> Iterator[tuple[int, Outcome]]:
@@ -71,7 +71,7 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
         if errors:
             errors[0].add_note(
                 f"{executor!r} failed to run {len(tasks) - made} of {len(tasks)} runs of the study; the other {made} "
-                "are in the store, and run() repeats only the missing ones"
+                "runs are in the store, and calling run() again makes only the missing runs"
             )
             raise errors[0]
     finally:
@@ -106,7 +106,7 @@ def pickled(task: Task) -> bytes:
         TypeError: if a worker process could not import one of its functions.
     """
     way_out = (
-        "a worker process must import the function; use a module-level function or a functools.partial of one, or set "
+        "worker processes import the function, so use a module-level function or a functools.partial of one, or set "
         "workers=0 to run everything in this process"
     )
     functions: list[tuple[str, object]] = [("build", task.build), ("run", task.run)]
@@ -158,8 +158,8 @@ def _processes(workers: int, task: bytes) -> Iterator[ProcessPoolExecutor]:
             _submit(pool, _receive, task).result()
         except BrokenProcessPool:
             raise RuntimeError(
-                "a worker process could not start; its message is printed above. Each worker imports the script of the "
-                'study, so the script needs the line `if __name__ == "__main__":` before its main code; or set '
+                "a worker process could not start; its error is printed above. Each worker imports the script of the "
+                'study, so put the main code of the script under `if __name__ == "__main__":`, or set '
                 "workers=0 to run everything in this process"
             ) from None
         yield pool
@@ -199,5 +199,5 @@ def _receive(task: bytes) -> None:
     except Exception as error:
         raise RuntimeError(
             f"a worker process cannot import a function of the study ({type(error).__name__}: {error}); the worker "
-            "searches the sys.path of this process"
+            "uses the sys.path of this process, so a missing module must be in a folder on sys.path"
         ) from None

@@ -18,7 +18,7 @@ __all__ = ["add_bisect", "bisect"]
 
 def add_bisect(commands: Any) -> None:
     """Add the command to the parser's commands."""
-    parser = commands.add_parser("bisect", help="find why two runs differ: repeat and compare them")
+    parser = commands.add_parser("bisect", help="repeat and compare two runs to find out why they differ")
     parser.add_argument(
         "traces", nargs="*", type=Path, help="the two traces; without traces, the runs are compared from the start"
     )
@@ -26,13 +26,18 @@ def add_bisect(commands: Any) -> None:
         "--script",
         nargs="+",
         metavar="SCRIPT",
-        help="the training script, or the scripts of both runs; with arguments in quotes: 'train.py --lr 0.1'",
+        help="the training script, or one script for each run; quote a script with its arguments: 'train.py --lr 0.1'",
     )
     parser.add_argument(
         "--build", nargs="+", metavar="NAME", help="one or two functions that return (engine, run), such as train:build"
     )
-    parser.add_argument("--checkpoints", type=Path, metavar="FOLDER", help="checkpoints of either run, to start later")
-    parser.add_argument("--until", type=int, metavar="N", help="the last iteration to compare, without traces")
+    parser.add_argument(
+        "--checkpoints",
+        type=Path,
+        metavar="FOLDER",
+        help="checkpoints of either run, to start from a later iteration",
+    )
+    parser.add_argument("--until", type=int, metavar="N", help="the last iteration to compare if no traces are given")
 
 
 def bisect(given: argparse.Namespace) -> int:
@@ -56,7 +61,7 @@ def _builds(given: argparse.Namespace) -> list[Callable[[], Any] | Script]:
 
     names = given.script or given.build or []
     if len(given.traces) not in (0, 2):
-        raise ValueError(f"bisect takes two traces or none, got {len(given.traces)}")
+        raise ValueError(f"bisect takes either two traces or none, but got {len(given.traces)}")
     if bool(given.script) == bool(given.build) or len(names) > 2:
         raise ValueError("bisect needs --script train.py or --build train:build, with one or two values")
     if given.script:

@@ -18,14 +18,14 @@ def list_handlers() -> list[str]:
     included = [one for one in public if inspect.isclass(one) and issubclass(one, Handler)]
     lines = [_line(one.__name__, one) for one in included]
     others = handlers_of_packages()
-    lines += ["", f"of installed packages (entry points of the group {GROUP!r}):" + ("" if others else " none")]
+    lines += ["", f"from installed packages (entry points in the group {GROUP!r}):" + ("" if others else " none")]
     for name, entry in others.items():
         version = "" if entry.dist is None else f" {entry.dist.version}"
         origin = f"  [{package_of(entry)}{version}, {entry.value}]"
         try:
             lines.append(_line(name, find_handler(name)) + origin)
         except Exception as error:
-            lines.append(f"{name}: cannot be loaded, {type(error).__name__}: {error}{origin}")
+            lines.append(f"{name}: cannot be loaded ({type(error).__name__}: {error}){origin}")
     return lines
 
 

@@ -35,7 +35,7 @@ def new_project(folder: str) -> list[Path]:
     if name.lower() in _taken():
         raise ValueError(
             f"new {folder!r}: {name!r} is the name of a package or module that the project needs; choose a different "
-            "one"
+            "name"
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise FileExistsError(f"new {folder!r}: the folder already exists; choose a different name, or an empty folder")

@@ -28,10 +28,17 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("build", help="function that takes a seed, as module:name or file.py:name, such as train:build")
     parser.add_argument("--metric", required=True, help="name of the metric to compare, such as accuracy")
     parser.add_argument(
-        "--mode", choices=("min", "max"), help="whether smaller or larger values are better, if the metric does not say"
+        "--mode",
+        choices=("min", "max"),
+        help="whether smaller or larger values are better, if the metric does not declare it",
     )
-    parser.add_argument("--seeds", default="8", help="number of seeds, or seeds such as 3,4,7 (default: 8)")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes; 0 for this process (default: 1)")
+    parser.add_argument("--seeds", default="8", help="number of seeds, or a list of seeds, such as 3,4,7 (default: 8)")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="number of worker processes; 0 runs everything in this process (default: 1)",
+    )
     parser.add_argument(
         "--handlers", nargs="+", metavar="NAME", help="handlers to switch off (default: those that affect the training)"
     )
@@ -39,12 +46,12 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         "--run", help="function that runs the engine, if build returns only the engine, such as train:run"
     )
     parser.add_argument(
-        "--store", default="runs/study.jsonl", help="file of the finished runs (default: runs/study.jsonl)"
+        "--store", default="runs/study.jsonl", help="file that stores the finished runs (default: runs/study.jsonl)"
     )
     parser.add_argument("--plan", action="store_true", help="print the planned runs without running them")
     parser.add_argument("--retry-failed", action="store_true", help="repeat failed runs")
     parser.add_argument(
-        "--verify", type=int, metavar="K", help="repeat K stored runs and compare them; run nothing else"
+        "--verify", type=int, metavar="K", help="only repeat K stored runs and compare the results with the store"
     )
     parser.add_argument("--plot", metavar="FILE", help="write the plot of the report to a file, such as study.png")
 
@@ -52,7 +59,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
 def add_report(parser: argparse.ArgumentParser) -> None:
     """The arguments of the command ``report``."""
     parser.add_argument("store", help="file that a study has written, such as runs/study.jsonl")
-    parser.add_argument("--metric", help="name of the metric to compare (default: that of the study)")
+    parser.add_argument("--metric", help="name of the metric to compare (default: the metric of the study)")
     parser.add_argument(
         "--mode", choices=("min", "max"), help="whether smaller or larger values are better (default: as in the study)"
     )
@@ -87,7 +94,10 @@ def _study(given: argparse.Namespace) -> int:
     try:
         found = made.run(design, workers=given.workers, retry_failed=given.retry_failed)
     except KeyboardInterrupt:
-        print(f"\ninterrupted; the finished runs are in {given.store}, and the same command continues", file=sys.stderr)
+        print(
+            f"\ninterrupted; the finished runs are in {given.store}. Run the same command again to continue",
+            file=sys.stderr,
+        )
         return 130
     _say(found)
     if given.plot:
@@ -101,7 +111,10 @@ def _report(given: argparse.Namespace) -> int:
 
     reports = read_reports(given.store, metric=given.metric, mode=given.mode)
     if given.output is not None and len(reports) > 1:
-        raise ValueError(f"--output {given.output}: the store has {len(reports)} studies; omit --output to see them")
+        raise ValueError(
+            f"--output {given.output}: the store has {len(reports)} studies, but a file holds only one report; omit "
+            "--output to print the reports of all studies"
+        )
     for title, found in reports.items():
         if given.format == "text":
             if len(reports) > 1:
@@ -147,7 +160,7 @@ def find_function(name: str, argument: str, call: str, given: tuple[Any, ...] = 
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
-        raise ValueError(f"{argument} {name!r}: expected a module and a function in it, such as train:build")
+        raise ValueError(f"{argument} {name!r}: expected a module and a function in this module, such as train:build")
     module = _on_path(module, name, argument)
     found = _attribute_of(_imported(module, name, argument), attribute, f"{argument} {name!r}: {module!r}")
     if isinstance(found, Engine) or not callable(found):
@@ -205,11 +218,13 @@ def _seeds(text: str) -> Iterable[int]:
     try:
         numbers = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--seeds {text}: expected a number of seeds, such as 8, or seeds such as 3,4,7") from None
+        raise ValueError(
+            f"--seeds {text}: expected a number of seeds, such as 8, or a list of seeds, such as 3,4,7"
+        ) from None
     if "," in text:
         return numbers
     if numbers[0] < 1:
-        raise ValueError(f"--seeds {text}: expected at least 1")
+        raise ValueError(f"--seeds {text}: expected at least 1 seed")
     return range(numbers[0])
 
 

@@ -12,9 +12,9 @@ __all__ = ["add_compare", "compare"]
 
 def add_compare(commands: Any) -> None:
     """Add the command to the parser's commands."""
-    parser = commands.add_parser("compare", help="where do two traces differ first?")
+    parser = commands.add_parser("compare", help="find the first difference between two traces")
     for name in ("a", "b"):
-        parser.add_argument(name, type=Path, help="a file that the handler Trace has written on rank 0")
+        parser.add_argument(name, type=Path, help="a file that the Trace handler wrote on rank 0")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write a plot to a file, such as apart.png")
 
 

@@ -93,7 +93,7 @@ def upgrade(paths: Iterable[Path]) -> tuple[list[OldName], list[str]]:
         except OSError as error:
             unread.append(f"{file}: cannot be read: {error.strerror}")
         except (ValueError, RecursionError, MemoryError) as error:
-            unread.append(f"{file}: cannot be read: {error or 'it is nested too deeply'}")
+            unread.append(f"{file}: cannot be read: {error or 'the code is nested too deeply'}")
     return found, unread
 
 
@@ -103,7 +103,7 @@ def _files(paths: Iterable[Path], unread: list[str]) -> Iterator[Path]:
         if not path.is_dir():
             yield path
             continue
-        for folder, inner, names in os.walk(path, onerror=lambda error: unread.append(f"it cannot be read: {error}")):
+        for folder, inner, names in os.walk(path, onerror=lambda error: unread.append(f"cannot be read: {error}")):
             inner[:] = sorted(name for name in inner if not _is_installed(Path(folder, name)))
             yield from (Path(folder, name) for name in sorted(names) if name.endswith((".py", ".ipynb")))
 

@@ -21,7 +21,7 @@ def test_runs_of_one_seed_that_begin_alike_are_fine_and_others_are_reported_once
             beginnings.compare(seed, (f"weights {seed}", "data"), "handlers")
             beginnings.compare(seed, ())  # a run that failed before it began
             beginnings.compare(seed, (f"weights {seed}", "data"), "handlers")
-    with pytest.warns(FindingWarning, match=r"W82: build\(1\) returned different weights than"):
+    with pytest.warns(FindingWarning, match=r"W82: build\(1\) produced different weights than"):
         beginnings.compare(1, ("weights 0", "data"))
     beginnings.compare(1, ("weights 0", "other data"))
 

@@ -66,7 +66,7 @@ def test_failed_runs_and_seeds_without_a_pair_do_not_count() -> None:
     results += [Result("- ema", 2, 1.0, seconds=7.0)]
     assert [(one.ratio, one.n) for one in costs(results) if one.what == "seconds"] == [(0.5, 1)]
     assert cost_table(costs(results)).splitlines()[2].split() == ["-", "ema", "0.50", "-", "-"]
-    with pytest.raises(ValueError, match="no run has this variant; available variants: baseline, - ema"):
+    with pytest.raises(ValueError, match="this variant has no runs; available variants: baseline, - ema"):
         costs(results, baseline="base")
 
 

@@ -66,11 +66,11 @@ def test_a_swap_has_one_variant_for_each_alternative() -> None:
     [
         (lambda: LeaveOneOut("ema"), "LeaveOneOut(handlers='ema'): expected a list of names"),
         (lambda: LeaveOneOut(["ema", "ema"]), "LeaveOneOut(handlers=['ema', 'ema']): a name appears more than once"),
-        (lambda: OneAtATime(cast(Any, [MixUp()])), "expected names of handlers"),
+        (lambda: OneAtATime(cast(Any, [MixUp()])), "expected handler names"),
         (lambda: LeaveOneOut(groups={"all": []}), "LeaveOneOut(groups={'all': []}): the group is empty"),
         (
             lambda: LeaveOneOut(groups=cast(Any, ["ema"])),
-            "LeaveOneOut(groups=['ema']): expected lists of handler names by group",
+            "LeaveOneOut(groups=['ema']): expected a dict that maps group names to lists",
         ),
         (lambda: LeaveOneOut(["ema"], groups={"a": ["ema"]}).variants([]), "'ema' is in both 'ema' and 'a'"),
         (
@@ -80,7 +80,7 @@ def test_a_swap_has_one_variant_for_each_alternative() -> None:
         (lambda: Factorial({"a": ["ema"], "b": ["ema", "swa"]}), "'ema' is in both 'a' and 'b'"),
         (lambda: Factorial([]), "expected at least one factor"),
         (lambda: Swap({}), "Swap(alternatives={})"),
-        (lambda: Swap(cast(Any, {"mix_up": CutMix})), "expected alternatives by name"),
+        (lambda: Swap(cast(Any, {"mix_up": CutMix})), "expected a dict that maps names to alternatives"),
         (lambda: Swap(cast(Any, {"mix_up": {"cutmix": CutMix()}})), "each run needs a new handler"),
     ],
 )

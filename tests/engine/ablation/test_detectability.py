@@ -86,10 +86,12 @@ def test_what_is_no_power_is_refused() -> None:
 def test_a_plan_says_what_its_seeds_can_show() -> None:
     variants = tuple(Variant(name) for name in ("baseline", *"abcde"))
     few, some = Plan(variants, tuple(range(5)), ()), Plan(variants, tuple(range(8)), (), metric="loss", spread=0.1)
-    assert few.prospects == ("5 seeds cannot show any effect (smallest p = 0.062); use 6 or more")
-    assert some.prospects.startswith("the smallest p of 8 seeds is 0.0078; a difference of 1.")
+    assert few.prospects == ("5 seeds cannot show any effect (smallest possible p = 0.062); use 6 or more seeds")
+    assert some.prospects.startswith(
+        "the smallest possible p with 8 seeds is 0.0078; with 5 comparisons, a difference of 1."
+    )
     assert " standard deviations of the paired differences (0.1" in some.prospects
-    assert some.prospects.endswith(" in loss) is found with a probability of 80 %, among 5 comparisons")
+    assert some.prospects.endswith(" in loss) is detected with a probability of 80 %")
     assert some.prospects in " ".join(str(some).split())
     assert max(map(len, str(some).splitlines())) <= 120
     assert some.power(1.5) == power(8, 5, 1.5)

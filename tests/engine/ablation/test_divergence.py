@@ -323,7 +323,7 @@ def test_models_that_are_built_otherwise_part_by_name_and_by_shape() -> None:
     assert "shapes (3, 8) and (4, 8)" in str(wide)
     more = divergence(build(3), build(3, nn.Linear(3, 3)), run=train)
     assert place(more) == ("MODEL_SETUP", 0, "parameters", "model.2.weight")
-    assert "only run 'b' has one" in str(more)
+    assert "only run 'b' has this file" in str(more)
 
 
 # ---- around it ---------------------------------------------------------------------------------------------------------
@@ -393,7 +393,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
     cases: list[tuple[Any, Any, Any, type[Exception], str]] = [
         (make_engine, make_engine, None, TypeError, r"divergence\(run=None\): expected a function run\(engine\)"),
         (make_engine, lambda: 3, train, TypeError, r"divergence\(build_b=...\) returned 3; expected an Engine"),
-        (lambda: engine, lambda: engine, train, ValueError, "the builds share the engine"),
+        (lambda: engine, lambda: engine, train, ValueError, "both builds use the same engine"),
     ]
     for build, other, run, error, message in cases:
         with pytest.raises(error, match=message):
@@ -411,7 +411,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         found(Preemption())
     with pytest.raises(TypeError, match=r"divergence\(build_a=5\): expected a function"):
         divergence(5, found)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"divergence\(watch=\('weights',\)\): expected some of parameters, gradients"):
+    with pytest.raises(ValueError, match=r"divergence\(watch=\('weights',\)\): expected one or more of parameters"):
         found(watch="weights")
     with pytest.raises(ValueError, match=r"divergence\(rtol=-1\): expected a number with 0 <= rtol < 1"):
         found(rtol=-1)
@@ -489,15 +489,15 @@ def test_files_are_compared_where_each_run_has_its_folder(tmp_path: Path) -> Non
     assert str(parted).endswith("the file note.txt differs (1 and 2 bytes).")
     (tmp_path / "b" / "more.txt").touch()
     parted = divergence(logged("a", "x"), logged("b", "x"), run=train, files=folders)
-    assert str(parted).endswith("the file more.txt differs (only run 'b' has one).")
+    assert str(parted).endswith("the file more.txt differs (only run 'b' has this file).")
 
 
 @pytest.mark.parametrize(
     ("files", "options", "error", "message"),
     [
         ("a", {}, TypeError, r"divergence\(files='a'\): expected two folders"),
-        (("a", "./a"), {}, ValueError, "each run needs its own folder"),
-        (("a", "b"), {"watch": "loss"}, ValueError, "add 'files' to watch, or leave files out"),
+        (("a", "./a"), {}, ValueError, "expected a separate folder for each run"),
+        (("a", "b"), {"watch": "loss"}, ValueError, "add 'files' to watch, or omit files="),
     ],
 )
 def test_folders_that_cannot_be_compared_are_refused(files: Any, options: Any, error: Any, message: str) -> None:

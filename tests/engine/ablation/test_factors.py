@@ -52,12 +52,12 @@ def test_values_without_a_name_of_their_own_are_given_one() -> None:
             ValueError,
             r"the baseline has no value for this argument; arguments of the baseline: depth",
         ),
-        (({"width": 1},), {"width": 2}, TypeError, "expected a list of other values"),
-        (({"width": 1},), {"width": []}, TypeError, "expected a list of other values"),
-        (({"width": "a"},), {"width": "b"}, TypeError, "expected a list of other values"),
+        (({"width": 1},), {"width": 2}, TypeError, "expected a list of alternative values"),
+        (({"width": 1},), {"width": []}, TypeError, "expected a list of alternative values"),
+        (({"width": "a"},), {"width": "b"}, TypeError, "expected a list of alternative values"),
         (({"width": 1},), {"width": [1]}, ValueError, "two values have the same name"),
         (({"width": 1},), {"width": [2, 2]}, ValueError, "two values have the same name"),
-        (({"width": 1},), {"width": [lambda: 2]}, TypeError, r"the value has no name; give it as \{'name': value\}"),
+        (({"width": 1},), {"width": [lambda: 2]}, TypeError, r"this value has no name; pass it as \{'name': value\}"),
         (
             ({"width": 1},),
             {"width": list(range(2, 90)), "factorial": True},
@@ -180,9 +180,9 @@ def test_workers_make_the_same_runs(tmp_path: Path) -> None:
 def test_arguments_that_build_does_not_take_are_named_before_anything_is_trained() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'depth'"):
         make_study().plan(Variants({**BASE, "depth": 1}, depth=[2]))
-    with pytest.raises(ValueError, match=r"these variants are invalid(.|\n)*'width = -1'"):
+    with pytest.raises(ValueError, match=r"some variants are invalid(.|\n)*'width = -1'"):
         make_study().plan(Variants(BASE, width=[-1]))
-    with pytest.raises(ValueError, match="different variants named 'baseline'; give each its own study"):
+    with pytest.raises(ValueError, match="different variants with the same name 'baseline'; run each design"):
         make_study().plan(Variants(BASE, width=[8]), LeaveOneOut())
 
 

@@ -54,7 +54,8 @@ def test_a_failed_run_is_in_the_test_and_the_means_are_conditional() -> None:
     assert row.p == by_enumeration([Fraction(-11, 2)] * 6 + [Fraction(2), Fraction(1)]) == row.adjusted
     (sentence,) = found.sentences()
     assert (
-        "only this variant's in 6 pairs of 8, only the baseline's in 0, both in 0 (McNemar's exact test: p = 0.031)"
+        "in 6 of 8 pairs, only the run of this variant; in 0, only the run of the baseline; in 0, both runs "
+        "(McNemar's exact test: p = 0.031)"
         in sentence
     )
     assert AGAINST not in sentence
@@ -66,7 +67,7 @@ def test_what_fails_more_often_is_not_called_better_even_if_its_other_runs_are()
     (sentence,) = found.sentences()
     assert AGAINST not in sentence
     assert "a variant that fails more often is not recommended" in sentence
-    assert "it changed by 2.9 percentage points" in sentence
+    assert "accuracy changed by 2.9 percentage points" in sentence
     assert "7 pairs; conditional on finishing, so not an effect of the variant" in sentence
     assert "*" in str(found).splitlines()[3]
     assert "conditional on finishing" in " ".join(str(found).split())

@@ -204,7 +204,7 @@ def test_the_report_names_the_aliases_and_draws_no_conclusion_on_one_handler() -
     assert Report(failed, cells, metric="accuracy", mode="max").effects()[0].left_out == (0,)
     # Without a cell, it is no fraction any more, and there are no effects.
     some = Report([one for one in runs if one.variant != cells[1].name], cells[:1] + cells[2:], metric="a", mode="max")
-    with pytest.raises(ValueError, match="not a full factorial design"):
+    with pytest.raises(ValueError, match="the design is not full factorial"):
         some.effects()
 
 
@@ -232,11 +232,11 @@ def test_a_study_runs_the_fraction() -> None:
 
 def test_what_is_wrong_is_refused() -> None:
     for options, error, what in (
-        ({}, ValueError, "give either resolution="),
-        ({"resolution": 3, "generators": {"D": ["A", "B"]}}, ValueError, "give either resolution="),
+        ({}, ValueError, "pass either resolution="),
+        ({"resolution": 3, "generators": {"D": ["A", "B"]}}, ValueError, "pass either resolution="),
         ({"resolution": 2}, ValueError, "resolution"),
-        ({"resolution": 5}, ValueError, "a fraction with 4 factors has resolution 4 at most; use Factorial"),
-        ({"generators": {}}, TypeError, "expected products by factor"),
+        ({"resolution": 5}, ValueError, "the highest resolution of a fraction with 4 factors is 4"),
+        ({"generators": {}}, TypeError, "expected a dict that maps factors to products"),
         ({"generators": {"D": "ABC"}}, TypeError, "expected a list of names"),
         ({"generators": {"X": ["A", "B"]}}, ValueError, "'X' is not a factor; the factors are A, B, C, D"),
         ({"generators": {"D": ["A", "X"]}}, ValueError, "'X' is not a factor"),
@@ -244,9 +244,9 @@ def test_what_is_wrong_is_refused() -> None:
         (
             {"generators": {"C": ["A", "B"], "D": ["A", "C"]}},
             ValueError,
-            "'D' is a product with 'C', which is itself generated",
+            "the product for 'D' contains 'C', which is itself generated",
         ),
-        ({"generators": {"C": ["A", "B"], "D": ["A", "B"]}}, ValueError, "C and D would be on and off together"),
+        ({"generators": {"C": ["A", "B"], "D": ["A", "B"]}}, ValueError, "C and D would always be on together"),
         ({"resolution": 4, "limit": 4}, ValueError, "4 factors need more than limit=4 runs"),
         ({"generators": {"D": ["A", "B"]}, "limit": 4}, ValueError, "8 runs per seed exceed limit=4"),
     ):

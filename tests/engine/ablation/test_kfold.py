@@ -191,13 +191,13 @@ def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
 
     one = validation(predict=classes)
     with pytest.raises(
-        ValueError, match="240 samples have no prediction and 0 have several, but integers have neither NaN nor a mean"
+        ValueError, match="240 samples have no prediction and 0 have several, but integers can neither be averaged"
     ):
         one.run(folds=[0]).predictions  # noqa: B018
     found = one.run()
     assert found.predictions.dtype == torch.int64
     assert (found.predictions.numpy() == Y).mean() == pytest.approx(found.mean)
-    with pytest.raises(ValueError, match=r"no fold has predictions; give KFold\(predict=...\)"):
+    with pytest.raises(ValueError, match=r"no fold has predictions; set KFold\(predict=...\)"):
         validation().run(folds=[0]).predictions  # noqa: B018
 
 
@@ -217,7 +217,7 @@ def test_predictions_of_another_shape_are_refused() -> None:
     def short(engine: Engine, test: Sequence[int]) -> Any:
         return predict(engine, test)[1:]
 
-    assert "returned shape (59, 10) for 60 samples; expected one row for each" in str(
+    assert "returned predictions of shape (59, 10) for 60 samples; expected one row for each" in str(
         validation(predict=short).run(folds=[0])
     )
 
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_refused() -> None:
         validation(splitter=5)
     with pytest.raises(TypeError, match=r"KFold\(metric=None\)"):
         validation(metric=None)
-    with pytest.raises(ValueError, match="splits differently each time; give it a random_state"):
+    with pytest.raises(ValueError, match="the splitter returns different folds in each call; set its random_state"):
         validation(splitter=PlainKFold(5, shuffle=True))
     with pytest.raises(ValueError, match=r"run\(folds=\[5\]\): expected numbers from 0 to 4"):
         validation().run(folds=[5])

@@ -59,7 +59,7 @@ def test_all_variants_and_metrics_are_one_family() -> None:
     assert (several.rows[0].conclusion.low, several.rows[0].conclusion.high) == pytest.approx((low, high))
     assert several.rows[0].adjusted >= (report(found).rows[1].adjusted or 0)
     assert "loss: - ema" in str(several)
-    assert "Better is: loss smaller, accuracy larger, f1 larger." in str(several)
+    assert "Metrics: loss (smaller is better), accuracy (larger is better), f1 (larger is better)." in str(several)
     assert "of 6 comparisons" in str(several)
 
 
@@ -137,7 +137,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         found.metrics(MODES, correction="holm")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="expected at least one metric with its direction"):
         found.metrics({})
-    with pytest.raises(ValueError, match="the planned looks of this study cover only one metric"):
+    with pytest.raises(ValueError, match="planned looks cover only one metric"):
         report(results(random.Random(6)), looks=Looks([7, 8])).metrics(MODES)
 
 

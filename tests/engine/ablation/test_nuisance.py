@@ -105,14 +105,14 @@ def test_the_report_says_what_was_tuned_and_how(stored: Path) -> None:
     tuned = tune(study, DESIGN, arguments={"lr": VALUES}, seeds=SEEDS, workers=0)
     report = study.report(tuned)
     assert (
-        "The argument lr of build was tuned for each variant by the same budget, each value (lr: 0.03, 0.3, 1.5), over 2 seeds "
-        "(100 and 101) that are not reported, by the mean of val_loss: "
+        "The argument lr of build was tuned for each variant with the same budget, each value (lr: 0.03, 0.3, 1.5), "
+        "over 2 seeds (100 and 101) that are not reported; the values with the best mean of val_loss were chosen: "
     ) in report.methods()
     for name, values in tuned.chosen.items():
         (part,) = (part for part in tuned.facts[0].split(": ")[-1].split(";") if f'"{name}"' in part)
         assert f"lr = {values['lr']:g} for" in part
     edge = [name for name, values in tuned.chosen.items() if values["lr"] in (0.03, 1.5)]
-    warning = [one for one in report.warnings() if "at the edge of the values that were tried" in one]
+    warning = [one for one in report.warnings() if "at the edge of the range that was tried" in one]
     assert len(warning) == 1
     assert all((f'"{name}"' in warning[0]) == (name in edge) for name in OFF)
 
@@ -141,7 +141,7 @@ def test_a_value_whose_runs_fail_is_taken_by_none_of_those_that_finish() -> None
     assert all(values == {"lr": 0.01} for values in tuned.chosen.values())
     assert tuned.limits == ()
     hopeless = tune(study_of(failing), design, arguments={"lr": [1.5]}, seeds=SEEDS, workers=0)
-    assert hopeless.limits[0] == '"baseline": with the best of its tuned values, 1 tuning run failed'
+    assert hopeless.limits[0] == '"baseline": 1 tuning run failed even with the best of its tuned values'
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def wide(seed: int, width: int, lr: float, norm: float) -> Any:
 
 def test_what_distinguishes_the_variants_cannot_be_tuned() -> None:
     design = Variants({"lr": 0.1, "norm": 0.1, "width": 2}, width=[4], lr=[0.3])
-    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' sets lr, which therefore cannot be tuned"):
+    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' sets lr itself, which rules out tuning"):
         tune(study_of(wide), design, arguments={"norm": [0.1, 0.2], "lr": [0.1, 0.2]}, seeds=[100], workers=0)
 
 
@@ -228,9 +228,9 @@ def test_tuning_in_two_steps_keeps_the_first_and_says_so() -> None:
 @pytest.mark.moderate
 def test_what_is_wrong_is_refused() -> None:
     for options, error, what in (
-        ({"seeds": range(1, 4)}, ValueError, r"the study reports the seeds \[1\]; tune on different seeds"),
+        ({"seeds": range(1, 4)}, ValueError, r"already reports results for the seeds \[1\]; tune with different seeds"),
         ({"seeds": []}, ValueError, r"tune\(seeds=\[\]\)"),
-        ({"arguments": {}}, TypeError, "expected values by argument"),
+        ({"arguments": {}}, TypeError, "expected a dict that maps arguments to values"),
         ({"arguments": {"lr": []}}, TypeError, "expected a list of values"),
         ({"arguments": {"lr": "0.1"}}, TypeError, "expected a list of values"),
         ({"arguments": {"lr": float}}, TypeError, "a function that suggests values needs trials="),
@@ -242,7 +242,8 @@ def test_what_is_wrong_is_refused() -> None:
             tune(study_of(), DESIGN, **given)
     several = study_of(tasks={"one": {}, "two": {}}, scores=(1.0, 0.0))
     with pytest.raises(
-        ValueError, match=r"the study has several tasks, .* tune them one by one: tune\(study.tasks\['one'\], ...\)"
+        ValueError,
+        match=r"the study has several tasks, .* tune the tasks one at a time, as in tune\(study.tasks\['one'\], ...\)",
     ):
         tune(several, DESIGN, arguments={"lr": [0.1]}, seeds=[100], workers=0)
     tuned = tune(study_of(seeds=[0]), LeaveOneOut(["gradient_noise"]), arguments={"lr": [0.1]}, seeds=[100], workers=0)

@@ -67,24 +67,24 @@ def test_the_methods_state_what_was_done() -> None:
     assert text.startswith(
         '2 variants were compared with "baseline" over 8 seeds (0 to 7), with differences paired by seed.'
     )
-    assert "The metric is accuracy at the end of a run; larger is better. 24 of 24 runs finished." in text
+    assert "The metric is accuracy at the end of each run; larger values are better. 24 of 24 runs finished." in text
     assert "over all sign patterns" in text
     assert "adjusted for 2 comparisons by the step-down procedure over joint sign flips" in text
     assert "simultaneous 95 % intervals" in text
-    assert "8 seeds find a single difference of" in text
+    assert "8 seeds detect a single difference of" in text
     for absent in ("failed", "McNemar", "equivalent", "Looks"):
         assert absent not in text
 
 
 def test_the_methods_name_failures_margins_and_looks() -> None:
     text = report({"- ema": FAILED}, margin=0.01).methods()
-    assert "15 of 16 runs finished, and 1 failed; a failed run counts as worse than any finished one." in text
+    assert "15 of 16 runs finished, and 1 failed; a failed run counts as worse than any finished run." in text
     assert "McNemar's exact test" in text
     assert "equivalent if its interval lies within 0.01 of 0" in text
     assert "adjusted" not in text
     assert "simultaneous" not in text
     text = report({"- ema": WORSE, "- mixup": NOTHING}, looks=Looks([7, 8])).methods()
-    assert "Looks were planned at 7 and 8 seeds. Each spends 0.05 in proportion" in text
+    assert "Looks were planned at 7 and 8 seeds. The level of 0.05 was spent in proportion" in text
     assert "in a closed test" in text
     assert "step-down" not in text
     few = report({"- ema": WORSE[:3]}).methods()

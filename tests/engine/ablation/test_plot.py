@@ -48,11 +48,11 @@ def test_it_says_how_many_pairs_there_are_and_which_side_is_better(tmp_path: Pat
     text = (tmp_path / "found.svg").read_text()
     assert "8 pairs, p = 0.016" in text
     assert "1 of 8 pairs that finished -->" in text  # a single pair has no p
-    assert "difference in loss to baseline (better to the left)" in text
+    assert "difference in loss from baseline (better: left)" in text
     assert "mean and simultaneous 90 % interval; p: sign-flip test, adjusted -->" in text
     report({"- ema": WORSE}).plot(tmp_path / "one.svg")
     text = (tmp_path / "one.svg").read_text()
-    assert "accuracy to baseline (better to the right)" in text
+    assert "accuracy from baseline (better: right)" in text
     assert "p: sign-flip test -->" in text
 
 

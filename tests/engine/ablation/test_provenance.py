@@ -269,7 +269,7 @@ def test_another_run_is_another_study(tmp_path: Path) -> None:
     make_study(builds.composed, run=builds.train, seeds=[0], store=store).run(DESIGN, workers=0)
     plan = make_study(builds.composed, run=longer, seeds=[0], store=store).plan(DESIGN)
     assert len(plan.to_make) == 2
-    assert "made with a different run (its code, or what it uses)" in str(plan)
+    assert "made with a different run (its code, or something that it uses)" in str(plan)
 
 
 def test_other_arguments_of_an_alternative_are_other_runs(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_what_cannot_be_digested_is_named_and_asks_for_config(tmp_path: Path) ->
     reader = (number for number in range(3))
     message = (
         r"Study\(build=\.\.\.\): the variable 'reader' of .*build\(\), in build is <generator .*, whose content cannot be "
-        r"compared with that of stored runs; describe the value with config="
+        r"compared with the content in stored runs; describe the value with config="
     )
 
     def build(seed: int) -> Any:

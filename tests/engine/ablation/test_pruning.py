@@ -134,8 +134,8 @@ def test_the_report_has_no_effect_and_no_average_of_what_was_pruned(stored: Path
     assert found.comparisons == 3
     assert found.needed == 7  # 3 * 2 / 2**7 <= 0.05
     (sentence,) = [one for one in found.sentences() if f'"{name}"' in one]
-    assert "was pruned after epoch 1: place 3 of 3 by the mean rank over 6 seeds" in sentence
-    assert "no effect is stated" in sentence
+    assert "was pruned after epoch 1 in place 3 of 3, ordered by the mean rank over 6 seeds" in sentence
+    assert "No effect is reported" in sentence
     assert "by Holm's procedure for 3 comparisons, 1 of them pruned" in " ".join(str(found).split())
     assert f"Pruned, by the mean rank within seeds: {name} after epoch 1 (place 3 of 3)." in " ".join(
         str(found).split()
@@ -168,13 +168,13 @@ def test_full_runs_of_another_study_do_not_bring_back_what_was_pruned(tmp_path: 
 @pytest.mark.moderate
 def test_the_plan_says_what_will_be_and_what_was_pruned(stored: Path) -> None:
     text = " ".join(str(make_study(store=stored, seeds=range(6), prune=PLAN).plan(DESIGN)).split())
-    assert "all 3 variants are trained to the end of epoch 1, the best 2 to the end" in text
+    assert "all 3 variants are trained to the end of epoch 1, and the best 2 to the end" in text
     assert 'pruned after epoch 1: "- ' in text
     assert "0 of 24 runs pending" in text
-    assert "6 seeds cannot show any effect among 3 comparisons (smallest p = 0.094); use more" in text
+    assert "6 seeds cannot show any effect among 3 comparisons (smallest possible p = 0.094); use more seeds" in text
     new = make_study(seeds=range(8), prune=Halving([1, 2], keep=0.3)).plan(DESIGN)
     words = " ".join(str(new).split())
-    assert "epoch 1, the best 1 to the end of epoch 2, the best 1 to the end" in words
+    assert "epoch 1, the best 1 to the end of epoch 2, and the best 1 to the end" in words
     assert "the 48 runs that end early are not counted below" in words  # 4 variants and then 2, of 8 seeds
 
 
@@ -298,7 +298,7 @@ def test_what_is_wrong_is_refused() -> None:
     for keep, error in ((0, ValueError), (1, ValueError), ("half", TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"Halving\(keep="):
             Halving([1], keep=keep)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"Study\(prune=\[1, 3\]\): expected a plan, such as Halving"):
+    with pytest.raises(TypeError, match=r"Study\(prune=\[1, 3\]\): expected a pruning plan, such as Halving"):
         make_study(prune=[1, 3])
     with pytest.raises(ValueError, match=r"Study\(prune=..., looks=...\)"):
         make_study(prune=PLAN, looks=[7, 10], seeds=range(10))
@@ -318,7 +318,7 @@ def late(seed: int, rate: float) -> Any:
 
 @pytest.mark.moderate
 def test_an_epoch_without_the_metric_is_an_error_that_names_the_way_out() -> None:
-    with pytest.raises(ValueError, match=r"has no metric 'val_loss' at the end of epoch 1; choose epochs at whose end"):
+    with pytest.raises(ValueError, match=r"has no metric 'val_loss' at the end of epoch 1; choose epochs that end"):
         make_study(late, prune=PLAN).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
 
 
@@ -329,7 +329,7 @@ def late_and_long(seed: int, rate: float) -> Any:
 
 @pytest.mark.moderate
 def test_a_metric_of_an_earlier_epoch_decides_nothing() -> None:
-    message = r"last measured 'val_loss' in epoch 2, but the decision is after epoch 3; choose epochs at whose end"
+    message = r"last measured 'val_loss' in epoch 2, but the decision follows epoch 3; choose epochs that end with"
     with pytest.raises(ValueError, match=message):
         make_study(late_and_long, prune=Halving([3])).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
 
@@ -354,7 +354,7 @@ def test_a_failed_run_is_made_again_only_when_asked_and_may_change_the_decision(
 
 @pytest.mark.moderate
 def test_epochs_that_no_run_reaches_are_an_error() -> None:
-    with pytest.raises(ValueError, match="all runs ended before epoch 5, the last one after epoch 2; choose earlier"):
+    with pytest.raises(ValueError, match="all runs ended before epoch 5; the longest run ended after epoch 2"):
         make_study(prune=Halving([5])).run(DESIGN, workers=0)
 
 
@@ -363,12 +363,12 @@ def test_effects_of_a_design_of_which_a_part_was_pruned_are_refused() -> None:
     factors = ["gradient_clipping", "gradient_noise", "ema"]
     for design in (FractionalFactorial(factors, resolution=3), Factorial(factors[:2])):
         found = make_study(seeds=range(2), prune=PLAN).run(design, workers=0)
-        assert any("No effects of factors are stated" in one for one in found.warnings())
-        with pytest.raises(ValueError, match=r"effects\(\): .* pruned, but effects need the runs of all variants"):
+        assert any("No factor effects are reported" in one for one in found.warnings())
+        with pytest.raises(ValueError, match=r"effects\(\): .* pruned, but effects require the runs of all variants"):
             found.effects()
     cumulative = Cumulative(factors)
     found = make_study(seeds=range(2), prune=PLAN).run(cumulative, workers=0)
-    with pytest.raises(ValueError, match=r"contributions\(\): .* pruned, but effects need the runs of all variants"):
+    with pytest.raises(ValueError, match=r"contributions\(\): .* pruned, but effects require the runs of all variants"):
         found.contributions(cumulative)
 
 
@@ -407,5 +407,5 @@ def test_runs_that_began_with_other_data_decide_nothing(tmp_path: Path) -> None:
     lines = [line for line in path.read_bytes().splitlines(keepends=True) if b'"until"' in line]
     path.write_bytes(b"".join(lines))
     scale.write_text("2")
-    with pytest.raises(ValueError, match=r"began with different data than a run would begin with now"):
+    with pytest.raises(ValueError, match=r"began with different data than a new run would"):
         make_study(build, store=path, prune=PLAN).run(DESIGN, workers=0)

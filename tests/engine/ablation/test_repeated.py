@@ -126,7 +126,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_build_that_makes_another_run_in_each_call_is_an_error(what: str) -> None:
     build, message = DIFFERENT[what]
-    with pytest.raises(RepeatError, match=r"two calls of build\(0\) made different runs: .*" + message):
+    with pytest.raises(RepeatError, match=r"two calls of build\(0\) produced different runs: .*" + message):
         plan(build)
 
 
@@ -194,5 +194,5 @@ def test_a_build_that_changes_its_handlers_later_is_reported() -> None:
         engine.attach(GradientClipping(max_norm=norms.pop() if norms else 5.0))
 
     study = Study(built(clip), metric="val", seeds=range(2))
-    with pytest.warns(FindingWarning, match=r"W82: build\(0\) returned different handlers than in an earlier run"):
+    with pytest.warns(FindingWarning, match=r"W82: build\(0\) produced different handlers than in an earlier run"):
         study.run(LeaveOneOut(["gradient_clipping"]), workers=0)

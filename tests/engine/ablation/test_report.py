@@ -47,7 +47,7 @@ def test_a_missing_run_is_shown_and_named() -> None:
     found = Report(runs, [row.variant for row in full.rows], metric="accuracy", mode="max")
     assert found.rows[1].missing == (3, 5)
     assert "6/8" in str(found)
-    assert '"- ema": no run of seeds 3 and 5' in str(found)
+    assert '"- ema": no run with seeds 3 and 5' in str(found)
     assert "2 of its 8 runs are missing (seeds 3 and 5)." in found.sentences()[0]
     assert "missing" not in found.sentences()[1]
 
@@ -60,16 +60,16 @@ def test_a_failed_baseline_takes_the_pair_away_and_this_is_said() -> None:
     assert found.rows[1].without_pair == (4,)
     assert found.rows[1].comparison is not None
     assert found.rows[1].comparison.n == 7
-    assert '"- ema": seed 4 omitted from the differences, because the baseline has no such run' in found.warnings()
+    assert '"- ema": the differences omit seed 4, for which the baseline has no finished run' in found.warnings()
     assert '"baseline", seed 4: failed: ValueError: boom' in found.warnings()
     baseline, ema = found.sentences()
     assert "1 of its 8 runs failed (seed 4: ValueError: boom)." in baseline
-    assert ema.endswith("Seed 4 is omitted from the differences, because the baseline did not finish it.")
+    assert ema.endswith("The differences omit seed 4, for which the baseline has no finished run.")
 
 
 def test_a_report_without_any_result_is_one_of_missing_runs() -> None:
     found = Report([], [Variant("baseline"), without("a")], metric="accuracy", mode="max", seeds=range(3))
-    assert '"- a": no run of seeds 0, 1 and 2' in str(found)
+    assert '"- a": no run with seeds 0, 1 and 2' in str(found)
     assert found.rows[0].missing == (0, 1, 2)
     assert len(found.sentences()) == 2
 
@@ -84,7 +84,7 @@ def test_drawn_signs_are_said() -> None:
     runs = results("baseline", [0.5] * 21) + results("- a", [0.4 - 0.001 * seed for seed in range(21)])
     found = Report(runs, [Variant("baseline"), without("a")], metric="accuracy", mode="max")
     assert "65,536 random sign patterns" in str(found).replace("\n", " ")
-    assert "p < 0.001, from random signs" in found.sentences()[0]
+    assert "p < 0.001, from random sign patterns" in found.sentences()[0]
     assert "random" not in str(report({"- ema": WORSE}))
 
 
@@ -199,7 +199,7 @@ def test_a_factorial_design_shows_its_effects() -> None:
     assert "| ema x mixup | 8/8 |" in found.markdown()
     part = report({"- ema": WORSE}, FACTORIAL[:2])
     assert "estimate" not in str(part)
-    with pytest.raises(ValueError, match="not a full factorial design"):
+    with pytest.raises(ValueError, match="the design is not full factorial"):
         part.effects()
 
 
@@ -212,7 +212,7 @@ def test_a_factorial_design_shows_its_effects() -> None:
             {"baseline": "all"},
             r"Report\(baseline='all'\): no variant has this name; the variants are \['baseline', '- a'\]",
         ),
-        ({"seeds": [0]}, r"variant 'baseline' with seed 1, which is not one of the seeds: \[0\]"),
+        ({"seeds": [0]}, r"a run has variant 'baseline' and seed 1, but the only seeds are \[0\]"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
@@ -237,4 +237,4 @@ def test_all_ways_of_failing_are_counted() -> None:
             assert row.finished + len(row.failed) + len(row.missing) == row.planned == 2
             assert len(row.differences) + len(row.without_pair) == (row.finished if row.comparison else 0)
             assert f"{row.finished}/2" in str(found)
-            assert (f'"{row.variant.name}": no run of' in said) == bool(row.missing)
+            assert (f'"{row.variant.name}": no run with' in said) == bool(row.missing)

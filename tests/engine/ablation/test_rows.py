@@ -89,11 +89,11 @@ def test_the_reason_of_a_failure_is_its_error(error: str, reason: str) -> None:
 def test_results_that_belong_nowhere_or_twice_are_refused() -> None:
     runs = results("baseline", [0.5]) + results("- a", [0.4])
     variants = [Variant("baseline"), without("a")]
-    with pytest.raises(ValueError, match="variant '- a' with seed 0, which is not one of the variants"):
+    with pytest.raises(ValueError, match="variant '- a' and seed 0, but the only variants are"):
         Report(runs, variants[:1], metric="accuracy", mode="max")
-    with pytest.raises(ValueError, match="variant '- a' with seed 0 more than once"):
+    with pytest.raises(ValueError, match="variant '- a' and seed 0, the same as an earlier run"):
         Report([*runs, runs[-1]], variants, metric="accuracy", mode="max")
-    with pytest.raises(ValueError, match=r"two variants have the same name: \['- a'\]"):
+    with pytest.raises(ValueError, match=r"several variants have the same name: \['- a'\]"):
         Report(runs, [*variants, variants[1]], metric="accuracy", mode="max")
 
 

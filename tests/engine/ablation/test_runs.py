@@ -83,8 +83,8 @@ def test_of_the_runs_of_an_executor_all_are_kept_but_those_that_it_loses(
     [
         (lambda seed: None, "returned None; expected an Engine"),
         (lambda seed: builds.composed(seed), "returned only an engine"),
-        (lambda seed: (builds.composed(seed), 3), "expected an Engine, or an Engine and a function"),
-        (lambda seed: (builds.composed(9), builds.train), "with seed=9; build it with Engine(..., seed=seed)"),
+        (lambda seed: (builds.composed(seed), 3), "expected an Engine, or a tuple of an Engine and a function"),
+        (lambda seed: (builds.composed(9), builds.train), "with seed=9; create the engine with Engine(..., seed=seed)"),
     ],
 )
 def test_a_build_that_is_no_use_is_refused(build: Any, message: str) -> None:
@@ -117,7 +117,7 @@ def test_a_script_without_its_main_guard_is_reported(tmp_path: Path) -> None:
     )
     ended = finished(script)
     assert ended.returncode == 1
-    assert 'needs the line `if __name__ == "__main__":`' in ended.stderr
+    assert 'under `if __name__ == "__main__":`' in ended.stderr
 
 
 # ---- one run --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ def test_sentences_of_leaving_one_out() -> None:
         "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 0.8 to 2.5, p = 0.0078 adjusted, 8 seeds): "
         "the setup is better without it.",
         "Without clip, accuracy shows no significant difference with 8 seeds (change of 0.1 percentage points, 95 % interval "
-        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points is found with a probability of 80 %, "
+        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points is detected with a probability of 80 %, "
         "and a smaller "
         "one may exist.",
         "Without noise, accuracy was exactly the same with all 8 seeds.",
@@ -80,7 +80,7 @@ def test_too_few_seeds_are_said_with_how_many_it_takes() -> None:
     found = report({f"- {name}": WORSE[:5] for name in "abcde"})
     assert found.needed == 6
     assert found.warnings() == [
-        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so no direction is stated. For a level of "
+        "Too few seeds: the smallest p that 5 pairs can reach is 0.062, so no direction is reported. For a level of "
         "0.05, at least "
         "6 seeds are needed."
     ]
@@ -120,14 +120,15 @@ def test_only_the_variants_with_too_few_pairs_are_named() -> None:
     found = Report(runs, variants, metric="accuracy", mode="max", seeds=range(6))
     assert found.needed == 6
     (few,) = [line for line in found.warnings() if line.startswith("Too few")]
-    assert few.startswith('Too few seeds of "- a": the smallest p that 5 pairs can reach is 0.062')
+    assert few.startswith('Too few seeds for "- a": the smallest p that 5 pairs can reach is 0.062')
 
 
 def test_one_pair_or_none_is_reported_as_such() -> None:
     found = report({"- a": [-1, None], "- b": [None, None]})
     one, none = found.sentences()
     assert one.startswith(
-        "Without a, runs failed: only this variant's in 1 pair of 2, only the baseline's in 0, both in 0 (Mc"
+        "Without a, runs failed: in 1 of 2 pairs, only the run of this variant; in 0, only the run of the "
+        "baseline; in 0, both runs (Mc"
     )
     assert "There are too few pairs to say more: at least 6 seeds are needed." in one
     assert "fell" not in one + none
@@ -137,7 +138,7 @@ def test_one_pair_or_none_is_reported_as_such() -> None:
         '"- a", seed 1',
         '"- b", seed 0',
         '"- b", seed 1',
-        'Too few seeds of "- a"',
+        'Too few seeds for "- a"',
     ]
     json.dumps(found.to_dict(), allow_nan=False)
 
@@ -174,18 +175,16 @@ def test_runs_that_the_baseline_lacks_are_counted_in_every_sentence() -> None:
     found = report({"- ema": WORSE, "- mixup": [*WORSE[:7], None]}, base=base, seeds=range(9))
     baseline, ema, mixup = found.sentences()
     assert baseline == (
-        'Not all runs of "baseline", the reference of all comparisons, finished. '
+        'Not all runs of "baseline", the reference for all comparisons, finished. '
         "2 of its 9 runs failed (seed 0: ValueError: boom; seed 1: ValueError: boom). "
         "1 of its 9 runs is missing (seed 8)."
     )
-    left_out = "Seeds 0 and 1 are omitted from the differences, because the baseline did not finish them."
+    left_out = "The differences omit seeds 0 and 1, for which the baseline has no finished run."
     assert ema.endswith(f"1 of its 9 runs is missing (seed 8). {left_out}")
     assert mixup.endswith(
         f"1 of its 9 runs failed (seed 7: ValueError: boom). 1 of its 9 runs is missing (seed 8). {left_out}"
     )
-    assert (
-        '"- ema": seeds 0 and 1 omitted from the differences, because the baseline has no such run' in found.warnings()
-    )
+    assert '"- ema": the differences omit seeds 0 and 1, for which the baseline has no finished run' in found.warnings()
 
 
 def test_a_level_that_no_number_of_seeds_reaches_is_said() -> None:
@@ -218,7 +217,7 @@ def test_effects_and_interactions_have_sentences() -> None:
     )
     assert ema.endswith(", p = 0.0078 adjusted, 8 seeds): it contributes.")
     assert mixup.startswith("mixup has no significant effect on accuracy (")
-    assert mixup.endswith(" is found with a probability of 80 %, and a smaller one may exist.")
+    assert mixup.endswith(" is detected with a probability of 80 %, and a smaller one may exist.")
     assert both.startswith("The interaction ema x mixup raises accuracy by 1.0 percentage points (95 % interval 0.")
     assert "contributes" not in both
     worse = report(changes, FACTORIAL, mode="min").sentences()[3]
@@ -236,7 +235,5 @@ def test_effects_of_too_few_seeds_and_of_failed_runs_are_said() -> None:
     )
     failed: dict[str, Sequence[float | None]] = {"- ema": WORSE, "- mixup": [None, *WORSE[1:]], "- ema - mixup": WORSE}
     ema = report(failed, FACTORIAL).sentences()[3]
-    assert ema.endswith(
-        " (Seed 0 omitted because not all of the runs finished, so the effect is conditional on finishing.)"
-    )
+    assert ema.endswith(" (It omits seed 0, where not all runs finished, so the effect is conditional on finishing.)")
     assert "contributes" not in ema

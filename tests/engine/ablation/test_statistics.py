@@ -256,11 +256,11 @@ def test_a_seed_with_a_failed_or_missing_run_is_named() -> None:
 
 
 def test_effects_refuse_what_is_not_the_whole_factorial_design() -> None:
-    with pytest.raises(ValueError, match=r"no variant has only \['ema', 'mixup', 'clip'\] on"):
+    with pytest.raises(ValueError, match=r"because no variant enables only \['ema', 'mixup', 'clip'\]"):
         effects(factorial(), FACTORS, variants=CELLS[:-1])
     with pytest.raises(ValueError, match=r"the factors of variant 'none' are \['clip', 'ema', 'mixup'\]"):
         effects(factorial(), FACTORS[:2], variants=CELLS)
-    with pytest.raises(ValueError, match="are the same cell"):
+    with pytest.raises(ValueError, match="have the same combination of factors"):
         effects(factorial(), FACTORS, variants=[*CELLS, Variant("again", level=CELLS[0].level)])
     with pytest.raises(ValueError, match="order=4"):
         effects(factorial(), FACTORS, 4, variants=CELLS)

@@ -163,7 +163,7 @@ def test_two_lines_of_one_run_with_different_numbers_are_an_error_that_names_bot
         store.read()
     said = str(caught.value)
     assert "lines 3 and 4 of the store" in said
-    assert "the run of '- ema' with seed 0, with different results" in said
+    assert "the run of '- ema' with seed 0, but with different results" in said
     assert str(first[name]) in said
     assert str(other) in said
 
@@ -216,7 +216,7 @@ def test_a_line_that_is_no_run_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "store.jsonl"
     good = json.dumps(line("a")).encode() + b"\n"
     path.write_bytes(good + bad + good)
-    with pytest.raises(StoreError, match=r"line 2 of the store .* is not a run of a study"):
+    with pytest.raises(StoreError, match=r"line 2 of the store .* does not hold a run of a study"):
         Store(path).read()
 
 
@@ -340,7 +340,7 @@ def test_without_a_path_it_is_kept_in_memory() -> None:
 
 
 def test_a_path_that_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IsADirectoryError, match="give a file in it"):
+    with pytest.raises(IsADirectoryError, match="pass a file in this folder"):
         Store(tmp_path)
     with pytest.raises(TypeError, match="expected a path"):
         Store(cast(Any, 3))

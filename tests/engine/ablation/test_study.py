@@ -333,7 +333,7 @@ def test_a_run_that_goes_on_from_that_of_another_variant_has_failed(tmp_path: Pa
     baseline, *others = report.rows
     assert baseline.finished == 1
     for row in others:
-        assert "the run would resume from a saved one" in row.failed[0]
+        assert "the run would resume from a checkpoint" in row.failed[0]
 
 
 def test_nothing_is_trained_to_plan() -> None:
@@ -374,7 +374,7 @@ def test_nothing_is_trained_to_plan() -> None:
     ],
 )
 def test_variants_that_cannot_work_are_refused_together(build: Any, design: Design, message: str) -> None:
-    with pytest.raises(ValueError, match="these variants are invalid") as caught:
+    with pytest.raises(ValueError, match="some variants are invalid") as caught:
         make_study(build).plan(design)
     assert re.search(message, str(caught.value), re.DOTALL)
 
@@ -418,9 +418,8 @@ def test_other_handlers_than_those_of_the_store_are_noticed(tmp_path: Path) -> N
     plan = make_study(build, **options).plan(LeaveOneOut(["ema"]))
     assert [run.status for run in plan.runs] == ["missing"] * 2
     assert plan.notes == (
-        "2 stored runs with these variants and seeds were made with a different build (its code, or what it uses) "
-        "and a different "
-        "setup (handlers, updates or modules), and are not used",
+        "2 stored runs with these variants and seeds were made with a different build (its code, or something that it "
+        "uses) and a different setup (handlers, updates or modules), so they are not used",
     )
 
 
@@ -452,7 +451,7 @@ def test_a_design_without_a_baseline_is_refused() -> None:
         ({"seeds": [-1]}, "Study(seeds=-1)"),
         ({"seeds": 3}, "Study(seeds=3): expected a sequence of ints, such as range(8)"),
         ({"files": 1}, "Study(files=1)"),
-        ({"seeds": [2**32]}, "less than 2**32"),
+        ({"seeds": [2**32]}, "below 2**32"),
         ({"handlers": "ema"}, "expected a list of names, such as ['ema']"),
         ({"streams": "own"}, "Study(streams='own')"),
         ({"run": 3}, "Study(run=3)"),

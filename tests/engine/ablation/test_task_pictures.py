@@ -107,7 +107,7 @@ def test_they_show_the_numbers_of_the_report(figures: list[Figure], tmp_path: Pa
 
 
 def test_there_is_no_picture_of_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"plot_profiles\(\): no seed has runs of all variants and tasks"):
+    with pytest.raises(ValueError, match=r"plot_profiles\(\): no seed has runs of all variants on all tasks"):
         draw_profiles({}, tmp_path / "x.png")
     with pytest.raises(ValueError, match=r"plot_aggregates\(\): no seed has runs"):
         draw_aggregates({}, tmp_path / "x.png")

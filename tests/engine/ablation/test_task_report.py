@@ -236,7 +236,7 @@ def test_seeds_that_have_not_run_everywhere_are_left_out_and_named() -> None:
     assert report.complete == (1, 2, 3, 4, 5, 6)
     assert report.matrix("- ema").shape == (6, 3)
     assert (
-        "Aggregates and profiles leave out the seeds 0 and 7, with which not all variants and tasks ran."
+        "Aggregates and profiles omit these seeds, because not all variants and tasks ran with them: 0 and 7."
         in report.warnings()
     )
     assert report.rows[0].missing == (0,)
@@ -276,7 +276,7 @@ def test_smaller_values_may_be_better() -> None:
     assert found.matrix("baseline")[0].tolist() == pytest.approx([0.75, 0.5])
     assert [row.verdict for row in found.rows] == [None, "worse"]
     assert found.sentences()[0].startswith("Without ema, score fell by 0.08")
-    assert found.sentences()[1].startswith('In one, "- ema" is worse: loss changes by 0.328 (p = 0.031 adjusted over 2')
+    assert found.sentences()[1].startswith('In one, "- ema" is worse: loss changes by 0.328 (p = 0.031 adjusted for 2')
 
 
 @pytest.mark.moderate
@@ -292,7 +292,7 @@ def test_every_form_of_the_report_has_the_tasks(tmp_path: Path) -> None:
     assert set(content["tasks"]) == set(ENDS)
     assert len(content["by_task"]) == 6
     assert content["aggregates"][0]["improvement"] is None
-    assert "on each of 3 tasks (digits, wine, cancer), and its score is the mean over the tasks" in report.methods()
+    assert "on each of 3 tasks (digits, wine, cancer), and its score is the mean of" in report.methods()
     assert "digits: 0.1 and 1; wine: 0.4 and 0.9" in report.methods()
     report.html(tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()

@@ -52,7 +52,7 @@ def test_a_monitor_whose_metric_is_gone_is_refused() -> None:
         return engine, run
 
     with pytest.raises(
-        ValueError, match=r"'val_loss', which 'early_stopping' monitors, is missing without 'validation'"
+        ValueError, match=r"'val_loss', which 'early_stopping' monitors, does not exist without 'validation'"
     ):
         make_study(build, metric="loss").plan(LeaveOneOut(["validation"]))
 
@@ -120,5 +120,5 @@ def test_a_variant_that_works_gives_the_handlers_that_it_has_and_leaves_the_engi
 def test_what_build_has_switched_off_is_no_variant() -> None:
     engine = builds.composed(1)
     engine.handlers["ema"].enabled = False
-    with pytest.raises(ValueError, match=r"the handler 'ema' is already switched off by build$"):
+    with pytest.raises(ValueError, match=r"the handler 'ema' is already switched off by build; enable it in build$"):
         try_out(engine, builds.train, Variant("- ema", frozenset({"ema"})), {}, {}, "val_loss")

@@ -109,7 +109,7 @@ def test_what_only_a_later_step_finds_has_an_interval_that_is_cut_at_zero() -> N
     assert cut.conclusion is not None
     assert 0 in (cut.conclusion.low, cut.conclusion.high)
     assert cut.verdict in ("better", "worse")
-    assert any("bounded at 0 by the correction for several comparisons" in sentence for sentence in found.sentences())
+    assert any("bounded at 0 by the correction for multiple comparisons" in sentence for sentence in found.sentences())
 
 
 def contradictions(generator: np.random.Generator, reports: int, margin: float | None) -> tuple[int, Report]:

@@ -56,7 +56,7 @@ def test_a_handler_of_another_package_is_found_listed_and_checked(
     assert main(["handlers"]) == 0
     before = capsys.readouterr().out
     assert "GradientClipping: " in before
-    assert "of installed packages (entry points of the group 'signalfire.handlers'): none" in before
+    assert "from installed packages (entry points in the group 'signalfire.handlers'): none" in before
     install(tmp_path, monkeypatch, count_iterations="Counting", broken="Missing", wrong="Other")
     assert set(handlers_of_packages()) == {"count_iterations", "broken", "wrong"}
     assert find_handler("count_iterations").__name__ == "Counting"
@@ -66,8 +66,8 @@ def test_a_handler_of_another_package_is_found_listed_and_checked(
     assert main(["handlers"]) == 0
     out = capsys.readouterr().out
     assert "count_iterations: Counts iterations.  [counting 1.5, counting_handlers:Counting]" in out
-    assert "broken: cannot be loaded, AttributeError: " in out
-    assert "wrong: cannot be loaded, TypeError: " in out
+    assert "broken: cannot be loaded (AttributeError: " in out
+    assert "wrong: cannot be loaded (TypeError: " in out
     with pytest.raises(
         LookupError, match=r"no installed package has an entry point 'count_iteration'.*count_iterations"
     ):

@@ -117,7 +117,7 @@ def test_scripts_have_their_arguments_and_the_modules_beside_them(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["first.jsonl", "--script", "first.py"], "takes two traces or none, got 1"),
+        (["first.jsonl", "--script", "first.py"], "takes either two traces or none, but got 1"),
         (["first.jsonl", "second.jsonl"], "needs --script train.py or --build train:build"),
         (["--script", "missing.py"], "run 'a': 'missing.py': FileNotFoundError"),
         (["--script", "empty.py"], "ends without a training"),

@@ -86,7 +86,7 @@ def test_an_error_of_the_user_keeps_its_traceback(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("train", "expected a module and a function in it, such as train:build"),
+        ("train", "expected a module and a function in this module, such as train:build"),
         (":build", "expected a module and a function"),
         ("nowhere.py:build", "there is no file 'nowhere.py'"),
         ("train:no_argument", "cannot be called as no_argument(seed): too many positional arguments"),
@@ -123,7 +123,7 @@ def test_what_fails_to_import_inside_of_the_module_is_not_hidden(
         (["--seeds", "0"], "--seeds 0: expected at least 1"),
         (["--seeds", "1,1"], "expected distinct ints"),
         (["--workers", "-1"], "--workers -1: expected 0 or more"),
-        (["--store", "."], "the path is a folder; give a file in it"),
+        (["--store", "."], "the path is a folder; pass a file in this folder"),
         (["--handlers", "emma", "--plan"], "no handler 'emma'"),
         (["--run", "tests.engine.ablation.builds:trian"], "did you mean 'train'?"),
         (["--verify", "2"], "no finished run"),
