@@ -23,20 +23,20 @@ def main(arguments: list[str] | None = None) -> int:
         "python -m signalfire", description="A PyTorch training engine whose loop only emits events."
     )
     commands = parser.add_subparsers(dest="command", title="commands")
-    commands.add_parser("demo", help="train two small models, and one of them again without a handler (the default)")
+    commands.add_parser("demo", help="train two small models, then train one again without a handler (the default)")
     new = commands.add_parser("new", help="create a starter project")
     new.add_argument("folder", help="the folder, such as my_project")
     study = commands.add_parser(
-        "study", help="what does each handler contribute? train without each one, over several seeds"
+        "study", help="measure what each handler contributes: train without each one in turn, over several seeds"
     )
     report = commands.add_parser("report", help="print the report on the stored runs of a study")
     studies.add_study(study)
     studies.add_report(report)
-    commands.add_parser("handlers", help="list the included handlers and those of installed packages")
+    commands.add_parser("handlers", help="list the included handlers and the handlers of installed packages")
     traces.add_compare(commands)
     bisection.add_bisect(commands)
     upgrade = commands.add_parser("upgrade", help="list outdated names in your files, with their replacements")
-    upgrade.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="files, or folders of them")
+    upgrade.add_argument("paths", nargs="+", type=Path, metavar="FILE", help="files, or folders that contain files")
     given = parser.parse_args(arguments)
     if given.command == "upgrade":
         return _upgrade(given.paths)
@@ -77,7 +77,7 @@ def _upgrade(paths: list[Path]) -> int:
     for sentence in unread:
         print(sentence, file=sys.stderr)
     not_read = f"; {len(unread)} files could not be read" if unread else ""
-    print(f"{len(found)} names of earlier versions{not_read}", file=sys.stderr)
+    print(f"{len(found)} outdated names{not_read}", file=sys.stderr)
     return 2 if unread else 1 if found else 0
 
 

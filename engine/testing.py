@@ -252,7 +252,7 @@ class _Check:
         _same(
             plain,
             again,
-            "build() or the data differ on each call; seed every generator that they use",
+            "build() or the data differs from call to call; seed every generator that they use",
         )
         return plain
 
@@ -288,13 +288,14 @@ class _Check:
             _same(
                 {path: plain[path] for path in without},
                 without,
-                f"{self.name}: it changes training; draw random numbers from self.generator(engine), and change "
-                "neither the batch, the gradients nor the weights, or set changes_training=True if this is intended",
+                f"{self.name}: it changes training. Draw random numbers from self.generator(engine), and do not "
+                "change the batch, the gradients or the weights; if the handler is meant to change training, set "
+                "changes_training=True",
             )
         assert draws or not self._drawing, (
             f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, which "
-            "changes the random numbers of other code; draw from self.generator(engine), or set draws=True if this is "
-            "intended"
+            "changes the random numbers of other code; draw from self.generator(engine) instead, or set draws=True if "
+            "this is intended"
         )
         return whole
 
@@ -308,7 +309,8 @@ class _Check:
         _same(
             whole,
             after,
-            f"{self.name}: after a run on a different engine, it does not start fresh; load_state_dict() must reset it",
+            f"{self.name}: after a run on a different engine, it does not start fresh; load_state_dict() must reset "
+            "its state",
         )
 
     def resumed(self, whole: dict[str, str]) -> list[int]:
@@ -334,7 +336,7 @@ class _Check:
             try:
                 self.run(resumed, seed=1)  # a new process starts with other random states
             except Exception as error:
-                error.add_note(f"{self.name}: in a run resumed after iteration {iteration}")
+                error.add_note(f"{self.name}: raised in a run that resumed after iteration {iteration}")
                 raise
             what = f"{self.name}: a run resumed after iteration {iteration}"
             for place, leaves in followed.items():
@@ -363,7 +365,7 @@ class _Check:
         _same(
             {key: leaf for key, leaf in kept.items() if key in found},
             {key: leaf for key, leaf in found.items() if key in kept},
-            f"{self.name}: attributes are not restored by a resume after iteration {iteration}; return them in "
+            f"{self.name}: attributes are not restored when a run resumes after iteration {iteration}; return them in "
             "state_dict() and restore them in load_state_dict(), or list them in per_run= if they describe a single "
             "run",
             _RESUMED,
@@ -373,8 +375,9 @@ class _Check:
         """Each receiver was called whose event was emitted in a run; returns which events were not."""
         missing = [name for name in self._subscribed if name in self._expected - self._called - uncalled]
         assert not missing, (
-            f"{self.name}: never called in these runs, although their events were emitted: "
-            f"{self._with_events(missing)}; use data and bounds with which they are called, or list them in uncalled="
+            f"{self.name}: some methods were never called in these runs, although their events were emitted: "
+            f"{self._with_events(missing)}; choose data and bounds for which the methods are called, or list them in "
+            "uncalled="
         )
         silent = [name for name in self._subscribed if name not in self._expected | self._called]
         return f"; not emitted: {self._with_events(silent)}" if silent else ""
@@ -396,7 +399,7 @@ class _Check:
             except _Failure:
                 pass
             else:
-                raise AssertionError(f"{self.name}: an error in another receiver was not raised by run()")
+                raise AssertionError(f"{self.name}: an error in another receiver did not propagate out of run()")
         assert engine.regions.depth == 0, f"{self.name}: a region is open after an error"
         engine.detach(self.name)
         _same(before, _receivers(engine), f"{self.name}: detaching it after an error leaves receivers behind")

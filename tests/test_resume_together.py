@@ -403,7 +403,7 @@ def test_all_of_the_state_of_rank_1_has_a_part_in_the_run() -> None:
     setting = Setting(2)
     path = cuts(whole(setting)[1])[2]
     errors = errors_of(resumed_from_all, 2, setting, path.parent, [path], lambda state: state["ranks"].clear())
-    assert "holds only rank 0, not rank 1" in errors[1]
+    assert "only the part of rank 0, not the part of rank 1" in errors[1]
     assert errors.keys() == {0, 1}
 
 
@@ -434,7 +434,7 @@ def test_with_another_number_of_processes_no_batch_is_left_out(before: int, afte
                 [
                     reported
                     for reported in one.reported
-                    if f"saved with world size {before} and resumes with {after}" in reported
+                    if f"world size {before}, and the run resumes with world size {after}" in reported
                 ]
             )
             == 1
@@ -566,7 +566,7 @@ def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
 def test_the_state_of_rank_1_alone_is_refused_by_rank_0() -> None:
     errors = errors_of(with_a_state_of_rank_1, 2, a_folder())
     assert errors.keys() == {0, 1}
-    assert "the loaded state holds only rank 1, not rank 0" in errors[0]
+    assert "the loaded state contains only the part of rank 1, not the part of rank 0" in errors[0]
 
 
 def with_different_checkpoints(folder: Path, paths: list[Path]) -> None:

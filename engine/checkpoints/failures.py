@@ -80,7 +80,7 @@ class ResumeFailures:
             FileNotFoundError: if all versions are given up.
         """
         given_up = self.given_up()
-        failed = f"{TRIES} runs that resumed from {', '.join(given_up)} failed before the next checkpoint was written"
+        failed = f"{TRIES} runs that resumed from {', '.join(given_up)} failed before they wrote another checkpoint"
         try:
             found = load_newest(self.folder, name=self.handler, where=where, files=files, without=given_up)
         except FileNotFoundError:

@@ -35,7 +35,8 @@ def _check_given(path: object, where: str) -> None:
     if path is None:
         call = f"{where.partition('(')[0]}(path=None)"
         raise TypeError(
-            f"{call}: expected a path, got None; a handler's `best` and `last` are None until it saves a checkpoint"
+            f"{call}: expected a path, got None; a handler's `best` and `last` are None until the handler saves a "
+            "checkpoint"
         )
 
 
@@ -74,9 +75,13 @@ def load_hyperparameters(
     found, manifest, _, _ = open_version(path, name=None, where=where, files=files)
     stored: dict[str, Any] | None = manifest["hyperparameters"]
     if stored is None:
-        raise ValueError(f"{where}: {found.name!r} was written without hyperparameters=")
+        raise ValueError(
+            f"{where}: {found.name!r} contains no hyperparameters; write the checkpoint with "
+            "Checkpoint(hyperparameters=)"
+        )
     if unknown := [name for name in overrides if name not in stored]:
         raise ValueError(
-            f"{where}: no {unknown[0]!r} was stored; stored hyperparameters: {', '.join(stored) or 'none'}"
+            f"{where}: there is no stored hyperparameter {unknown[0]!r}; stored hyperparameters: "
+            f"{', '.join(stored) or 'none'}"
         )
     return {**stored, **overrides}

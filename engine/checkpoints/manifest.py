@@ -116,8 +116,8 @@ def warn_if_environment_changed(origin: Mapping[str, Any] | None, device: torch.
     ]
     if changes:
         warn(
-            f"the run resumes from {origin['path']!r} in a different environment ({', '.join(changes)}), so it may not "
-            "be bit-exact",
+            f"the run resumes from {origin['path']!r} in a different environment ({', '.join(changes)}), so the "
+            "resumed run may not be bit-exact",
             RuntimeWarning,
         )
 
@@ -141,8 +141,8 @@ def check_json(where: str, value: Any) -> Any:
             raise TypeError(f"{where}={value!r}: the key {wrong[0]!r} is not a str")
         return {key: check_json(f"{where}[{key!r}]", item) for key, item in value.items()}
     raise TypeError(
-        f"{where}={value!r}: JSON cannot store this; use a str, a number, True, False, None, or a list or mapping of "
-        "such values"
+        f"{where}={value!r}: JSON cannot store this value; use a str, a number, True, False, None, or a list or "
+        "mapping that contains only these"
     )
 
 
@@ -160,7 +160,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
     except FileNotFoundError:
         raise Damaged(f"{MANIFEST} is missing") from None
     except WrongSize as error:
-        raise Damaged(f"{MANIFEST} is not a manifest: it has {error.size} bytes") from None
+        raise Damaged(f"{MANIFEST} is too large for a manifest: it has {error.size} bytes") from None
     except NotADirectoryError:
         raise Damaged("it is not a folder") from None
     manifest = _unsealed(content)
@@ -173,7 +173,7 @@ def read_manifest(path: Path, files: Files) -> dict[str, Any]:
     wrong = [key for key, kind in _ENTRIES.items() if type(manifest.get(key)) is not kind]
     wrong = wrong or [key for key, is_possible in _POSSIBLE.items() if not is_possible(manifest.get(key))]
     if wrong:
-        raise Damaged(f"{MANIFEST} has changed since it was written: {', '.join(wrong)}")
+        raise Damaged(f"{MANIFEST} has changed since it was written; invalid entries: {', '.join(wrong)}")
     return manifest
 
 
@@ -261,7 +261,8 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
         _check_position(state, manifest)
     if not isinstance(state, dict):
         raise Damaged(
-            f"{STATE} contains a {type(state).__name__}, but according to {MANIFEST} it contains weights by name"
+            f"{STATE} contains a {type(state).__name__}, but according to {MANIFEST}, it should contain a dict that "
+            "maps names to weights"
         )
     return dict(state)
 
@@ -270,7 +271,7 @@ def _check_position(state: Any, manifest: Mapping[str, Any]) -> None:
     """Raise an error unless this is the state of an engine at the position that the manifest gives."""
     position = state.get("engine") if isinstance(state, dict) else None
     if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():
-        raise Damaged(f"{STATE} does not contain the state of an engine, but according to {MANIFEST} it does")
+        raise Damaged(f"{STATE} does not contain the state of an engine, but according to {MANIFEST}, it should")
     for key in ("epoch", "iteration"):
         if position[key] != manifest[key]:
             raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")
@@ -280,7 +281,7 @@ def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:
     """Verify a shard file, which is not read here, against the manifest."""
     try:
         if Path(file).name != file or "\0" in file:
-            raise Damaged(f"{MANIFEST} lists {file!r}, which is not a file of the checkpoint")
+            raise Damaged(f"{MANIFEST} lists {file!r}, which is not the name of a file in the checkpoint")
         found = (path / file).stat()
         if not stat.S_ISREG(found.st_mode):
             raise Damaged(f"{file!r} is not a regular file")

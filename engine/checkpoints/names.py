@@ -75,7 +75,7 @@ class NameTemplate:
             if key not in metrics and key not in metrics.owners:
                 there = sorted({*self.counters, *metrics, *metrics.owners})
                 hint = did_you_mean(key, there)
-                raise KeyError(f"{self.where}: there is no {key!r}; available names: {', '.join(there)}{hint}")
+                raise KeyError(f"{self.where}: no value is named {key!r}; available names: {', '.join(there)}{hint}")
 
     def fill(self, name: str, epoch: int, iteration: int, step: int, metrics: Mapping[str, Any]) -> str:
         """The name for a position in the run; a metric without a value yet is nan."""
@@ -94,8 +94,9 @@ class NameTemplate:
                 raise ValueError(f"{self.where}: {{{key}}}: {error}") from None
         if not _NAME.fullmatch(filled) or filled.endswith(".damaged") or len(filled) > LONGEST_NAME:
             raise ValueError(
-                f"{self.where}: the name {filled!r} is invalid; a name consists of at most {LONGEST_NAME} letters, digits and "
-                "'_', '-', '.', '+', '=', '@', ',', and does not begin with '.' or end with '.damaged'"
+                f"{self.where}: the name {filled!r} is invalid; use at most {LONGEST_NAME} letters, digits, and the "
+                "characters '_', '-', '.', '+', '=', '@', ',', and neither begin the name with '.' nor end it with "
+                "'.damaged'"
             )
         return filled
 

@@ -343,8 +343,8 @@ def _open_version(
         return version, manifest, state, []
     if not given.is_dir():
         raise ValueError(
-            f"{where}: the path is not a checkpoint, which is a folder with a {STATE} and a {MANIFEST}; to read a "
-            "single file without verification, use torch.load(path, weights_only=True)"
+            f"{where}: the path is not a checkpoint; a checkpoint is a folder that contains {STATE} and {MANIFEST}. To "
+            "read a single file without verification, use torch.load(path, weights_only=True)"
         )
     return _open_newest(given, name=name, where=where, files=files, without=without)
 
@@ -371,7 +371,7 @@ def _open_newest(
         """Skip a damaged version; False if another run has removed or replaced it meanwhile."""
         if _has_changed(path, mark, files):
             return False
-        warn(f"{where}: the checkpoint {label!r} is damaged and skipped: {error}", RuntimeWarning)
+        warn(f"{where}: the checkpoint {label!r} is damaged and is skipped: {error}", RuntimeWarning)
         bad.append(f"{label}: {error}")
         if isinstance(error, Damaged):
             damaged.append(path)
@@ -434,6 +434,6 @@ def _order(label: str, manifest: Mapping[str, Any], runs: set[str]) -> tuple[Any
 def _compare_names(label: str, manifest: Mapping[str, Any], where: str) -> None:
     if manifest["name"] != visible_name(label):
         warn(
-            f"{where}: {label!r} contains the checkpoint that was written as {manifest['name']!r}",
+            f"{where}: the folder {label!r} contains a checkpoint that was written under the name {manifest['name']!r}",
             RuntimeWarning,
         )

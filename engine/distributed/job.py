@@ -38,13 +38,13 @@ def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """
     shared = next((name for name in _IDS if name in own["ids"] and name in other["ids"]), None)
     if shared is not None and own["ids"][shared] != other["ids"][shared]:
-        return f"{shared} is {own['ids'][shared]} here, but {other['ids'][shared]} there"
+        return f"{shared} is {own['ids'][shared]} in this process, but {other['ids'][shared]} in the other process"
     spawner, others = own["spawner"], other["spawner"]
     if spawner and others and spawner[:2] == others[:2] and spawner != others:  # of one machine, from the same rank on
-        return f"process {spawner[2]} started this process, but process {others[2]} started the other"
+        return f"process {spawner[2]} started this process, but process {others[2]} started the other process"
     programs = own["program"], other["program"]
     if shared is None and programs[0] != programs[1] and not set(programs) & set(_UNNAMED):
-        return f"this process runs {programs[0]!r}, but the other runs {programs[1]!r}"
+        return f"this process runs {programs[0]!r}, but the other process runs {programs[1]!r}"
     return None
 
 

@@ -84,12 +84,13 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     if not launched():
         missing = ", ".join(name for name in ENVIRONMENT if name not in os.environ)
         raise RuntimeError(
-            f"join(): {missing} not set in the environment. Start the script with torchrun, set them (LOCAL_RANK is 0 where a "
-            "machine has one process), or call torch.distributed.init_process_group first"
+            f"join(): not set in the environment: {missing}. Start the script with torchrun, set these variables "
+            "yourself (LOCAL_RANK is 0 if the machine runs a single process), or call "
+            "torch.distributed.init_process_group first"
         )
     rank, size, local_rank = (int(os.environ[name]) for name in ENVIRONMENT[:3])
     if not 0 <= rank < size:
-        raise RuntimeError(f"join(): RANK={rank}: expected 0 to WORLD_SIZE - 1, which is {size - 1}")
+        raise RuntimeError(f"join(): RANK={rank}: expected a rank from 0 to WORLD_SIZE - 1, which is {size - 1}")
     if backend is None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     if "nccl" in backend:
@@ -104,8 +105,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"join(): rank 0 could not host the store at {address}: a different process uses this port, perhaps "
-                "one of a different job; give each job on a machine its own MASTER_PORT"
+                f"join(): rank 0 could not host the store at {address}, because another process, perhaps of another "
+                "job, already uses this port; give each job on a machine its own MASTER_PORT"
             ) from error
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, hosted by {host}; check that {host} is running"
@@ -276,8 +277,9 @@ class _Membership:
             own = f"pid {self.job['pid']} on {self.job['host']}"
             self.store.set(f"refused/{self.rank}", own)
             raise RuntimeError(
-                f"join(): rank {self.rank} ({own}) does not belong to the job of {found}. Give each job on a machine "
-                "its own MASTER_PORT; to start one job in several parts, give all of them the same TORCHELASTIC_RUN_ID"
+                f"join(): rank {self.rank} ({own}) does not belong to the same job as {found}. Give each job on a "
+                "machine its own MASTER_PORT; to start one job in several parts, give all of the parts the same "
+                "TORCHELASTIC_RUN_ID"
             )
 
     def members(self, words: list[str | None]) -> list[str | None]:
@@ -292,9 +294,9 @@ class _Membership:
         if _start(found or "") != _start(self.word) or self._difference(found or "") is not None:
             return  # of an earlier start, which is about to be killed, or of a job that is refused
         error = (
-            f"join(): two processes of {self.job['host']} have rank {self.rank} of the group at {_address()}: pid "
-            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process its own RANK; or, if they belong to "
-            "two jobs, give each job its own MASTER_PORT"
+            f"join(): two processes on {self.job['host']} have rank {self.rank} in the group at {_address()}: pid "
+            f"{other.split('~')[1]} and pid {self.job['pid']}. Give each process its own RANK; if the processes belong "
+            "to two jobs, give each job its own MASTER_PORT instead"
         )
         self.store.set("double", json.dumps({"word": found, "error": error}))
         raise RuntimeError(error)
@@ -313,7 +315,7 @@ class _Membership:
             other = json.loads(self.store.get(key)) if self.store.check([key]) else None
             found = None if other is None else job.difference(self.job, other)
             if other is not None and found is not None:
-                found = f"pid {other['pid']} on {other['host']}, which uses {_address()}: {found}"
+                found = f"the process at {_address()} (pid {other['pid']} on {other['host']}): {found}"
             self._differences[word] = found
         return self._differences[word]
 
@@ -381,8 +383,8 @@ def _follow_as(own: str, store: Store, rank: int, size: int, timeout: float) -> 
         lookout.living(dict(enumerate(fresh["words"])) if answers else {0: leader}, offered=answers)
     if not prefix:
         raise TimeoutError(
-            f"join(): rank {rank} of {size} waited {timeout:g} s, but rank 0 did not answer; check that it was started "
-            f"with WORLD_SIZE={size}"
+            f"join(): rank {rank} of {size} waited {timeout:g} s, but rank 0 did not answer; check that rank 0 was "
+            f"started with WORLD_SIZE={size}"
         )
     raise _missing_ranks(store, prefix, words, size, timeout)
 
@@ -406,7 +408,7 @@ def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int
     ]
     return TimeoutError(
         f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "
-        f"{'; '.join([*refused, 'check that all ranks were started and call join()'])}"
+        f"{'; '.join([*refused, 'check that every rank was started and calls join()'])}"
     )
 
 

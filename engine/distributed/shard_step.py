@@ -180,10 +180,11 @@ class ShardedStep(DistributedStep):
         places = zip(self.parameters, self.versions(), versions, strict=True)
         changed = next(parameter for parameter, now, before in places if now != before)
         named = ((type(part).__name__, key, p) for part in self.modules for key, p in part._parameters.items())
-        kind, key = next(((kind, key) for kind, key, p in named if p is changed), ("module", "that is no longer in it"))
+        names = (f"the parameter {key!r} of a {kind}" for kind, key, p in named if p is changed)
+        name = next(names, "a parameter that is no longer in its module")
         raise RuntimeError(
-            f"the forward changes the parameter {key!r} of a {kind} once for each shard of this process; make it a "
-            "buffer, or change it at OPTIMIZER_STEP_COMPLETED"
+            f"the forward pass changes {name} once for each shard of this process; make the parameter a buffer, or "
+            "change it at OPTIMIZER_STEP_COMPLETED"
         )
 
     def take(self, update: UpdateState, parameters: list[Tensor], part: _Part) -> list[Tensor] | None:
@@ -213,8 +214,8 @@ class ShardedStep(DistributedStep):
         name = next((key for key, p in named if p is wanted), f"parameter {place} of update {update.name!r}")
         raise RuntimeError(
             f"shard {self.state.shard} computes {what} for {name}, but each shard must compute a dense gradient for "
-            "each trained parameter. Freeze the parameters that the forward does not use with requires_grad_(False), "
-            "or train with DistributedDataParallel(find_unused_parameters=True)"
+            "each trained parameter. If the forward pass does not use a parameter, freeze it with "
+            "requires_grad_(False), or train with DistributedDataParallel(find_unused_parameters=True)"
         )
 
     def add_up(self, update: UpdateState, part: _Part, earlier: list[Tensor | None]) -> None:
@@ -297,8 +298,8 @@ class ShardedStep(DistributedStep):
         batches = state.batch if self.feed.has_data else Shards([None] * len(shards.own))
         if not isinstance(batches, Shards):
             raise TypeError(
-                f"state.batch was set to a {type(batches).__name__} outside a shard's events, but with shards it has "
-                "several batches; set state.batch at GET_BATCH_COMPLETED"
+                f"state.batch was set to a {type(batches).__name__} outside a shard's events, but in a step with "
+                "shards, state.batch holds one batch for each shard; set state.batch at GET_BATCH_COMPLETED"
             )
         run, seed, buffers = self.engine.current_run, self.engine.seed, _Buffers(self.modules)
         place = 0 if run is None else run.loop.made

@@ -181,7 +181,7 @@ class Watch:
                 lines.append(f"rank {other} has never reported")
             elif other in lost:
                 lines.append(
-                    f"{self._name(other)} has not reported for {age[other]:.1f} s, so it is stopped or disconnected; "
+                    f"{self._name(other)} has not reported for {age[other]:.1f} s, so it is suspended or disconnected; "
                     f"its last reported event was {report['where']}"
                 )
             elif report.get("failed"):
@@ -191,7 +191,7 @@ class Watch:
                     f"{self._name(other)} is alive, and has been at {report['where']} for "
                     f"{report['since'] + age[other]:.1f} s"
                 )
-                lines.append(f"{line}; the others waited for this rank" if other in missed else line)
+                lines.append(f"{line}; the other ranks waited for this rank" if other in missed else line)
         return lines
 
     def _missed(self) -> list[int]:
@@ -224,7 +224,7 @@ class Watch:
 
     def _event(self, other: int) -> str:
         report = self.reports.get(other)
-        return "it has never reported" if report is None else f"its last reported event was {report['where']}"
+        return "it has never reported an event" if report is None else f"its last reported event was {report['where']}"
 
     # ---- the thread: only it uses the store, because an operation on a store whose host is stopped never returns ----
 

@@ -148,6 +148,6 @@ def check_readable(where: str, value: Any) -> None:
             check_readable(f"{where}[{place}]", one)
     elif not hasattr(value, "item") and not isinstance(value, Unsaved):  # NumPy's numbers are saved as plain ones
         raise TypeError(
-            f"{where}): torch.load(weights_only=True) rejects a {type(value).__name__}; save its state_dict(), or "
-            "plain values"
+            f"{where}): torch.load(weights_only=True) rejects a {type(value).__name__}; save the object's "
+            "state_dict(), or plain values"
         )

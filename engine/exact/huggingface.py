@@ -67,24 +67,28 @@ class ExactResume(TrainerCallback, ExportableState):
         loader = getattr(others["train_dataloader"], "base_dataloader", others["train_dataloader"])
         if not isinstance(loader.dataset, SeededSamples):
             raise ValueError(
-                f"ExactResume: train_dataset={type(loader.dataset).__name__}; pass train_dataset=SeededSamples(dataset)"
+                f"ExactResume: train_dataset is a {type(loader.dataset).__name__}; wrap the dataset: "
+                "train_dataset=SeededSamples(dataset)"
             )
         unfit = {"save_only_model": True, "ignore_data_skip": True, "save_total_limit": 1}
         wrong = [f"{name}={value}" for name, value in unfit.items() if getattr(args, name) == value]
         if wrong := wrong + [f"world_size={args.world_size}"] * (args.world_size > 1):
             raise ValueError(
-                f"ExactResume: no run can be resumed exactly with {', '.join(wrong)}; change these settings"
+                f"ExactResume: with {', '.join(wrong)}, a run cannot be resumed exactly; change these settings"
             )
         if held := held_generators(loader, fetching=True):
             warn(f"ExactResume: Trainer does not save {', '.join(held)}; draw from the global generators instead")
         loader.collate_fn = loader.dataset.collating(loader.collate_fn)
         loaded = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         if state.global_step and loaded is None:
-            warn("ExactResume: the checkpoint was saved without ExactResume, so the first epoch may differ")
+            warn(
+                "ExactResume: the checkpoint was saved without ExactResume, so the first epoch after the resume may "
+                "differ from an uninterrupted run"
+            )
         elif loaded is not None and loaded["weights"] != fingerprint(model):
             raise ValueError(
-                "ExactResume: the loaded weights differ from the saved ones; check the parameter names that Trainer "
-                "saves"
+                "ExactResume: the loaded weights differ from the weights that were saved; check that the parameter "
+                "names in the checkpoint match the parameter names of the model"
             )
         self._model, self._loaded = model, loaded
         state.stateful_callbacks[type(self).__name__] = self.state()

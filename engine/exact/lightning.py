@@ -70,8 +70,15 @@ class ExactResume(Callback):
         data, kind = trainer.train_dataloader, type(trainer.train_dataloader).__name__
         mistakes = (
             (not isinstance(data, ResumableData), f"the data is a {kind}; pass ResumableData(loader) to fit()"),
-            (trainer.num_training_batches == inf, "the data has no length, so Lightning saves one batch too many"),
-            (trainer.reload_dataloaders_every_n_epochs, "data that is reloaded every n epochs loses its position"),
+            (
+                trainer.num_training_batches == inf,
+                "the data has no length, so the position that Lightning saves is one batch too far; pass data with a "
+                "length",
+            ),
+            (
+                trainer.reload_dataloaders_every_n_epochs,
+                "data that Lightning reloads loses its position; set reload_dataloaders_every_n_epochs=0",
+            ),
             (trainer.world_size > 1, f"world_size={trainer.world_size}; expected a single process"),
         )
         for made, message in mistakes:

@@ -47,8 +47,8 @@ class SeededSamples(Dataset[Any]):
     def __init__(self, dataset: Any, seed: int = 0) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
-                f"SeededSamples({type(dataset).__name__}): samples are seeded by their index, but an iterable dataset "
-                "has no indices; pass a dataset with __getitem__ and __len__"
+                f"SeededSamples({type(dataset).__name__}): the seed of a sample depends on its index, but the samples "
+                "of an iterable dataset have no indices; pass a dataset with __getitem__ and __len__"
             )
         self.dataset = dataset
         self.seed = check_seed("SeededSamples", seed)

@@ -68,8 +68,8 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
             warn(f"{folder}: the folder is damaged, because its checksums cannot be read; the folder is skipped")
     if damaged:
         raise ValueError(
-            f"newest_sealed({str(path)!r}): all {len(damaged)} checkpoint folders are damaged; start in a different "
-            "folder"
+            f"newest_sealed({str(path)!r}): all {len(damaged)} checkpoint folders are damaged; start the run in a "
+            "different folder"
         )
     return None
 

@@ -44,7 +44,7 @@ def check_parameters(engine: Engine, update: UpdateState, part: Mapping[str, Any
     """
     if part["optimizer"] is None or update.optimizer is None:
         return  # one side has no optimizer: nothing to compare
-    where = f"the loaded state does not fit: update {update.name!r}"
+    where = f"the loaded state does not match this engine: update {update.name!r}"
     if part["kind"] != update.kind:
         raise ValueError(f"{where} was optimized by {part['kind']}, but is now optimized by {update.kind}")
     then, here = part["parameters"], parameter_names(engine, update, modules)

@@ -140,7 +140,7 @@ def load_modules(states: Mapping[nn.Module, Mapping[str, Any]]) -> None:
 def load_each(states: Mapping[nn.Module, Mapping[str, Any]]) -> None:
     """Let each module load its state, as strictly as it does itself."""
     for module, state in states.items():
-        with naming(f"the {type(module).__name__} rejects it"):
+        with naming(f"{type(module).__name__} rejects its state"):
             module.load_state_dict(spread_over(module, state))
 
 
@@ -154,7 +154,7 @@ def naming(what: str) -> Iterator[None]:
             raise
         said = " ".join(str(error).split())
         reason = said if isinstance(error, ValueError) else f"{type(error).__name__}: {said}"
-        raise ValueError(f"the loaded state does not fit: {what}: {reason}") from error
+        raise ValueError(f"the loaded state does not match this engine: {what}: {reason}") from error
 
 
 def spread_over(root: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

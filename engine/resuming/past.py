@@ -160,20 +160,20 @@ class Past(Part["Engine"]):
         """
         engine, now = self.engine, self.engine.state.iteration
         if not engine.running:
-            raise RuntimeError(f"rewind(to={to!r}): the engine is not running; between runs, call load_state_dict()")
-        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < now:
-            raise ValueError(
-                f"rewind(to={to!r}): expected an iteration from 0 to {now - 1}, which the run has completed"
+            raise RuntimeError(
+                f"rewind(to={to!r}): the engine is not running; outside a run, call load_state_dict() instead"
             )
+        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < now:
+            raise ValueError(f"rewind(to={to!r}): expected the number of a completed iteration, from 0 to {now - 1}")
         leave_out = self._places(to, leave_out)
         if not leave_out and not changes:
             self._check_repeats(now, to)
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
-                f"rewind(to={to}): without the batches that are left out, iteration {to} becomes the last of its epoch "
-                f"and has to be repeated, but the oldest stored state is from iteration {to}; store more states with "
-                "keep="
+                f"rewind(to={to}): without the batches that are left out, iteration {to} becomes the last iteration of "
+                "its epoch and must be repeated from an earlier state, but the oldest stored state is from iteration "
+                f"{to}; to store more states, increase keep="
             )
         _, state = self.before(to if last else to + 1)
         engine.snapshots.restore(self._changed(state, leave_out, changes or {}))
@@ -194,12 +194,12 @@ class Past(Part["Engine"]):
         """The places of batches that are left out, which are given, or by how many follow the iteration."""
         if isinstance(leave_out, int):
             if isinstance(leave_out, bool) or leave_out < 0:
-                raise ValueError(f"rewind(leave_out={leave_out!r}): expected a number of batches")
+                raise ValueError(f"rewind(leave_out={leave_out!r}): expected a number of batches, 0 or more")
             return self.places_of(range(to + 1, min(to + leave_out, self.engine.state.iteration) + 1))
         if isinstance(leave_out, str) or not all(isinstance(one, Place) for one in leave_out):
             raise TypeError(
                 f"rewind(leave_out={leave_out!r}): expected a number of batches, or a list of places, such as "
-                "replay(iteration).place"
+                "[engine.replay(iteration).place]"
             )
         return leave_out
 
@@ -224,8 +224,9 @@ class Past(Part["Engine"]):
         if self._repeated[0] > _MOST_REPEATS:
             raise RuntimeError(
                 f"rewind(to={to}): the run goes back from iteration {now} for the {self._repeated[0]}th time without "
-                "leaving out a batch, and would do so forever. The function that calls rewind() is called again when "
-                "the run reaches this iteration; let the function remember its call, or pass leave_out="
+                "leaving out a batch, and would do so forever. The function that calls rewind() runs again whenever "
+                "the run reaches this iteration; pass leave_out=, or let the function remember that it has already "
+                "called rewind()"
             )
 
     def places_of(self, iterations: Iterable[int]) -> list[Place]:

@@ -128,7 +128,7 @@ def _put_all_back(
         for name, state in saved["handlers"].items():
             with naming(f"handler {_described(engine, name, saved)}"):
                 engine.handlers.load_state_dict({name: copied(state)})
-        with naming("its position"):
+        with naming("the position of the run"):
             _put_position_back(engine, saved)
     except BaseException as error:
         note_problems(undo(), error)
@@ -174,7 +174,7 @@ def _described(engine: Engine, name: str, saved: Mapping[str, Any]) -> str:
     """A handler by its name, with its class where that was another one."""
     then = saved.get("composition", {}).get("handlers", {}).get(name)
     here = type(engine.handlers[name]).__name__ if name in engine.handlers else then
-    return repr(name) if then in (None, here) else f"{name!r}, which was a {then} and is now a {here}"
+    return repr(name) if then in (None, here) else f"{name!r}, whose class was {then} and is now {here}"
 
 
 def _put_position_back(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -234,16 +234,17 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
     if before == processes.world_size and shares == engine.group.data.world_size:
         if own["rank"] != processes.rank:
             raise ValueError(
-                f"the loaded state holds only rank {own['rank']}, not rank {processes.rank}; load the state saved by "
-                "rank 0, which holds all ranks"
+                f"the loaded state contains only the part of rank {own['rank']}, not the part of rank "
+                f"{processes.rank}; load the state that rank 0 saved, which contains the parts of all ranks"
             )
         return own
     size = engine.group.data.world_size
     warn(
-        f"the loaded state was saved with world size {before} and resumes with {processes.world_size}"
-        + (f", and the data shards change from {shares} to {size}" if before == processes.world_size else "")
-        + ". The resume is not exact: open accumulation windows are discarded, "
-        "and inside an epoch batches may be repeated, even those that were left out",
+        f"the loaded state was saved with world size {before}, and the run resumes with world size "
+        f"{processes.world_size}"
+        + (f"; the number of data shards changes from {shares} to {size}" if before == processes.world_size else "")
+        + ". The resume is not exact: open accumulation windows are discarded, and if the run resumes inside an epoch, "
+        "batches may be repeated, even batches that were left out",
         RuntimeWarning,
     )
     return _for_new_world_size(own, shares, engine)
@@ -256,8 +257,8 @@ def _part_with_shards(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, 
         return saved
     then, now = ("steps without shards" if one is None else f"steps with {one} shards" for one in shards)
     warn(
-        f"the loaded state was saved with {then} and resumes with {now}. The resume is not exact: open accumulation "
-        "windows are discarded, and inside an epoch batches may be repeated",
+        f"the loaded state was saved with {then}, and the run resumes with {now}. The resume is not exact: open "
+        "accumulation windows are discarded, and if the run resumes inside an epoch, batches may be repeated",
         RuntimeWarning,
     )
     before = shards[0] or saved.get("shares", saved.get("processes", 1))
@@ -274,7 +275,7 @@ def _check_same_state(engine: Engine, saved: Mapping[str, Any]) -> None:
     read = [files for _, files, _ in loaded if files is not None]
     if different or any(files != read[0] for files in read):
         which = ", ".join(
-            f"rank {rank} is at epoch {place[0]}, iteration {place[1]}" + ("" if path is None else f" from {path!r}")
+            f"rank {rank} is at epoch {place[0]}, iteration {place[1]}" + ("" if path is None else f" (from {path!r})")
             for rank, (place, _, path) in enumerate(loaded)
         )
         raise ValueError(f"the ranks have loaded different states: {which}; load the same checkpoint on all ranks")
@@ -358,7 +359,7 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str],
     _check_names(engine, modules, saved, allowed)
     for name in modules:
         if different := _different(engine.modules[name], saved["modules"][name], goes_back=goes_back):
-            raise ValueError(f"the loaded state does not fit: module {name!r} differs in {different}")
+            raise ValueError(f"the loaded state does not match this engine: module {name!r} differs in {different}")
     for update in engine.updates:
         check_parameters(engine, update, saved["updates"][update.name], saved["modules"])
 
@@ -375,15 +376,15 @@ def _check_names(engine: Engine, modules: list[str], saved: Mapping[str, Any], a
         missing = own[part] - set(saved[part])
         unknown = there[part] - (set(engine.handlers) if part == "handlers" else own[part])
         if missing or unknown:
-            problems = [f"that only this engine has: {', '.join(sorted(missing))}"] if missing else []
-            problems += [f"that only the state has: {', '.join(sorted(unknown))}"] if unknown else []
+            problems = [f"only in this engine: {', '.join(sorted(missing))}"] if missing else []
+            problems += [f"only in the state: {', '.join(sorted(unknown))}"] if unknown else []
             names = sorted(missing | unknown)
             way_out = (
                 f"; to allow the difference, call engine.load_state_dict(state, allow={names})"
                 if part == "handlers"
                 else ""
             )
-            raise ValueError(f"the loaded state does not fit: {part} {'; '.join(problems)}{way_out}")
+            raise ValueError(f"the loaded state does not match this engine: {part} {'; '.join(problems)}{way_out}")
 
 
 def _different(root: nn.Module, state: Mapping[str, Any], *, goes_back: bool) -> str:

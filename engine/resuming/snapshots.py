@@ -236,7 +236,7 @@ class Snapshots(Part["Engine"]):
         self.check_trained_weights("load_state_dict()")
         _check_is_state(state, "load_state_dict()")
         if isinstance(allow, str):
-            raise TypeError(f"load_state_dict(allow={allow!r}): expected a list of names: [{allow!r}]")
+            raise TypeError(f"load_state_dict(allow={allow!r}): expected a list of names, such as [{allow!r}]")
         if not self.engine.training and _is_of_training(state):
             self.load_weights(state)  # its position and its handlers are those of the training
             return
@@ -359,7 +359,8 @@ class Snapshots(Part["Engine"]):
             return
         if engine.current_run is not None and engine.current_run.over:
             raise RuntimeError(
-                "restore() was called after the last iteration of a run; call load_state_dict() after run()"
+                "restore() was called after the last iteration of a run, when the run can no longer go back; call "
+                "load_state_dict() after run() returns"
             )
         _check_is_state(state, "restore()")
         check_complete(state, "restore()")
@@ -427,7 +428,7 @@ class Snapshots(Part["Engine"]):
     def put_weights(self, weights: Mapping[str, Any]) -> Mapping[str, Any]:
         """Put weights in place without an event; returns the whole state that they are of, empty without one."""
         if not isinstance(weights, Mapping):
-            raise TypeError(f"load_weights({reprlib.repr(weights)}): expected weights, or the path of a checkpoint")
+            raise TypeError(f"load_weights({reprlib.repr(weights)}): expected a dict of weights, or a checkpoint path")
         engine, given = self.engine, weights if "format" in weights else {}
         weights = read_shards(weights, parameters=engine.modules.parameters(), device=engine.device)
         weights = weights.get("modules", weights) if "format" in weights else weights

@@ -35,7 +35,10 @@ def check_complete(saved: Mapping[str, Any], where: str) -> None:
     missing = [part for part in _PARTS if part not in saved]
     for part in _MAPPINGS:
         if not isinstance(saved.get(part, {}), Mapping):
-            raise ValueError(f"{where}: this is not the state of an engine: {part!r} is a {type(saved[part]).__name__}")
+            raise ValueError(
+                f"{where}: this is not the state of an engine: its entry {part!r} is a {type(saved[part]).__name__}, "
+                "not a mapping"
+            )
     missing += [f"engine[{key!r}]" for key in _POSITION if key not in saved.get("engine", _POSITION)]
     for name, update in saved.get("updates", {}).items():
         missing += [f"updates[{name!r}][{key!r}]" for key in _UPDATE if key not in update]
@@ -43,8 +46,8 @@ def check_complete(saved: Mapping[str, Any], where: str) -> None:
         missing += ["engine['metrics']"]
     if missing:
         raise ValueError(
-            f"{where}: the loaded state has no {', '.join(missing)}; load a whole state from Engine.state_dict(), or "
-            "pass the weights to load_weights()"
+            f"{where}: the loaded state has no {', '.join(missing)}; load a complete state, as returned by "
+            "Engine.state_dict(), or pass the weights to load_weights()"
         )
 
 

@@ -85,9 +85,9 @@ class Unfinished(Part["Engine"]):
         rest = [] if self._cut is None else [one for one, _ in self._cut.rest if self._matters(one)]
         if lost := [*self._unrepeated(), *([f"{_listed(rest)} not called"] if rest else [])]:
             warn(
-                f"state_dict(): an error or Ctrl-C ended the run inside an event or an iteration: {'; '.join(lost)}. A "
-                "run that resumes from this state does not make up for that; Checkpoint(on_exception=True) saves the "
-                "last complete state"
+                "state_dict(): an error or Ctrl-C ended the run in the middle of an event or an iteration: "
+                f"{'; '.join(lost)}. A run that resumes from this state does not make up for this; to save the last "
+                "complete state instead, use Checkpoint(on_exception=True)"
             )
 
     def _report_uncalled(self, signal: Signal, plan: Plan, place: int) -> None:
@@ -105,8 +105,8 @@ class Unfinished(Part["Engine"]):
             before = _named(rest or [plan.connections[place]])
             warn(
                 f"state_dict() was called at {where}, before {before} finished. A run that resumes from this state "
-                f"lacks the rest of their work. Call state_dict() in the last phase: @engine.on({signal.event}, "
-                "phase=Phase.PERSIST)"
+                "lacks the rest of the work at this event. Call state_dict() in the last phase of the event: "
+                f"@engine.on({signal.event}, phase=Phase.PERSIST)"
             )
 
     def _matters(self, connection: Connection, *, metrics: bool = True) -> bool:
@@ -169,7 +169,8 @@ class Unfinished(Part["Engine"]):
         """What is lost of an iteration whose updates were under way, and which is repeated."""
         yield from self._lost_windows(made)
         if parts := _changed_by_forward(self.engine):
-            again = f"iteration {self.engine.state.iteration} is repeated, but the changes by its first forward remain"
+            iteration = self.engine.state.iteration
+            again = f"iteration {iteration} is repeated, but what its first forward pass changed is not undone"
             yield f"{again}: {', '.join(parts)}"
 
     def _lost_windows(self, made: int) -> Iterator[str]:

@@ -67,8 +67,8 @@ def put_window_back(
         return
     if missing := sorted(set(window["made_with"]) - set(_changing_gradients(engine))):
         warn(
-            f"the gradients of the open accumulation window of update {update.name!r} were computed with "
-            f"{', '.join(map(repr, missing))}, which this run does not have, so they are discarded",
+            f"the gradients in the open accumulation window of update {update.name!r} are discarded, because they "
+            f"were computed with handlers that this run does not have: {', '.join(map(repr, missing))}",
         )
         return
     state = copied({key: window[key] for key in ("filled", "held", "extra_weight", "kept")})
@@ -88,9 +88,9 @@ def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> N
     """Raise RuntimeError for a window whose gradients are not accessible: those of a sharded model that was not reduced yet."""
     if update.window.held and not any(gradient is not None for gradient in gradients):
         raise RuntimeError(
-            f"the open window of update {update.name!r} holds gradients that are not reduced over the ranks yet and "
-            "cannot be saved; save at the end of a window, such as at the end of an epoch, or reduce every batch with "
-            "FullyShardedDataParallel(reduce_every_batch=True)"
+            f"the open accumulation window of update {update.name!r} contains gradients that are not reduced over the "
+            "ranks yet, so it cannot be saved; save at the end of a window, such as at the end of an epoch, or reduce "
+            "every batch with FullyShardedDataParallel(reduce_every_batch=True)"
         )
 
 
@@ -100,8 +100,9 @@ def _check_kept(update: UpdateState) -> None:
         of_shards = batch if isinstance(batch, Shards) else [batch]
         if (found := _unsafe(list(of_shards))) is not None:
             raise TypeError(
-                f"the open window of update {update.name!r} keeps batches with a {type(found).__name__}, which "
-                "torch.load(weights_only=True) rejects; use tuples, lists and dicts, or save at the end of a window"
+                f"the open accumulation window of update {update.name!r} keeps batches that contain a "
+                f"{type(found).__name__}, which torch.load(weights_only=True) rejects; build batches from tuples, "
+                "lists and dicts, or save at the end of a window"
             )
 
 

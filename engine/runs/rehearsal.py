@@ -66,7 +66,8 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
         raise RuntimeError(f"{where} was called during a run; call it between runs")
     if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
         raise TypeError(
-            f"{where}: the data is a {type(data).__name__}; pass data with batches, such as a DataLoader or a list"
+            f"{where}: the data is a {type(data).__name__}; pass data that yields batches, such as a DataLoader or a "
+            "list"
         )
     if isinstance(data, Iterator):
         raise TypeError(

@@ -142,7 +142,8 @@ class Replay:
             raise RuntimeError(f"replay({iteration!r}) was called during a run; call it between runs")
         if engine.processes.distributed:
             raise RuntimeError(
-                f"replay({iteration!r}): a single process cannot replay an iteration with several processes"
+                f"replay({iteration!r}): the engine trains with several processes, but only an iteration of a single "
+                "process can be replayed"
             )
         if (
             isinstance(iteration, bool)
@@ -162,7 +163,7 @@ class Replay:
     def run(self, times: int = 2) -> Remade:
         """Make the iteration again, several times, and compare it with what was recorded of it."""
         if isinstance(times, bool) or not isinstance(times, int) or times < 1:
-            raise ValueError(f"replay.run(times={times!r}): expected a number of 1 or more")
+            raise ValueError(f"replay.run(times={times!r}): expected an int of 1 or more")
         with self._rehearsal():
             made = [self._make(self._state) for _ in range(times)]
         return Remade(self.iteration, made, self.engine.past.recorded.get(self.iteration, {}))
@@ -186,7 +187,7 @@ class Replay:
         if not skippable(data):
             raise TypeError(
                 f"replay({self.iteration}).samples: the data ({type(data).__name__}) is not a DataLoader over a "
-                f"map-style dataset, so its samples have no index; the batch is {self.place}"
+                f"map-style dataset, so its samples have no indices; the batch is {self.place}"
             )
         number, index = self._place()
         position = self._position

@@ -63,12 +63,12 @@ class Bisection:
             lines.append(f"repeated {begun}, the runs do not differ")
             if self.compared is not None:
                 lines.append(
-                    "  so the cause is outside the repeated code, such as a different script, data, seed, number of "
-                    "processes, or a setting of the process like PYTHONHASHSEED"
+                    "  so the cause is outside the repeated code: for example, a different script, seed or number of "
+                    "processes, different data, or a process setting such as PYTHONHASHSEED"
                 )
             return "\n".join(lines)
         things = listed([in_words(one) for one in self.things], most=3)
-        lines.append(f"repeated {begun}: iteration {self.iteration}, {self.event}: {things}")
+        lines.append(f"repeated {begun}; first difference: iteration {self.iteration}, {self.event}: {things}")
         lines.append(f"  {self.cause}")
         return "\n".join(lines)
 
@@ -100,7 +100,7 @@ class _Side(NamedTuple):
             raise TypeError(f"bisect(build_{self.name}=...) returned {engine!r}; expected an Engine or (engine, run)")
         if not callable(run):
             raise TypeError(
-                f"bisect(run={run!r}): expected a function run(engine), or builds that return (engine, run)"
+                f"bisect(run={run!r}): expected a function run(engine), or build functions that return (engine, run)"
             )
         return look(engine, run)
 
@@ -108,11 +108,13 @@ class _Side(NamedTuple):
 def _seen_from(name: str, begun: str | None, look: Look[T], engine: Engine, run: Run) -> T:
     """What a look at a run finds that begins at a checkpoint, or at the start."""
     if engine.dry_run:  # which it has been since it was repeated
-        raise ValueError(f"bisect(build_{name}=...) returned an engine that has run; build a new one in each call")
+        raise ValueError(
+            f"bisect(build_{name}=...) returned an engine that has already run; build a new engine in each call"
+        )
     if engine.processes.distributed:
         raise ValueError(
-            "bisect() repeats only runs with a single process; a run with shards gives the same results in a single "
-            "process"
+            "bisect() can repeat only runs of a single process; if the run has shards, repeat it in a single process, "
+            "which gives the same results"
         )
     if begun is not None:
         state = _state_in(begun)
@@ -179,7 +181,7 @@ def bisect(
         (1, 'GRADIENTS_READY', 'gradient_clipping.clip')
     """
     if until is not None and until < 1:
-        raise ValueError(f"bisect(until={until!r}): expected the number of an iteration, 1 or more")
+        raise ValueError(f"bisect(until={until!r}): expected an iteration number of 1 or more")
     compared = None
     since, last = 0, 10**9 if until is None else until
     if traces:
@@ -225,13 +227,13 @@ def _made_again(compared: Comparison | None, a: _Side, b: _Side, since: int, las
     failed = [f"run {side.name!r} ended with {one.error}" for side, one in zip((a, b), seen, strict=True) if one.error]
     if not all(any(step.event == "ITERATION_COMPLETED" for step in one.steps) for one in seen):
         why = f": {'; '.join(failed)}" if failed else ""
-        raise ValueError(f"bisect(): a repeated run ended before an iteration that could be compared{why}")
+        raise ValueError(f"bisect(): a repeated run ended before any iteration could be compared{why}")
     found, result = _first(seen[0].steps, seen[1].steps), Bisection(compared, a.begun)
     if found is not None:
         at = replace(result, iteration=found.at.iteration, event=found.at.event, things=found.things)
         return _explained(at, found, a, b)
     if failed:
-        raise ValueError(f"bisect(): {'; '.join(failed)}; the runs do not differ before that")
+        raise ValueError(f"bisect(): {'; '.join(failed)}; up to this error, the runs do not differ")
     return result
 
 
@@ -307,9 +309,9 @@ def _explained(found: Bisection, first: _First, a: _Side, b: _Side) -> Bisection
             found, receiver=first.at.receiver, cause=f"caused by {first.at.receiver}, which both runs call here"
         )
     if first.before is None:
-        return replace(found, cause="the runs differ from their beginning")
+        return replace(found, cause="the runs differ from the start")
     begin, end = first.before, first.at
-    part = _PARTS.get(begin.event, "code that runs beside the engine, such as a hook or a thread")
+    part = _PARTS.get(begin.event, "code that runs outside the engine, such as a hook or a thread")
     found = replace(found, cause=f"caused between {begin.event} and {end.event}: {part}")
     if begin.event not in _PARTS:
         return found

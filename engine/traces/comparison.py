@@ -93,7 +93,7 @@ class Comparison:
         """How the runs went on after the first difference."""
         later = [row for row in self.rows if row.iteration >= first.iteration]
         differ = sum(not row.equal for row in later)
-        yield f"  {differ} of {len(later)} iterations from there on differ"
+        yield f"  from iteration {first.iteration} on, {differ} of {len(later)} iterations differ"
         far = [
             (words, max((row.apart.get(name, 0.0) for row in later), default=0.0)) for name, words in _NUMBERS.items()
         ]

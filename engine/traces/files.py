@@ -153,7 +153,7 @@ class TraceFile:
         for part in range(1, last + 1):
             path = part_of(self.path, part)
             if not path.exists():
-                raise FileNotFoundError(f"there is no file {str(path)!r}" + f", but part {last}" * (last > 1))
+                raise FileNotFoundError(f"there is no file {str(path)!r}" + f", but part {last} exists" * (last > 1))
             with open(path, encoding="utf-8", errors="replace") as file:
                 for number, line in enumerate(file, 1):
                     if line.endswith("\n"):

@@ -86,7 +86,7 @@ class Script:
             raise _Seen
 
         sys.argv, sys.path[0] = [path, *arguments], str(Path(path).resolve().parent)
-        why = "ends without a training run, because it calls run() on no training engine"
+        why = "ends without a training run, because it never calls run() on an engine that trains"
         with _in_place_of_run(see) as run:
             try:
                 runpy.run_path(path, run_name="__main__")

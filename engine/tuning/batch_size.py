@@ -145,7 +145,7 @@ def find_batch_size(
     _check_functions(loader_of, evaluation)
     _check(start, mode, margin, maximum, steps)
     if not engine.training:
-        raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
+        raise ValueError(f"{_NAME}({engine!r}): the engine does not train, because its updates have no optimizer")
     if (owner := engine.overrides.owner_of(Override.GRADIENTS)) is not None:
         raise ValueError(
             f"{_NAME}(): {owner!r} computes the gradients in pieces of a fixed size, so the batch size has no effect; "
@@ -170,7 +170,7 @@ def _check_functions(loader_of: object, evaluation: object) -> None:
     if evaluation is not None and not pair:
         raise TypeError(
             f"{_NAME}(evaluation={type(evaluation).__name__}): expected a pair: an evaluator, and a function that "
-            "takes a batch size and returns its data"
+            "takes a batch size and returns the evaluation data"
         )
 
 
@@ -205,9 +205,9 @@ class _Search:
         trial = self._trial(size)
         if trial.size > size or trial.size <= self.fitting < size:
             raise ValueError(
-                f"{_NAME}(): loader_of({size}) returns batches of {trial.size} samples; return data in batches of the "
-                "given size, such as partial(DataLoader, dataset); if samples are not along the first dimension, pass "
-                "Update(..., samples=)"
+                f"{_NAME}(): loader_of({size}) returned batches of {trial.size} samples; return batches of the "
+                "requested size, as partial(DataLoader, dataset) does. If samples are not along the first dimension, "
+                "pass Update(..., samples=)"
             )
         if trial.size < size:
             self.limit, self.why = trial.size, f"the batches have at most {trial.size} samples"
@@ -301,8 +301,8 @@ class _Measure(Handler):
         update.sync_gradients = synchronizes
         if not done:
             self.failed = True
-            update.skip("the memory does not suffice")
-            engine.terminate("the memory does not suffice", by=self.name)
+            update.skip("out of memory")
+            engine.terminate("out of memory", by=self.name)
 
     @on(Events.ITERATION_STARTED, phase=Phase.RECORD, reads=["batch"], writes=[])
     def note_size(self, engine: Engine) -> None:

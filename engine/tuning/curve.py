@@ -68,13 +68,13 @@ class LearningRateCurve:
         rates, losses = self._finite()
         if self.losses and not losses:
             raise ValueError(
-                f"no loss of the sweep is finite, not even the first ({self.losses[0]}, before any step), so no "
+                f"no loss in the sweep is finite, not even the first ({self.losses[0]}, from before any step), so no "
                 "learning rate can help; check the data and the loss"
             )
         if len(rates) < 3:
             raise ValueError(
-                f"only {len(rates)} of the {len(self.losses)} losses of the sweep are finite, which is too few for a "
-                f"suggestion; start at a lower learning rate than low={self.low:g}, or take more steps"
+                f"only {len(rates)} of the {len(self.losses)} losses in the sweep are finite, which is too few for a "
+                f"suggestion; lower low={self.low:g}, or increase steps="
             )
         losses = _smoothed(losses, smoothing)
         lowest = losses.index(min(losses))

@@ -101,7 +101,7 @@ def find_learning_rate(
 def _update_of(engine: Engine, name: str | None) -> str:
     """The name of the update whose rate is swept."""
     if not engine.training:
-        raise ValueError(f"{_NAME}({engine!r}): the engine does not train; its updates have no optimizer")
+        raise ValueError(f"{_NAME}({engine!r}): the engine does not train, because its updates have no optimizer")
     if name is None and len(engine.updates) > 1:
         names = ", ".join(repr(one.name) for one in engine.updates)
         raise ValueError(f"{_NAME}(): the engine has several updates: {names}; choose one with update=")
@@ -125,14 +125,16 @@ def _report(sweep: _Sweep, reason: str | None) -> None:
     made, steps = len(sweep.losses), len(sweep.rates)
     if not made:
         raise RuntimeError(
-            f"{_NAME}(): no step ran, because the update {sweep.update!r} returned no loss, or each step was skipped"
+            f"{_NAME}(): no step ran, either because the update {sweep.update!r} returned no loss or because every "
+            "step was skipped"
         )
     if not sweep.complete:
         warn(f"{_NAME}(): the sweep ended after {made} of {steps} steps, because the run was stopped: {reason}")
     if sweep.passes > 1:
         warn(
-            f"{_NAME}(): the data has fewer batches than the sweep needs, so it made {sweep.passes} passes over the "
-            "data, and later losses are from batches that it saw before; pass more data, or use fewer steps"
+            f"{_NAME}(): the data has fewer batches than the sweep needs, so the sweep made {sweep.passes} passes over "
+            "the data, and later losses come from batches that the model has already seen; pass more data, or decrease "
+            "steps="
         )
 
 

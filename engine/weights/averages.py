@@ -59,8 +59,8 @@ def find_averaging(engine: Engine, average: str | Literal[False] | None, where: 
     names = ", ".join(map(repr, found))
     if average is None and len(found) > 1:
         raise ValueError(
-            f"{where}: {names} keep averages of the weights; choose the one to export: average={next(iter(found))!r}, "
-            "or average=False for the weights themselves"
+            f"{where}: several handlers keep averages of the weights: {names}; choose one of them, such as "
+            f"average={next(iter(found))!r}, or export the weights themselves with average=False"
         )
     if isinstance(average, str) and average not in found:
         raise ValueError(
@@ -95,7 +95,8 @@ def averages_in_place(engine: Engine, average: str | Literal[False] | None, wher
         averaging.swap(engine)
         if average and not averaging.parameter_copies():
             raise ValueError(
-                f"{where}: {average!r} has no averages yet; the handler starts averaging at an optimizer step"
+                f"{where}: {average!r} has no averages yet; export after the optimizer step at which the handler "
+                "starts averaging"
             )
         yield
 
@@ -106,6 +107,6 @@ def _report_own_parameters(engine: Engine, where: str) -> None:
         engine.findings.report(
             "W39",
             f"{where}: the file contains the models, but not the parameters that are in no module: {', '.join(own)}",
-            "make these parameters part of the model, or save them with Checkpoint or engine.weights()",
+            "make these parameters part of a model, or save them with Checkpoint or engine.weights()",
             key="own parameters",
         )

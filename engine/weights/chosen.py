@@ -80,11 +80,10 @@ def _none_or_several(names: list[str]) -> str:
     """What is wrong where no validation, or several of these names, could say what is measured."""
     if names:
         shown = ", ".join(map(repr, names))
-        return f"test(): several validations are attached: {shown}; choose one: validation={names[0]!r}"
+        return f"test(): several validations are attached: {shown}; choose one of them, such as validation={names[0]!r}"
     return (
-        "test(): no Validation is attached to define what to measure; attach Validation(data, accuracy=Accuracy()), "
-        "or build "
-        "an evaluator and call engine.evaluate(evaluator, data)"
+        "test(): no Validation is attached, so nothing defines what to measure; attach Validation(data, "
+        "accuracy=Accuracy()), or build an evaluator and call engine.evaluate(evaluator, data)"
     )
 
 
@@ -96,7 +95,9 @@ def _path_of(engine: Engine, weights: Any) -> Path:
         return _existing(weights)
     if not hasattr(weights, "best") or not hasattr(weights, "last"):
         kind = type(weights).__name__
-        raise TypeError(f"test(weights=a {kind}): expected 'best', a Checkpoint handler, or the path of a checkpoint")
+        raise TypeError(
+            f"test(weights={kind}(...)): expected 'best', a Checkpoint handler, or the path of a checkpoint"
+        )
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
     if path is None:
         raise ValueError(
@@ -112,8 +113,8 @@ def _only_one_that_chooses(engine: Engine) -> Any:
     if len(writers) != 1:
         found = f"found {listed(map(repr, writers))}" if writers else "found none"
         raise ValueError(
-            f"test(weights='best'): expected one Checkpoint with a monitor, but {found}; pass one of them, or a path, "
-            "as weights="
+            f"test(weights='best'): expected exactly one Checkpoint with monitor=, but {found}; pass a Checkpoint "
+            "handler or the path of a checkpoint as weights="
         )
     return next(iter(writers.values()))
 
@@ -156,9 +157,9 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
         return state  # what `Engine.weights` gave, with averages in place
     if has_modes(engine):
         raise ValueError(
-            f"test(weights={str(path)!r}): the checkpoint has the weights of the optimizer's training mode, but "
-            "evaluations need those of its eval mode; attach a second Checkpoint(..., weights_only=True), and test its "
-            "checkpoint"
+            f"test(weights={str(path)!r}): the checkpoint contains the weights of the optimizer's training mode, but "
+            "evaluations need the weights of its eval mode; attach a second handler, Checkpoint(..., "
+            "weights_only=True), and test a checkpoint that this handler writes"
         )
     whole = read_shards(state, parameters=_parameters(engine), device=engine.device)
     modules = {name: dict(tensors) for name, tensors in whole["modules"].items()}
@@ -167,9 +168,9 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
         if handler is None and isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
             engine.findings.report(
                 "W56",
-                f"the checkpoint {str(path)!r} contains weight averages of its handler {name!r}, which is not "
-                "attached, so test() measures the weights of the last step",
-                "attach the handler that keeps the averages before test()",
+                f"the checkpoint {str(path)!r} contains weight averages from the handler {name!r}, which is not "
+                "attached, so test() measures the weights of the last step instead",
+                "before you call test(), attach the handler that keeps the averages",
                 key=name,
             )
         if handler is None or not handler.enabled or not hasattr(handler, "evaluated_in"):

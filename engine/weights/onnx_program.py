@@ -32,7 +32,9 @@ def needs_onnx(where: str) -> None:
     """
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise ImportError(f"{where}: ONNX needs {' and '.join(missing)}; install it with: pip install signalfire[onnx]")
+        raise ImportError(
+            f"{where}: not installed, but needed for ONNX: {' and '.join(missing)}; run: pip install signalfire[onnx]"
+        )
 
 
 def onnx_bytes(exported: ExportedProgram) -> bytes:
@@ -63,7 +65,7 @@ def open_onnx(path: Path) -> Callable[..., list[Tensor]]:
     def run(*args: Any, **kwargs: Mapping[str, Any]) -> list[Tensor]:
         tensors = [leaf for leaf in _pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if len(tensors) != len(names):
-            raise ValueError(f"the model uses only {names} of its {len(tensors)} tensors")
+            raise ValueError(f"the model uses only {names} of its {len(tensors)} input tensors")
         feeds = {name: tensor.cpu().numpy() for name, tensor in zip(names, tensors, strict=True)}
         return [torch.from_numpy(value) for value in session.run(None, feeds)]
 

@@ -57,7 +57,7 @@ def place(path: Path, write: Callable[[BinaryIO], None], check: Callable[[Path],
         files.rename(new, path)
         files.sync(path.parent)
     except BaseException as error:
-        error.add_note(f"while writing {os.fspath(path)!r}, which is unchanged")
+        error.add_note(f"while writing {os.fspath(path)!r}; an existing file at this path is unchanged")
         with contextlib.suppress(OSError):
             files.remove(new)
         raise

@@ -92,8 +92,8 @@ def export_program(
     root = _find_model(engine, model)
     if any(is_sharded(parameter) for parameter in root.parameters()):
         raise ValueError(
-            f"{_WHERE}(): the model is sharded; export its weights with export_weights, load them in a single process, and "
-            "export the program there"
+            f"{_WHERE}(): the model is sharded; export its weights with export_weights, load the weights in a single "
+            "process, and export the program from that process"
         )
     device = next((one.device for one in [*root.parameters(), *root.buffers()]), torch.device("cpu"))
     inputs = _Inputs(example, device)
@@ -162,8 +162,8 @@ class _Inputs:
         first = next((tensor for tensor in tensors if tensor.dim() > 0), None)
         if first is None or first.shape[0] == 0:
             raise ValueError(
-                f"{_WHERE}(example=...): expected an input of the model that contains a tensor with at least one "
-                f"sample, such as batch[0]; got a {type(example).__name__} with {len(tensors)} tensors"
+                f"{_WHERE}(example=...): expected a model input that contains a tensor with at least one sample, such "
+                f"as batch[0]; got a {type(example).__name__} with {len(tensors)} tensors"
             )
         self.size = int(first.shape[0])
 
@@ -230,8 +230,8 @@ def _compare(root: nn.Module, program: Callable[..., Any], inputs: _Inputs, size
         expected, structure = _pytree.tree_flatten(root(*args, **kwargs))
     except Exception as error:
         raise ValueError(
-            f"{_WHERE}(): {type(root).__name__} itself fails on {size} samples: {error}. Every input whose first "
-            f"dimension is {inputs.size}, as in the example, is treated as a batch"
+            f"{_WHERE}(): the model {type(root).__name__} itself fails for a batch of {size} samples: {error}. Every "
+            f"tensor whose first dimension is {inputs.size}, as in the example, is treated as a batch"
         ) from error
     try:
         found, other = _pytree.tree_flatten(program(*args, **kwargs))
@@ -242,6 +242,6 @@ def _compare(root: nn.Module, program: Callable[..., Any], inputs: _Inputs, size
         torch.testing.assert_close(found, expected, equal_nan=True)
     except Exception as error:
         raise ValueError(
-            f"{_WHERE}(): the program of {type(root).__name__} gives a different output than the model on {size} "
-            f"samples, so it is not written: {' '.join(str(error).split())[:400]}"
+            f"{_WHERE}(): for a batch of {size} samples, the output of the exported program of {type(root).__name__} "
+            f"differs from that of the model, so the program was not written: {' '.join(str(error).split())[:400]}"
         ) from error

@@ -105,7 +105,8 @@ def _read_checkpoint(path: Path, where: str) -> WeightFile:
         state = checkpoints.load(path, name=None, where=where, files=checkpoints.Files())
     except FileNotFoundError as error:
         raise FileNotFoundError(
-            f"{where}: the folder {os.fspath(path)!r} holds neither a checkpoint nor {', '.join(_FOLDER)}"
+            f"{where}: the folder {os.fspath(path)!r} contains neither a checkpoint nor any of these files: "
+            f"{', '.join(_FOLDER)}"
         ) from error
     return _of_state(os.fspath(path), state)
 
@@ -134,12 +135,12 @@ def _notes_on(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """What of a state is not used, in words."""
     notes = []
     if own:
-        notes.append(f"its {len(own)} trained tensors that are in no module are not used")
+        notes.append(f"{len(own)} trained tensors that are in no module are not used")
     if left_out := state.get(BASE, {}).get("sha256", {}):
-        notes.append(f"the file leaves out {len(left_out)} frozen parameters")
+        notes.append(f"{len(left_out)} frozen parameters are not in the file")
     for name, part in state.get("handlers", {}).items():
         if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
-            notes.append(f"the averages of {name!r} are not used; the weights are those of the last step")
+            notes.append(f"the averages of {name!r} are not used; the weights come from the last step")
     return notes
 
 
@@ -202,8 +203,8 @@ def _read_shard_files(index: Path, where: str) -> dict[str, Tensor]:
         named = {str(name): str(file) for name, file in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{where}: {os.fspath(index)!r} is not an index of shards, because it has no 'weight_map' from names to "
-            "files"
+            f"{where}: {os.fspath(index)!r} is not an index of shards, because it has no entry 'weight_map' that maps "
+            "names to files"
         ) from error
     tensors: dict[str, Tensor] = {}
     for file in dict.fromkeys(named.values()):

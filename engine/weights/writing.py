@@ -116,7 +116,7 @@ def _collect(engine: Engine) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _check_kind(name: str, tensor: Tensor) -> None:
     problem = (
-        "is on the meta device and has no values" if tensor.is_meta
+        "is a tensor on the meta device, without values" if tensor.is_meta
         else f"has the layout {tensor.layout}" if tensor.layout is not torch.strided
         else f"has the dtype {tensor.dtype}" if tensor.dtype not in _CODES
         else ""
@@ -154,7 +154,7 @@ def _check(tensors: Mapping[str, Tensor], path: Path) -> None:
         found = set(file.keys())
         for name, tensor in tensors.items():
             if name not in found or not _equal(file.get_tensor(name), tensor):
-                raise OSError(f"export_weights(): {name!r} differs after reading the file back")
+                raise OSError(f"export_weights(): {name!r} in the written file differs from the tensor in the model")
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -165,7 +165,7 @@ def test_shapes_that_do_not_fit_are_refused_before_any_module_is_changed() -> No
     ):
         second.run(make_data(2), max_epochs=2)
     assert all(torch.equal(before[name], value) for name, value in second.model.state_dict().items())
-    with pytest.raises(ValueError, match="load a whole state"):
+    with pytest.raises(ValueError, match="load a complete state"):
         second.load_state_dict({"format": 1})
 
 

@@ -146,7 +146,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         return kit.build(nn.Linear(3, 1))
 
     torch.manual_seed(8)  # a state that no run of the check ends with
-    with pytest.raises(AssertionError, match=r"build\(\) or the data differ on each call; .*: modules\.model"):
+    with pytest.raises(AssertionError, match=r"build\(\) or the data differs from call to call; .*: modules\.model"):
         check_handler(unseeded, History, make_data(), max_epochs=2)
 
 
@@ -197,7 +197,7 @@ class Swallowing(Handler):
     [
         (Counting, "counting: two runs with the same seed differ: modules.model"),
         (Staying, "staying: it leaves receivers behind while disabled: signal Events.ENDED"),
-        (Swallowing, r"swallowing: an error in another receiver was not raised by run\(\)"),
+        (Swallowing, r"swallowing: an error in another receiver did not propagate out of run\(\)"),
     ],
     ids=["repeated", "disabled", "error"],
 )
@@ -277,7 +277,7 @@ class Wrong(Forgetful):
 @pytest.mark.moderate
 def test_a_receiver_that_the_runs_do_not_reach_is_named() -> None:
     message = (
-        r"late: never called in these runs, .*: save \(Events.ITERATION_COMPLETED\(every=100\)\); use data and bounds"
+        r"late: some methods were never .*: save \(Events.ITERATION_COMPLETED\(every=100\)\); choose data and bounds"
     )
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Late, make_data(), max_epochs=2)
@@ -333,9 +333,7 @@ def test_a_resumed_run_is_compared_after_each_iteration_and_lists_by_their_lengt
 
 @pytest.mark.moderate
 def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> None:
-    message = (
-        r"attributes are not restored by a resume after iteration 4; .*: forgotten \(uninterrupted 6; resumed 2\)$"
-    )
+    message = r"not restored when a run resumes after iteration 4; .*: forgotten \(uninterrupted 6; resumed 2\)$"
     with pytest.raises(AssertionError, match=message):
         check_handler(build, Forgetful, make_data(), max_epochs=2)
     check_handler(build, Forgetful, make_data(), max_epochs=2, per_run=["forgotten"])

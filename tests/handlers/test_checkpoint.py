@@ -541,7 +541,7 @@ def test_a_template_with_an_unknown_metric_is_refused_at_the_first_look(tmp_path
 
 def test_a_template_with_a_field_that_nobody_can_write_is_refused_as_the_run_starts(tmp_path: Path) -> None:
     engine = build(linear(5, 1), Checkpoint(tmp_path, filename="{epok}"))
-    with pytest.raises(KeyError, match=r"Checkpoint\(filename='{epok}'\): there is no 'epok'.*did you mean 'epoch'"):
+    with pytest.raises(KeyError, match=r"\(filename='{epok}'\): no value is named 'epok'.*did you mean 'epoch'"):
         engine.run(batches(1), max_epochs=1)
     assert engine.state.iteration == 0
     other = build(linear(5, 1), Checkpoint(tmp_path, filename="{epok}"))
@@ -642,11 +642,11 @@ def test_hyperparameters_come_back_as_they_were_and_may_be_overridden(tmp_path: 
         assert Checkpoint.hyperparameters(where) == HYPERPARAMETERS
     assert Checkpoint.hyperparameters(path, lr=0.2, note="twice") == {**HYPERPARAMETERS, "lr": 0.2, "note": "twice"}
     with pytest.raises(
-        ValueError, match=r"no 'layer' was stored; stored hyperparameters: amp, layers, lr, note, optimizer"
+        ValueError, match=r"no stored hyperparameter 'layer'; stored hyperparameters: amp, layers, lr, note, optimizer"
     ):
         Checkpoint.hyperparameters(path, layer=[4])
     engine_of(Checkpoint(tmp_path / "none")).run(DATA, max_epochs=1)
-    with pytest.raises(ValueError, match="written without hyperparameters="):
+    with pytest.raises(ValueError, match="contains no hyperparameters; write the checkpoint with"):
         Checkpoint.hyperparameters(tmp_path / "none")
 
 

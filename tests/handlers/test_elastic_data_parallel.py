@@ -684,7 +684,7 @@ def test_a_parameter_that_the_forward_changes_is_refused_by_name() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3))
     engine = Engine(Update.supervised(F.cross_entropy, SGD), model=model, seed=0)
     engine.attach(ElasticDataParallel(shards=2))
-    with pytest.raises(RuntimeError, match="the forward changes the parameter 'weight' of a Embedding"):
+    with pytest.raises(RuntimeError, match="the forward pass changes the parameter 'weight' of a Embedding"):
         engine.run([(torch.arange(6).view(2, 3), torch.arange(2))] * 4, max_epochs=1)
 
 
@@ -710,5 +710,5 @@ def test_a_state_of_other_shards_resumes_with_a_warning() -> None:
         engine = classifier()
         engine.attach(handlers)
         engine.load_state_dict(first.state_dict(), allow=["elastic_data_parallel"] if not handlers else [])
-        with allow("W32"), pytest.warns(RuntimeWarning, match=f"steps with 4 shards and resumes with {named}"):
+        with allow("W32"), pytest.warns(RuntimeWarning, match=f"steps with 4 shards, and the run resumes with {named}"):
             engine.run(numbers(), max_epochs=1)

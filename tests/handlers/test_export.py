@@ -126,7 +126,7 @@ def test_averages_are_written_and_two_kinds_are_told_apart_before_the_first_batc
     assert holds(path, averages[1])
     assert not holds(path, weights[1])
     engine, weights = scored(Export(path), EMA(0.5), SWA(1, bn_batches=0, evaluate=False))
-    with pytest.raises(ValueError, match=r"'export': 'ema', 'swa' keep averages of the weights; .*average='ema'"):
+    with pytest.raises(ValueError, match=r"'export': several handlers .*: 'ema', 'swa'; .*average='ema'"):
         engine.run(batches(3), max_epochs=2)
     assert engine.state.iteration == 0
     engine, weights = scored(Export(path, average=False), EMA(0.5), SWA(1, bn_batches=0, evaluate=False))

@@ -421,7 +421,7 @@ def test_a_damaged_shard_is_named_and_the_older_checkpoint_taken(tmp_path: Path)
     (newest / "__1_0.distcp").write_bytes(content)
     with pytest.raises(ValueError, match=r"__1_0\.distcp has changed since it was written: its sha256 differs"):
         Checkpoint.load(newest)
-    with pytest.warns(RuntimeWarning, match="is damaged and skipped"):
+    with pytest.warns(RuntimeWarning, match="is damaged and is skipped"):
         assert Checkpoint.load(tmp_path)["engine"]["epoch"] == 1
     (newest / ".metadata").unlink()
     with pytest.raises(ValueError, match=r"\.metadata is missing"):

@@ -346,7 +346,7 @@ def split_afterwards(folder: Path) -> int:
     engine = make(Checkpoint(folder, every="100it", resume=True), optimizer=SGD)
     made: list[int] = []
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: made.append(engine.state.epoch))
-    with pytest.warns(RuntimeWarning, match="the data shards change from 4 to 2. The resume is not exact"):
+    with pytest.warns(RuntimeWarning, match="the number of data shards changes from 4 to 2. The resume is not exact"):
         engine.run(loader(4), max_epochs=2)
     return len(made)
 

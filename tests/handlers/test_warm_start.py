@@ -180,7 +180,7 @@ def test_nothing_in_a_file_is_run_and_the_error_says_what_to_do(tmp_path: Path) 
 def test_what_is_not_there_or_holds_nothing_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no file or folder '.*x.pt'"):
         WarmStart(tmp_path / "x.pt").compare(Network())
-    with pytest.raises(FileNotFoundError, match=r"holds neither a checkpoint nor model\.safetensors"):
+    with pytest.raises(FileNotFoundError, match=r"neither a checkpoint nor any of these files: model\.safetensors"):
         WarmStart(tmp_path).compare(Network())
     torch.save({"epoch": 3, "optimizer": {}}, tmp_path / "y.pt")
     with pytest.raises(
@@ -469,8 +469,8 @@ def test_a_checkpoint_of_what_is_trained_says_what_it_leaves_out(tmp_path: Path)
     build(model, EMA(0.5), Checkpoint(tmp_path, trained_only=True)).run(batches(2), max_epochs=1)
     plan = WarmStart(tmp_path, allow="backbone").compare(Network())
     assert plan.notes == [
-        "the file leaves out 4 frozen parameters",
-        "the averages of 'ema' are not used; the weights are those of the last step",
+        "4 frozen parameters are not in the file",
+        "the averages of 'ema' are not used; the weights come from the last step",
     ]
     assert sorted(plan.missing) == ["backbone.0.bias", "backbone.0.weight", "backbone.1.bias", "backbone.1.weight"]
 

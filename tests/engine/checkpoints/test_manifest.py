@@ -85,7 +85,7 @@ def test_what_another_program_has_sealed_is_damaged_too(rest: bytes, path: Path)
 )
 def test_entries_that_are_missing_or_of_another_type_are_named(entries: dict[str, Any], named: str, path: Path) -> None:
     change(path, **entries)
-    with pytest.raises(Damaged, match=rf"has changed since it was written: {named}$"):
+    with pytest.raises(Damaged, match=rf"has changed since it was written; invalid entries: {named}$"):
         read_manifest(path, FILES)
 
 
@@ -152,7 +152,7 @@ def entry_of(content: bytes) -> dict[str, Any]:
     [
         ("shard", "shard has 5 bytes, but 4 were written"),
         ("gone", "gone is missing"),
-        ("../shard", r"manifest\.json lists '\.\./shard', which is not a file of the checkpoint"),
+        ("../shard", r"manifest\.json lists '\.\./shard', which is not the name of a file in the checkpoint"),
     ],
     ids=["size", "missing", "outside"],
 )

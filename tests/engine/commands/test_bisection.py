@@ -64,7 +64,7 @@ def test_two_scripts_are_made_again(scripts: list[str], capsys: pytest.CaptureFi
     assert main(["bisect", "first.jsonl", "second.jsonl", "--script", *scripts]) == 1
     printed = capsys.readouterr().out
     assert "first difference: iteration 6, LOSS_COMPUTED: the output" in printed
-    assert "repeated from the start: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
+    assert "from the start; first difference: iteration 5, BACKWARD_COMPLETED: the gradients (model.weight)" in printed
     assert "caused by scale, which both runs call here" in printed
     assert {path: path.read_bytes() for path in Path().iterdir() if path.is_file()} == files
 
@@ -170,7 +170,7 @@ def scripts_with(folder: Path, changed: dict[str, str]) -> list[str]:
     ("changed", "code", "message"),
     [
         ({"around": "with torch.autocast('cpu', dtype=torch.bfloat16):"}, 1, "caused between FORWARD_STARTED and"),
-        ({"before": "torch.set_default_dtype(torch.float64)"}, 1, "the runs differ from their beginning"),
+        ({"before": "torch.set_default_dtype(torch.float64)"}, 1, "the runs differ from the start"),
         (
             {"at_two": "engine.model.weight.grad *= 2; engine.stop = 1 / 0"},
             2,
@@ -200,4 +200,4 @@ def test_a_run_that_fails_later_does_not_hide_the_difference(
 ) -> None:
     a, b = scripts_with(tmp_path, {"before": "torch.rand(1)", "at_two": "1 / 0"})
     assert main(["bisect", "--script", a, b]) == 1
-    assert "the runs differ from their beginning" in capsys.readouterr().out
+    assert "the runs differ from the start" in capsys.readouterr().out

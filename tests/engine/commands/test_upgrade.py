@@ -69,7 +69,7 @@ def test_the_command_lists_folders_and_says_by_its_code_whether_there_is_anythin
         out
         == f"{tmp_path / 'sub' / 'a.py'}:1: from signalfire.monitor import -> from signalfire.authoring.monitor import\n"
     )
-    assert err == "1 names of earlier versions\n"
+    assert err == "1 outdated names\n"
     assert main(["upgrade", str(tmp_path / "b.py")]) == 0
     assert main(["upgrade", str(tmp_path / "none.py")]) == 2
     (tmp_path / "c.py").write_text("def\n")
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_read_is_named_and_the_others_are_listed(
     assert [line.split(":")[0] for line in sentences] == [
         str(tmp_path / name) for name in ("gone.py", "a/train.py", "c/train.py", "d/train.py")
     ]
-    assert last == "2 names of earlier versions; 4 files could not be read"
+    assert last == "2 outdated names; 4 files could not be read"
 
 
 def test_what_is_hidden_or_installed_is_left_out_unless_it_is_named(tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed() -> No
     plain = make_engine()
     weights = [p.clone() for p in plain.model.parameters()]
     plain.load_state_dict(with_handler.state_dict())
-    with pytest.raises(ValueError, match="handlers that only the state has: remembering"):
+    with pytest.raises(ValueError, match="handlers only in the state: remembering"):
         plain.run(make_data(), max_epochs=2)
     assert all(torch.equal(a, b) for a, b in zip(weights, plain.model.parameters(), strict=True))
     plain.load_state_dict(with_handler.state_dict(), allow=["remembering"])
@@ -326,7 +326,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed() -> No
     other = make_engine()
     other.attach(Remembering())
     other.load_state_dict(plain.state_dict())
-    with pytest.raises(ValueError, match="handlers that only this engine has: remembering"):
+    with pytest.raises(ValueError, match="handlers only in this engine: remembering"):
         other.run(make_data(), max_epochs=2)
 
     renamed = Engine(

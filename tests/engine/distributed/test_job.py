@@ -27,16 +27,16 @@ def described(monkeypatch: pytest.MonkeyPatch, *, argv: tuple[str, ...] = ("trai
 @pytest.mark.parametrize(
     ("one", "other", "said"),
     [
-        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}, "SLURM_JOB_ID is 7 here, but 8 there"),
-        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, "TORCHELASTIC_RUN_ID is a here, but b there"),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8"}, "SLURM_JOB_ID is 7 in this process, but 8 in the"),
+        ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "b"}, "TORCHELASTIC_RUN_ID is a in this process, but b"),
         (
             {"PBS_JOBID": "7", "argv": ("a.py",)},
             {"PBS_JOBID": "8", "argv": ("b.py",)},
-            "PBS_JOBID is 7 here, but 8 there",
+            "PBS_JOBID is 7 in this process, but 8 in the other process",
         ),
         ({"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "7"}, {"TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "8"},
          "SLURM_JOB_ID is 7"),
-        ({"argv": ("a/train.py",)}, {"argv": ("a/tune.py",)}, "this process runs 'train', but the other runs 'tune'"),
+        ({"argv": ("a/train.py",)}, {"argv": ("a/tune.py",)}, "runs 'train', but the other process runs 'tune'"),
         ({"argv": ("train.py",), "SLURM_JOB_ID": "7"}, {"argv": ("tune.py",)}, "this process runs 'train'"),
     ],
 )  # fmt: skip

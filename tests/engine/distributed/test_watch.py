@@ -281,7 +281,7 @@ def test_one_that_is_stopped_is_named_after_the_timeout(root: Path, case: str) -
         lines = found.reported(rank)["lines"]
         assert f"rank {found.culprit} (pid " in "\n".join(lines)
         (line,) = (line for line in lines if line.startswith(f"rank {found.culprit} (pid "))
-        assert "it is stopped or disconnected" in line
+        assert "it is suspended or disconnected" in line
         assert line.endswith(f"its last reported event was {BEFORE}")
     if found.culprit == 0:
         assert lines[0].startswith("the store of the process group does not answer")
@@ -297,7 +297,7 @@ def test_one_that_hangs_is_the_one_that_was_waited_for(root: Path, case: str) ->
         lines = found.reported(rank)["lines"]
         assert lines[0].startswith(f"rank {found.culprit} (pid ")
         assert f"is alive, and has been at {BEFORE} for " in lines[0]
-        assert [line.endswith("the others waited for this rank") for line in lines] == [True] + [False] * (
+        assert [line.endswith("the other ranks waited for this rank") for line in lines] == [True] + [False] * (
             len(lines) - 1
         )
 
@@ -326,7 +326,7 @@ def test_of_several_that_were_not_there_the_one_behind_is_named(monkeypatch: pyt
         watch.stop()
     assert lines[0].startswith("rank 2 ")
     assert "is alive, and has been at FORWARD_STARTED, epoch 2, iteration 9 for " in lines[0]
-    assert [line.endswith("the others waited for this rank") for line in lines] == [True, False, False]
+    assert [line.endswith("the other ranks waited for this rank") for line in lines] == [True, False, False]
 
 
 @pytest.mark.moderate

@@ -203,7 +203,7 @@ def test_a_damaged_version_is_named_and_the_newest_good_one_is_taken(tmp_path: P
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.warns(RuntimeWarning, match="'step-000000000004' is damaged and skipped"):
+    with pytest.warns(RuntimeWarning, match="'step-000000000004' is damaged and is skipped"):
         newest = folder.newest()
     assert newest is not None
     assert (newest.step, newest.state) == (3, {"x": torch.tensor(3), "n": 0.5})

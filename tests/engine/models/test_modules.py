@@ -185,7 +185,7 @@ def test_a_model_that_torch_wraps_keeps_its_names_and_its_earlier_states_load() 
 
 def test_a_path_in_place_of_weights_is_refused_with_the_way_to_load_it() -> None:
     engine = Engine(Update.supervised(cross_entropy, SGD), model=mlp(5, 8, 3))
-    with pytest.raises(TypeError, match=r"load_weights\(3\): expected weights, or the path of a checkpoint"):
+    with pytest.raises(TypeError, match=r"load_weights\(3\): expected a dict of weights, or a checkpoint path"):
         engine.load_weights(3)  # type: ignore[arg-type]
     with pytest.raises(FileNotFoundError, match=r"load_weights\(\): 'no-such-folder'"):
         engine.load_weights("no-such-folder")

@@ -175,7 +175,7 @@ REFUSED: dict[str, tuple[Callable[[], Engine], Callable[[], Engine], str]] = {
     "a handler of another class": (
         lambda: _with(deep(), EMA(0.5, evaluate=False, name="average")),
         lambda: _with(deep(), SWA(start=1, bn_batches=0, evaluate=False, name="average")),
-        "handler 'average', which was a EMA and is now a SWA: KeyError: 'statistics_of'",
+        "handler 'average', whose class was EMA and is now SWA: KeyError: 'statistics_of'",
     ),
     "more groups": (
         partial(deep, split((0, 1), (2, 3, 4, 5))),
@@ -210,7 +210,7 @@ def test_a_load_that_fails_names_the_part_and_leaves_everything_as_it_was(kind: 
     engine.run(batches(2), max_epochs=2)
     before = everything(engine)
     engine.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=f"the loaded state does not fit: .*{message}"):
+    with pytest.raises(ValueError, match=f"the loaded state does not match this engine: .*{message}"):
         engine.run(batches(4), max_epochs=3)
     engine.snapshots.reset()
     assert everything(engine) == before
@@ -233,7 +233,7 @@ def test_weights_that_the_last_module_refuses_change_none() -> None:
     before = copy.deepcopy(engine.weights())
     given = {name: {key: value + 1 for key, value in state.items()} for name, state in before.items()}
     model["two"].fails = True
-    with pytest.raises(ValueError, match="the Half rejects it: RuntimeError: it is of another format"):
+    with pytest.raises(ValueError, match="Half rejects its state: RuntimeError: it is of another format"):
         engine.load_weights(given)
     assert plain(engine.weights()) == plain(before)
     model["two"].fails = False

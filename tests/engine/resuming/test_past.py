@@ -277,7 +277,7 @@ def test_mistakes_name_the_way_out() -> None:
     ):
         run(engine, kit.batches(8), max_epochs=1)
     for to, leave_out, problem in (
-        (9, 0, "an iteration from 0 to 4"),
+        (9, 0, "a completed iteration, from 0 to 4"),
         (-1, 0, "from 0 to 4"),
         (2, -1, "number of batches"),
     ):

@@ -300,9 +300,9 @@ def test_what_cannot_be_made_again_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a function run"):
         bisect(lambda: build()[0])
     made = build()
-    with pytest.raises(ValueError, match="returned an engine that has run"):
+    with pytest.raises(ValueError, match="returned an engine that has already run"):
         bisect(lambda: made, until=1)
     with pytest.raises(ValueError, match="1 or more"):
         bisect(build, until=0)
-    with pytest.raises(ValueError, match="before an iteration"):
+    with pytest.raises(ValueError, match="before any iteration"):
         bisect(lambda: (build()[0], lambda engine: None))

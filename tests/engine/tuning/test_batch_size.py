@@ -258,10 +258,10 @@ def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], messa
 def test_data_that_does_not_grow_with_the_size_is_refused_and_smaller_data_is_a_limit() -> None:
     fixed = kit.batches([8] * 5, 4, (), classes=3)
     with pytest.raises(
-        ValueError, match=r"loader_of\(16\) returns batches of 8 samples; return data in batches of the given size"
+        ValueError, match=r"loader_of\(16\) returned batches of 8 samples; return batches of the requested size"
     ):
         find_batch_size(build(Limited(10**6)), lambda size: fixed, start=8)
-    with pytest.raises(ValueError, match=r"loader_of\(4\) returns batches of 8 samples"):
+    with pytest.raises(ValueError, match=r"loader_of\(4\) returned batches of 8 samples"):
         find_batch_size(build(Limited(10**6)), lambda size: fixed, start=4)
     sizes = find_batch_size(build(Limited(10**6)), lambda size: kit.batches([min(size, 20)] * 5, 4, (), classes=3))
     assert [one.size for one in sizes.trials] == [2, 4, 8, 16, 20]

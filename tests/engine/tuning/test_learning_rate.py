@@ -424,7 +424,7 @@ def test_two_processes_get_one_curve_and_leave_no_trace(kind: type[Handler]) -> 
 
 
 def test_less_data_than_points_goes_round_and_says_so() -> None:
-    with pytest.warns(UserWarning, match="fewer batches than the sweep needs, so it made 3 passes"):
+    with pytest.warns(UserWarning, match="than the sweep needs, so the sweep made 3 passes"):
         curve = find_learning_rate(build(), batches(4), steps=10, low=1e-4, high=1e-2)
     assert len(curve) == 10
     assert curve.passes == 3
@@ -493,8 +493,7 @@ def test_findings_about_weights_that_are_put_back_are_not_reported() -> None:
     [
         (
             (math.nan, math.nan, 1.0, 2.0),
-            "only 2 of the 4 losses of the sweep are finite, which is too few .*; start at a lower learning rate "
-            "than low=0.1",
+            "only 2 of the 4 losses in the sweep are finite, which is too few .*; lower low=0.1, or increase steps=",
         ),
         (
             (1.0, 2.0, 3.0, 4.0),
@@ -566,7 +565,7 @@ def test_a_sweep_without_a_step_ends_with_an_error() -> None:
         return None
 
     engine = Engine(Update.from_function(nothing, optimizer=partial(torch.optim.SGD, lr=0.1)), model=model(), seed=0)
-    message = "no step ran, because the update 'main' returned no loss, or each step was skipped"
+    message = "no step ran, either because the update 'main' returned no loss or because every step was skipped"
     with allow("W29"), pytest.raises(RuntimeError, match=message):
         find_learning_rate(engine, batches(10), steps=10)
 
@@ -637,12 +636,12 @@ def test_other_things_in_place_of_the_engine_are_named(arguments: Any, message: 
 
 
 def test_no_data_is_named() -> None:
-    with pytest.raises(TypeError, match="the data is a NoneType; pass data with batches"):
+    with pytest.raises(TypeError, match="the data is a NoneType; pass data that yields batches"):
         find_learning_rate(build(), None)  # type: ignore[arg-type]
 
 
 def test_a_loss_that_is_never_finite_is_not_blamed_on_the_rate() -> None:
     with pytest.raises(
-        ValueError, match=r"no loss of the sweep is finite, not even the first .*, so no learning rate can help"
+        ValueError, match=r"no loss in the sweep is finite, not even the first .*, so no learning rate can help"
     ):
         LearningRateCurve((0.1, 1.0), (math.nan, math.nan), low=0.1, high=1.0).suggestion()
