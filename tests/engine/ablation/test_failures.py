@@ -55,8 +55,7 @@ def test_a_failed_run_is_in_the_test_and_the_means_are_conditional() -> None:
     (sentence,) = found.sentences()
     assert (
         "in 6 of 8 pairs, only the run of this variant; in 0, only the run of the baseline; in 0, both runs "
-        "(McNemar's exact test: p = 0.031)"
-        in sentence
+        "(McNemar's exact test: p = 0.031)" in sentence
     )
     assert AGAINST not in sentence
 

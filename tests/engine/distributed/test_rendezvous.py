@@ -548,7 +548,9 @@ def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     assert not launched()
-    with pytest.raises(RuntimeError, match="not set in the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"):
+    with pytest.raises(
+        RuntimeError, match="not set in the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+    ):
         join(timeout=1.0)
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "0")
