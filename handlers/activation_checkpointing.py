@@ -30,13 +30,14 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 class ActivationCheckpointing(Handler):
     """Saves memory by recomputing the activations of chosen modules in the backward pass (gradient checkpointing).
 
-    Only the inputs of the chosen modules are kept for the backward, which saves memory and typically takes a third more time.
-    Weights, dropout masks and BatchNorm statistics stay bit-identical, because the random state is restored for the
-    recomputation, and only the first computation updates statistics. Parameter names and evaluations do not change.
+    Only the inputs of the chosen modules are kept for the backward pass. This saves memory, but a step typically takes a third
+    longer. Weights, dropout masks and BatchNorm statistics stay bit-identical, because the random state is restored for the
+    recomputation, and only the first computation updates the statistics. Parameter names and evaluations do not change.
 
-    Choose expensive modules that are called one after the other, such as transformer blocks. A chosen module and its hooks run
-    twice in each iteration, and its forward must change only the statistics of normalization layers. `Compile` does not compile
-    the chosen modules, because not every backend computes the same result twice.
+    Choose expensive modules that are called one after the other, such as transformer blocks. The forward and the hooks of a
+    chosen module run twice in each iteration, so the forward must not change any buffers except the statistics of
+    normalization layers. `Compile` does not compile the chosen modules, because not every backend computes the same result
+    twice.
 
     Args:
         modules: Modules to recompute: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list of these. If
@@ -48,7 +49,8 @@ class ActivationCheckpointing(Handler):
 
     Raises:
         ValueError: If a pattern matches no module, or if ``every`` finds no Sequential.
-        RuntimeError: In the first iteration, if the forward of a module changes other buffers, such as those of spectral norm.
+        RuntimeError: In the first iteration, if the forward of a chosen module changes other buffers, such as those of
+            spectral norm.
 
     Source:
         Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). The implementation is ``torch.utils.checkpoint``, in

@@ -28,17 +28,17 @@ class ActivationStatistics(Handler):
     "dead_units/features.2" for each measured module, and "dead_units" for all modules together. A unit is dead if it is zero for
     all measured samples at all positions. With few samples a unit may be zero by chance, so measure more samples with ``window``.
 
-    Hooks are on the modules only in measured training iterations. The values are tensors on the device, so measuring does not
-    synchronize. In distributed runs, each rank measures its own samples. If a step computes its gradients several times, only the
-    first forward is measured.
+    The hooks exist only during measured training iterations. The values are tensors on the device, so measuring does not
+    synchronize. In distributed runs, each rank measures its own samples. If a step computes its gradients several times, only
+    the first forward is measured.
 
     Args:
         every: Interval between two measurements, in iterations.
         window: Number of iterations that are measured together, at the end of each interval; at most ``every``.
         modules: Modules to measure: a path such as "encoder", which includes everything inside it, a pattern such as
-            ``"*.relu"``, or several. By default all activation functions that are modules, such as ``nn.ReLU``.
-        unit_dim: Dimension of the outputs that holds the units, such as 1 for the channels of sequences (N, C, L). By default 1
-            for outputs with four or more dimensions, such as images, and otherwise the last.
+            ``"*.relu"``, or several. By default, all activation functions that are modules, such as ``nn.ReLU``.
+        unit_dim: Dimension of the outputs that holds the units, such as 1 for the channels of sequences (N, C, L). By default,
+            dimension 1 for outputs with four or more dimensions, such as images, and the last dimension otherwise.
 
     Raises:
         ValueError: At the start of a run, if no module is found, or if the model is compiled, which skips hooks. In the forward,

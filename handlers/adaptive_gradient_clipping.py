@@ -21,11 +21,12 @@ __all__ = ["AdaptiveGradientClipping"]
 
 
 class AdaptiveGradientClipping(Handler):
-    """Clips each unit's gradient relative to the norm of its weights (AGC): to at most ``clipping * max(norm(W), eps)``.
+    """Adaptive gradient clipping (AGC): clips the gradient norm of each unit to at most ``clipping * max(norm(W), eps)``.
 
-    W are the weights of the unit. A step that is large relative to the weights destabilizes training, so each unit has its own
-    bound. A unit is a row of a weight: an output unit of a linear layer, or an output channel of a convolution. Vectors and
-    scalars are clipped as a whole. Clipping runs once per optimizer step, on unscaled gradients, before `GradientClipping`.
+    W stands for the weights of the unit. A step that is large relative to the weights destabilizes training, so each unit has
+    its own bound. A unit is a row of a weight: an output unit of a linear layer, or an output channel of a convolution.
+    Vectors and scalars are clipped as a whole. Clipping runs once per optimizer step, on unscaled gradients, before
+    `GradientClipping`.
 
     Args:
         clipping: Largest ratio of a unit's gradient norm to its weight norm.
@@ -41,8 +42,9 @@ class AdaptiveGradientClipping(Handler):
         TypeError: If a gradient is sparse.
 
     Source:
-        Brock, De, Smith and Simonyan, "High-Performance Large-Scale Image Recognition Without Normalization" (ICML 2021).
-        A unit is always an index of the first dimension, even in transposed convolutions, which have their inputs there.
+        Brock, De, Smith and Simonyan, "High-Performance Large-Scale Image Recognition Without Normalization" (ICML 2021). A
+        unit is always an index of the first dimension, even in transposed convolutions, whose first dimension holds the
+        inputs.
 
     Example:
         >>> import torch

@@ -20,27 +20,28 @@ __all__ = ["AutoClip"]
 
 
 class AutoClip(Handler):
-    """Clips gradients by their global norm to a percentile of recent norms (AutoClip); no threshold to tune.
+    """AutoClip: clips the global gradient norm to a percentile of recent norms, so there is no threshold to tune.
 
-    The current norm counts, so the first step is not clipped. Norms are measured once per optimizer step, unscaled and before
-    clipping; skipped steps and non-finite norms are left out. Everything stays on the device, without synchronization.
-    `GradientClipping` clips the same gradients, so attaching both raises an error.
+    The percentile includes the current norm, so the first step is not clipped. The norms of unscaled gradients are measured
+    once per optimizer step, before clipping; skipped steps and non-finite norms are left out. All values stay on the device,
+    so nothing synchronizes. `GradientClipping` clips the same gradients, so attaching both raises an error.
 
     Args:
         percentile: Percentile of the norms, above 0 and at most 100, interpolated linearly.
-        window: Number of steps whose norms count; each step sorts them. None uses all steps, as in the paper.
+        window: Number of most recent steps whose norms are used; each step sorts these norms. None uses all steps, as in the
+            paper.
         update: Name of the update to clip; by default all, each with its own norms.
 
     Attributes:
         total_norm: Global norm before the last clipping, as a tensor; None before the first.
-        max_norm: Norm that the last step was clipped to, as a tensor; None before the first.
+        max_norm: Norm to which the last step was clipped, as a tensor; None before the first.
 
     Raises:
         TypeError: If a gradient is sparse.
 
     Source:
         Seetharaman, Wichern, Pardo and Le Roux, "AutoClip: Adaptive Gradient Clipping for Source Separation Networks" (MLSP
-        2020); the arithmetic of the clip is that of ``torch.nn.utils.clip_grad_norm_``.
+        2020); the clipping uses the same arithmetic as ``torch.nn.utils.clip_grad_norm_``.
 
     Example:
         >>> import torch

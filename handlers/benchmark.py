@@ -13,11 +13,12 @@ __all__ = ["Benchmark"]
 
 
 class Benchmark(Handler):
-    """Turns on cuDNN's autotuner (``torch.backends.cudnn.benchmark``): convolutions use the fastest algorithm.
+    """Turns on cuDNN's autotuner (``torch.backends.cudnn.benchmark``), so that convolutions use the fastest algorithm.
 
-    Each new input shape costs a trial, so this pays off if all batches have one shape. Drop the last, smaller batch with
-    ``DataLoader(drop_last=True)``. The fastest algorithm, and so the results, may differ from run to run, so attaching
-    `Deterministic` raises an error. On a CPU the handler does nothing. The flag is restored after the run, even if the run fails.
+    Each new input shape requires new trials, so this pays off if all batches have the same shape. To drop a smaller last
+    batch, use ``DataLoader(drop_last=True)``. The fastest algorithm, and therefore the results, may differ between runs, so
+    attaching `Deterministic` as well raises an error. On a CPU the handler does nothing. The flag is restored after the run,
+    even if the run fails.
 
     Source:
         "Performance Tuning Guide" of PyTorch, "Enable cuDNN auto-tuner".

@@ -29,9 +29,9 @@ Strides = tuple[int, ...]
 class ChannelsLast(Handler):
     """Trains in the channels-last memory format (NHWC), which speeds up convolutions, and restores the layout afterwards.
 
-    The channels of a pixel are adjacent in memory, while shapes and indices stay NCHW. Convolutions in half precision are faster
-    on GPUs with tensor cores, and often on CPUs. Sums run in a different order, so results differ by rounding. Batches are
-    converted once they are on the device, including those of evaluations by the trainer.
+    The channels of a pixel are adjacent in memory, while shapes and indices stay NCHW. Half-precision convolutions are faster
+    on GPUs with tensor cores, and often on CPUs as well. Sums run in a different order, so results differ by rounding. Batches
+    are converted once they are on the device, including the batches of evaluations that the trainer starts.
 
     Four-dimensional tensors are converted if the model has two-dimensional convolutions, and five-dimensional tensors if it has
     three-dimensional convolutions. A model with neither stays unchanged, and a line on standard error reports this. Parameters

@@ -27,56 +27,62 @@ _DONE = Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED
 
 
 class Checkpoint(Handler):
-    """Saves checkpoints of the complete training state, keeps the last or the best by a metric, and resumes from them.
+    """Saves checkpoints of the complete training state, keeps the newest or the best ones, and resumes from them.
 
-    A checkpoint is a folder ``<name>-epoch0003-iter00000120/``. ``torch.load`` reads its ``state.pt`` (the weights are
-    ``["modules"]["model"]``); ``manifest.json`` has the size and sha256 of this file, the metric, the hyperparameters and the
-    environment. A checkpoint contains everything that a resume needs (`Engine.state_dict`). It is written under a hidden name,
-    synced, and renamed before an old one is removed, so a crash at any moment leaves the old ones intact. `load` verifies it;
-    given a folder, `load` opens the newest intact checkpoint. To keep the newest and the best of one snapshot, attach two
-    handlers with separate names, such as ``Checkpoint(folder, resume=True, name="last")`` and ``Checkpoint(folder,
-    monitor="val_accuracy", name="best")``.
+    A checkpoint is a folder ``<name>-epoch0003-iter00000120/``. ``torch.load`` reads its ``state.pt`` (the weights are in
+    ``["modules"]["model"]``); ``manifest.json`` contains the size and sha256 of ``state.pt``, the metric, the hyperparameters
+    and the environment. A checkpoint contains everything that a resume needs (`Engine.state_dict`). It is written under a
+    hidden name, synced, and renamed before an old checkpoint is removed, so a crash at any moment leaves the old ones intact.
+    `load` verifies a checkpoint; given a folder, it opens the newest intact one. To keep both the newest and the best
+    checkpoint, attach two handlers with different names, such as ``Checkpoint(folder, resume=True, name="last")`` and
+    ``Checkpoint(folder, monitor="val_accuracy", name="best")``.
 
-    In distributed runs, rank 0 writes, including the states that differ between ranks, while the others wait. All ranks need
-    access to the folder, even on several machines. A write error is raised on all ranks. Each rank writes its part of sharded
-    tensors beside ``state.pt`` with ``torch.distributed.checkpoint``; the parts load with any number of ranks.
+    In distributed runs, rank 0 writes the checkpoint, including the states that differ between ranks, while the other ranks
+    wait. All ranks need access to the folder, even on several machines. A write error is raised on all ranks. Each rank writes
+    its part of sharded tensors next to ``state.pt`` with ``torch.distributed.checkpoint``; any number of ranks can load the
+    parts.
 
-    A run never replaces or removes a checkpoint of a different run; a taken name gets the suffix ``-2``. A resumed run owns the
-    checkpoints of the run that it continues, but never removes the one that it resumed from, except with ``keep=1`` and a fixed
-    filename, such as "last".
+    A run never replaces or removes a checkpoint of a different run; if its name is taken, a checkpoint gets the suffix ``-2``.
+    A resumed run owns the checkpoints of the run that it continues, but never removes the one from which it resumed, except
+    with ``keep=1`` and a fixed filename, such as "last".
 
-    With ``monitor``, each new value is considered once. NaN is never kept, and of equal values the earlier one is kept.
+    With ``monitor``, each new value is considered once. A checkpoint with the value NaN is never kept; if values are equal,
+    the earlier checkpoint is kept.
 
     Args:
         folder: Folder of the checkpoints; created if necessary.
         monitor: Name of the metric that selects the best checkpoints; without it, the last ones are kept.
-        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
-        keep: Number of checkpoints to keep; by default 1 with ``monitor``, and 2 without, so one remains to fall back to.
-        every: Interval between saves without ``monitor``, such as "15min", counted from the start of each run; by default "1ep".
-            A save due inside another event, such as EVALUATION_COMPLETED, is written once that event is complete.
+        mode: Whether smaller ("min") or larger ("max") values are better; by default, the direction that the metric declares.
+        keep: Number of checkpoints to keep; by default, 1 with ``monitor`` and 2 without, so that one remains as a fallback.
+        every: Interval between saves without ``monitor``, such as "15min", counted from the start of each run; by default
+            "1ep". A save that is due during another event, such as EVALUATION_COMPLETED, is written once that event is
+            complete.
         filename: Template for the names with {name}, {epoch}, {iteration}, {step} (optimizer steps of the first update) and
-            metric names, such as "best-{epoch:03d}-{accuracy:.3f}". A metric without a value yet is nan.
-        weights_only: Save only `Engine.weights`, with averages in place, for `Engine.load_weights`; no run can resume from it.
+            metric names, such as "best-{epoch:03d}-{accuracy:.3f}". A metric that has no value yet appears as nan.
+        weights_only: Save only the result of `Engine.weights`, which includes averages, for `Engine.load_weights`; no run can
+            resume from it.
         hyperparameters: Configuration to store as plain values (`plain_mapping`); `hyperparameters` returns them.
         on_exception: When an error or Ctrl-C ends the run, save ``<name>-epoch....-exception``: the state after the last
-            completed iteration or epoch, from which a run resumes bit-exactly. Copies the state in every iteration; does not
-            count towards ``keep``.
+            completed iteration or epoch, from which a run resumes bit-exactly. This copies the state in every iteration. The
+            checkpoint does not count toward ``keep``.
         resume: When a run starts, resume from the newest intact checkpoint of this handler in the folder, for example after
             ``torchrun --max-restarts``. A line on stderr names the checkpoint, or reports that none exists. A checkpoint is
-            skipped if three runs that resumed from it failed before the next save. Ignored if a state was loaded.
+            skipped if three runs that resumed from it failed before the next save. Ignored if a state has already been loaded.
         sync_files: Whether a save is complete only once it is on disk, which takes five syncs of about 1 ms each. If False, a
             power failure (but not a killed process) may damage the newest checkpoint; use ``keep=2`` or more.
-        asynchronous: Write in a thread while training continues. Training waits only for the copy of the state, whose memory is
-            kept until the run ends, and for an earlier write in progress. A save is reported once it is on disk. An error in the
-            thread is raised at the next completed iteration, or at the end of the run, which waits for the thread.
-        trained_only: Leave out parameters that are frozen when the first run starts and have not changed since, such as the base
-            model of adapters (LoRA), and report how many. The manifest holds their sha256, and `load` returns a state that loads
-            only into a model with the same parameters. They are hashed at about 1 GB/s at the start, and checked at each save.
-            `EMA` has its own ``trained_only=True`` for their averages.
+        asynchronous: Write in a thread while training continues. Training waits only for the copy of the state, whose memory
+            is kept until the run ends, and for a previous write that is still in progress. A save is reported once it is on
+            disk. An error in the thread is raised at the next completed iteration, or at the end of the run, which waits for
+            the thread.
+        trained_only: Leave out parameters that are frozen when the first run starts and have not changed since, such as the
+            base model of adapters (LoRA), and report how many. The manifest contains their sha256, and `load` returns a state
+            that loads only into a model with the same frozen parameters. These are hashed at about 1 GB/s at the start, and
+            checked at each save. To leave out their averages as well, pass ``trained_only=True`` to `EMA`.
 
     Attributes:
         retention: Bookkeeping of the kept checkpoints, both as planned and as on disk.
-        kept: Names and values of the kept checkpoints on disk, the best or the oldest first.
+        kept: Names and values of the kept checkpoints on disk, in order: with ``monitor``, the best first; otherwise, the
+            oldest first.
 
     Example:
         >>> import os, tempfile
@@ -198,7 +204,7 @@ class Checkpoint(Handler):
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
-            ValueError: if it is damaged, truncated or swapped, naming the file; for a folder, if every checkpoint is.
+            ValueError: if the checkpoint is damaged, truncated or swapped (the error names the file), or if all in a folder are.
         """
         return checkpoints.load(path, name=name, where=f"Checkpoint.load({str(path)!r})", files=Checkpoint.files)
 
@@ -211,7 +217,7 @@ class Checkpoint(Handler):
             overrides: Values that replace stored ones, by name.
 
         Raises:
-            ValueError: for an override that was not stored, naming the stored ones; or if none were stored.
+            ValueError: for an override whose name was not stored (the error lists the stored names), or if none were stored.
         """
         where = f"Checkpoint.hyperparameters({str(path)!r})"
         return checkpoints.load_hyperparameters(path, overrides, where=where, files=Checkpoint.files)

@@ -27,28 +27,29 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 class Compile(Handler):
     """Compiles the model, or some of its modules, with torch.compile during the run.
 
-    The first iterations take seconds to minutes longer (`Throughput` leaves them out), and so does the first batch of a different
-    size. Torch compiles once for that size, and then for all sizes, unless ``dynamic`` is set. After too many graphs the model
-    runs without compilation, and a warning lists the sizes.
+    Compilation slows the first iterations by seconds to minutes (`Throughput` leaves them out). Unless ``dynamic`` is set,
+    torch compiles for the size of the first batch, and once a second size occurs, again for all sizes. After
+    ``recompile_limit`` graphs, further sizes run without compilation, and a warning lists the sizes.
 
-    During a run ``engine.model`` is the compiled model; afterwards it is the original again. ``engine.modules`` never changes, so
-    parameter names and checkpoints stay the same, and runs with and without compilation can resume from each other's checkpoints.
-    With `DistributedDataParallel`, the wrapped model is compiled. With `FullyShardedDataParallel`, name the modules that are
-    sharded as units. An evaluator calls its own model and needs its own handler, except for modules given in ``modules``, which
-    it shares.
+    During a run ``engine.model`` is the compiled model; afterwards it is the original again. ``engine.modules`` never changes,
+    so parameter names and checkpoints stay the same, and runs with and without compilation can resume from each other's
+    checkpoints. With `DistributedDataParallel`, the wrapped model is compiled. With `FullyShardedDataParallel`, pass the
+    modules that are sharded as units in ``modules``. An evaluator calls its own model and needs a separate `Compile`, but
+    shares the compiled modules given in ``modules``.
 
-    "eager" and "aot_eager" give the same bits as without compilation. "inductor" rounds differently, but draws the same random
-    numbers unless ``fallback_random`` is False. Handlers that use hooks see nothing inside a compiled model.
+    With the backends "eager" and "aot_eager", results are bit-identical to those without compilation. "inductor" rounds
+    differently, but draws the same random numbers unless ``fallback_random`` is False. Handlers that use hooks see nothing
+    inside a compiled model.
 
     Args:
         modules: Modules to compile, each separately: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list
             of these; by default the whole model. Identical blocks compile faster than a whole model.
-        backend: Name of a torch.compile backend, or a function from a graph and its inputs to a callable. On a CPU, "inductor"
-            needs a C++ compiler, such as g++.
+        backend: Name of a torch.compile backend, or a function that takes a graph and its inputs and returns a callable. On a
+            CPU, "inductor" needs a C++ compiler, such as g++.
         mode: For "inductor": "default", "reduce-overhead", "max-autotune" or "max-autotune-no-cudagraphs".
-        options: For "inductor": options by name; see ``torch._inductor.list_options()``.
-        dynamic: Whether to compile graphs for all sizes from the start (True) or for each size separately (False); by default for
-            all sizes once a second size occurs.
+        options: For "inductor": a dict of options; see ``torch._inductor.list_options()``.
+        dynamic: Whether to compile graphs for all sizes from the start (True) or for each size separately (False); by default,
+            for all sizes once a second size occurs.
         fullgraph: Whether code that cannot be captured in one graph raises an error.
         fallback_random: For "inductor": whether to draw the same random numbers as without compilation. If False, dropout is
             somewhat faster, and all later random numbers of the run differ.

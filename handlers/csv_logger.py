@@ -19,11 +19,11 @@ __all__ = ["CSVLogger"]
 class CSVLogger(TextLogger):
     """Writes losses, scalar metrics and the learning rates of each step to a CSV file.
 
-    The file is in long format, with one row per value and the columns ``epoch,iteration,step,name,value``. ``step`` counts the
-    optimizer steps of the first update when the value was measured, so a gradient norm comes before its step, and the loss of
-    that iteration after it. Rows are only appended. Names are the same as in TensorBoard: ``train/loss``, ``lr``,
-    ``val/accuracy``. Values are written in full precision, or as ``nan``, ``inf`` and ``-inf``. To get one column per name with
-    pandas::
+    The file is in long format, with one row per value and the columns ``epoch,iteration,step,name,value``. ``step`` is the
+    number of optimizer steps of the first update when the value was measured: in one iteration, a gradient norm is measured
+    before the step and the loss is recorded after it. Rows are only appended. Names are the same as in TensorBoard:
+    ``train/loss``, ``lr``, ``val/accuracy``. Values are written in full precision, or as ``nan``, ``inf`` and ``-inf``. To get
+    one column per name with pandas::
 
         pandas.read_csv("log.csv").pivot(index="iteration", columns="name", values="value")
 
@@ -32,9 +32,9 @@ class CSVLogger(TextLogger):
 
     Args:
         path: Path of the file; its folder is created if missing.
-        every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new metric
-            values are written with the iteration that measured them.
-        time: Whether to add a column ``time`` before ``name``, the time of writing in seconds since 1970.
+        every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new
+            metric values are written with the iteration in which they were measured.
+        time: Whether to add a column ``time`` before ``name``, with the time of writing in seconds since 1970.
 
     Raises:
         OSError: If a row cannot be written, for example on a full disk. The error names the handler; earlier rows are kept.

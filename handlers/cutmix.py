@@ -15,29 +15,30 @@ __all__ = ["CutMix"]
 class CutMix(SampleMixing):
     """CutMix: pastes a box of another sample into each sample of the batch and mixes the losses by area.
 
-    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where ``lam`` is the kept fraction of the sample;
-    the update's loss function is called a second time. The batch keeps its targets ``y``, so metrics such as accuracy compare the
-    outputs of mixed samples with hard labels.
+    The loss is ``lam * loss(output, y) + (1 - lam) * loss(output, y[perm])``, where ``lam`` is the fraction of the sample that
+    is kept. The update's loss function is therefore called twice. The batch keeps its targets ``y``, so metrics such as
+    accuracy compare the outputs of mixed samples with hard labels.
 
-    Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, whose
-    ``beta = a / (a + b)`` is Beta(alpha, alpha) distributed; ``perm``, a permutation of the batch; and the center of the box, one
-    dimension after the other. In d spatial dimensions each side of the box is the sample's side times ``(1 - beta) ** (1 / d)``.
-    The box is clipped at the border, and ``lam`` is computed from the clipped box.
+    Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, so that
+    ``beta = a / (a + b)`` has the distribution Beta(alpha, alpha); ``perm``, a permutation of the batch; and the center of the
+    box, one dimension after the other. In d spatial dimensions each side of the box is the sample's side times
+    ``(1 - beta) ** (1 / d)``. The box is clipped at the border, and ``lam`` is computed from the clipped box.
 
     Args:
-        alpha: Parameter of the Beta distribution. The smaller, the more often the box covers almost nothing or almost
+        alpha: Parameter of the Beta distribution. The smaller it is, the more often the box covers almost nothing or almost
             everything; the paper uses 1.
         share: Relative share of the batches that CutMix mixes if `MixUp` is also attached. One of the two is drawn for each
-            batch, from the run's seed and the iteration. Alone, the handler mixes every batch.
+            batch, from the run's seed and the iteration. Without `MixUp`, every batch is mixed.
         input: Index, key or name of the inputs in the batch: (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-        target: Index, key or name of the targets in the batch, a tensor of shape (N, ...); by default that of the update.
+        target: Index, key or name of the targets in the batch, a tensor of shape (N, ...); by default, the update's own
+            ``target``.
 
     Attributes:
         lam: Fraction of each sample kept in the last mixed batch; None before the first.
 
     Raises:
-        ValueError: At the start of a run, for an update that is a single function, whose loss cannot be computed again, and with
-            a handler that computes gradients from parts of the batch, which would separate the pairs.
+        ValueError: At the start of a run, if an update is a single function, whose loss cannot be computed again, or if
+            another handler computes gradients from parts of the batch, which would separate the mixed pairs.
 
     Source:
         Yun et al., "CutMix: Regularization Strategy to Train Strong Classifiers with Localizable Features" (ICCV 2019).

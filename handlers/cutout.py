@@ -20,12 +20,12 @@ __all__ = ["Cutout"]
 class Cutout(Handler):
     """Cutout: masks random boxes of each sample with a constant.
 
-    Boxes are clipped at the border. Their centers are integers of shape (holes, N), drawn from the handler's own CPU generator,
-    one spatial dimension after the other. A box starts ``length // 2`` before its center. MixUp and CutMix, if attached, mix the
-    samples first.
+    Boxes are clipped at the border. For each spatial dimension in turn, integer centers of shape (holes, N) are drawn from the
+    handler's own CPU generator. A box starts ``length // 2`` before its center. MixUp and CutMix, if attached, mix the samples
+    first.
 
     Args:
-        length: Side of the box in pixels, or one side per spatial dimension.
+        length: Side length of the box in pixels, or one length per spatial dimension.
         holes: Number of boxes per sample; they may overlap.
         fill: Value of the masked pixels; 0 is the mean of normalized inputs.
         input: Index or key of the inputs in the batch, a tuple, list or dict: (N, C, L), (N, C, H, W) or (N, C, D, H, W).

@@ -38,16 +38,17 @@ _STAGES = {
 class Deterministic(Handler):
     """Allows only deterministic algorithms, so repeated runs on one machine are bit-identical.
 
-    An operation without a deterministic algorithm raises torch's RuntimeError, whose notes name the handler and the event. With
-    ``warn_only`` the operation runs, and a warning names the place. `Seeding` controls random numbers. cuDNN's benchmark mode is
-    off during the run, so attaching `Benchmark` raises an error. Some operations are slower.
+    An operation without a deterministic algorithm raises torch's RuntimeError, whose notes name the handler and the event.
+    With ``warn_only``, the operation runs, and a warning names the handler and the event. `Seeding` controls random numbers.
+    cuDNN's benchmark mode is off during the run, so attaching `Benchmark` as well raises an error. Some operations become
+    slower.
 
     Matrix products on a GPU are deterministic only with the environment variable ``CUBLAS_WORKSPACE_CONFIG``, which CUDA reads
     when it starts. The handler sets it if CUDA has not started. Unlike in torch's default deterministic mode, memory from
-    ``torch.empty`` is not filled with NaN. Everything is restored after the run, even if the run fails.
+    ``torch.empty`` is not filled with NaN. All settings are restored after the run, even if it fails.
 
     Args:
-        warn_only: Whether an operation without a deterministic algorithm gives a warning instead of an error.
+        warn_only: Whether an operation without a deterministic algorithm produces a warning instead of an error.
 
     Raises:
         RuntimeError: At the start of a run, if CUDA was started without the variable. Set it in the shell, or build the model on

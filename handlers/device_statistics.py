@@ -31,12 +31,12 @@ _GPU: dict[str, tuple[str, ...]] = {  # the metrics of each kind of device
 class DeviceStatistics(Handler):
     """Measures the memory of the process and of the model's GPU, as metrics.
 
-    The metrics in ``state.metrics`` are "process_mib", the main memory of the process, and "process_peak_mib", its peak. Outside
-    Linux the first is unknown, and on Windows both are. A CUDA GPU adds "gpu_allocated_mib" (tensors), "gpu_reserved_mib"
-    (including memory that torch caches), "gpu_peak_mib" (the peak of tensors), "gpu_allocation_retries" (slow searches for
-    memory; more than a few mean that the GPU is nearly full) and "gpu_out_of_memory" (errors that were caught). XPU has the first
-    three of these GPU metrics, and MPS the first two. In distributed runs, the values are those of rank 0. Checkpoints do not
-    contain them.
+    The metrics in ``state.metrics`` are "process_mib", the main memory of the process, and "process_peak_mib", its peak.
+    Outside Linux, the first is not available; on Windows, neither is. A CUDA GPU adds "gpu_allocated_mib" (tensors),
+    "gpu_reserved_mib" (including memory that torch caches), "gpu_peak_mib" (the peak of tensors), "gpu_allocation_retries"
+    (slow repeated attempts to allocate; more than a few mean that the GPU is nearly full) and "gpu_out_of_memory"
+    (out-of-memory errors that were caught). XPU has the first three of these GPU metrics, and MPS the first two. In
+    distributed runs, the values come from rank 0. Checkpoints do not contain these metrics.
 
     All sizes are whole numbers of MiB. Reading them does not wait for the device.
 
@@ -44,7 +44,7 @@ class DeviceStatistics(Handler):
         every: Interval between two measurements.
 
     Source:
-        ``torch.cuda.memory_stats``; the files of Linux in /proc/self.
+        ``torch.cuda.memory_stats``; Linux's files in ``/proc/self``.
 
     Example:
         >>> import torch

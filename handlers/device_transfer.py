@@ -27,24 +27,24 @@ __all__ = ["DeviceTransfer"]
 class DeviceTransfer(Handler):
     """Moves the model to a device before its optimizers are built, and every batch after it is loaded.
 
-    A batch may be a tensor, an object with a ``to`` method, such as a packed sequence, or nested containers of these. Containers
-    are tuples, lists, deques, mappings, named tuples, dataclasses, namespaces, and the classes of attrs and pydantic. A ``to``
-    that returns None moves the object in place. Objects without ``to`` are left unchanged, and W22 reports those that hold
-    tensors. The model stays on the device after the run. An evaluator that the trainer runs (`Validation`, `Engine.evaluate`)
-    inherits this handler.
+    A batch may be a tensor, an object with a ``to`` method, such as a packed sequence, or nested containers of these.
+    Containers are tuples, lists, deques, mappings, named tuples, dataclasses, namespaces, and the classes of attrs and
+    pydantic. A ``to`` method that returns None must move the object in place. Objects without ``to`` are left unchanged, and
+    W22 reports those that hold tensors. The model stays on the device after the run. An evaluator that the trainer runs
+    (`Validation`, `Engine.evaluate`) inherits this handler.
 
     With ``prefetch``, batches are copied on a separate CUDA stream. The host runs ahead of the GPU until something reads a value
     back (``loss.item()``), so the next batch is copied while the GPU still computes. The order of loading and the random number
     streams do not change. Batches must be in pinned memory: ``DataLoader(pin_memory=True)``.
 
     Args:
-        device: Device to train on, for example "cuda", "cuda:1" or "cpu"; by default the available accelerator, else the CPU.
-            With several processes, "cuda" and the default select the GPU of each process's LOCAL_RANK.
+        device: Device to train on, for example "cuda", "cuda:1" or "cpu"; by default, the available accelerator, or the CPU if
+            there is none. With several processes, "cuda" and the default select the GPU of each process's LOCAL_RANK.
         non_blocking: Whether copies from pinned memory may overlap with work on the host.
         prefetch: Whether copies may also overlap with work on a CUDA device; no effect on the CPU, where nothing is copied.
 
     Raises:
-        ValueError: If the device is not available, or lacks a feature, such as float64 on MPS; see `devices.TABLE`.
+        ValueError: If the device is not available or lacks a required feature, such as float64 on MPS; see `devices.TABLE`.
 
     Source: "CUDA semantics" in PyTorch's documentation, for `Tensor.record_stream`.
 

@@ -26,29 +26,31 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Distillation(LossTerm):
-    """Knowledge distillation: adds the divergence from a teacher's outputs to the loss of the targets.
+    """Knowledge distillation: adds the divergence from a teacher's outputs to the task loss.
 
-    The loss becomes ``task_weight * loss + weight * T**2 * KL``. KL is the divergence of the student's class probabilities from
-    the teacher's, averaged over samples and positions. Both come from logits divided by the temperature T, and ``T**2`` keeps the
-    gradients at the same scale.
+    The loss becomes ``task_weight * loss + weight * T**2 * KL``. KL is the divergence of the student's class probabilities
+    from the teacher's, averaged over samples and positions. Both distributions are computed from logits divided by the
+    temperature T, and the factor ``T**2`` keeps the gradients at the same scale.
 
-    The teacher gets the same inputs as the student, under the same autocast: the batch, or each piece of it, after MixUp, CutMix
-    and Cutout. It runs without gradients in eval mode, and moves to the model's device; its modes are restored after the run.
-    Random numbers that it draws in eval mode come from a copy of the generators. No checkpoint, state or average contains the
-    teacher. A state holds its `fingerprint`, and W32 reports a run that resumes with a different teacher. With SAM and LBFGS the
-    teacher is called each time the gradients are computed.
+    The teacher receives the same inputs as the student, under the same autocast: the batch, or each piece of it, after MixUp,
+    CutMix and Cutout. It is moved to the model's device and runs in eval mode without gradients; after the run, its modules
+    return to their previous modes. Random numbers that it draws even in eval mode come from a copy of the generators. No
+    checkpoint, state or average contains the teacher. The handler's state contains the teacher's `fingerprint`, and W32
+    reports a run that resumes with a different teacher. With SAM and LBFGS, the teacher is called each time gradients are
+    computed.
 
-    The reported loss stays that of the task. ``T**2 * KL`` is a separate metric, named like the handler.
+    The reported loss is still the task loss. ``T**2 * KL`` is a separate metric with the handler's name.
 
     Args:
         teacher: The trained model. To distill several, give a module that averages their outputs.
         temperature: T, by which logits are divided. A higher T gives more weight to similarities between classes; 1 leaves the
             probabilities unchanged, and 2 to 10 are usual.
-        weight: Factor of the teacher's part. With 0, the teacher is not called.
-        task_weight: Factor of the loss; by default ``1 - weight``.
+        weight: Factor for the divergence. With 0, the teacher is not called.
+        task_weight: Factor for the task loss; by default, ``1 - weight``.
         dim: Dimension of the classes in the outputs: 1, or -1 for language models with logits of shape (N, T, C).
-        forward: Function called as ``forward(teacher, batch)`` that returns the teacher's logits. By default the teacher gets the
-            update's inputs in its own dtype; for `Update.from_model`, the batch by keyword.
+        forward: Function called as ``forward(teacher, batch)`` that returns the teacher's logits. By default, the teacher
+            receives the update's inputs, converted to its own dtype; for `Update.from_model`, it receives the batch as keyword
+            arguments.
         update: Name of the update that trains the student; by default all.
 
     Raises:

@@ -27,35 +27,38 @@ Compression = Literal["fp16", "bf16", "powersgd"] | tuple[object, Callable[..., 
 class DistributedDataParallel(Distribution):
     """Distributed data parallel training (DDP) on all processes launched by ``torchrun``; does nothing in a single process.
 
-    Batches are sharded over the ranks, torch's DistributedDataParallel reduces the gradients during the backward, and all ranks
-    take the same step. It equals a step on the union of their batches, even in the last round, where batches may be smaller or
-    missing. A stop, a skipped step or a preemption on one rank applies to all. Metrics count every sample once. Only rank 0
-    writes logs, progress bars and checkpoints, which include the states that differ between ranks.
+    Batches are sharded over the ranks, torch's DistributedDataParallel reduces the gradients during the backward pass, and all
+    ranks take the same step. This step equals one on the union of their batches, even in the last round, where batches may be
+    smaller or missing. A stop, a skipped step or a preemption on one rank applies to all ranks. Metrics count every sample
+    once. Only rank 0 writes logs, progress bars and checkpoints, which include the states that differ between ranks.
 
     During a run ``engine.model`` is the wrapped model; the wrapper is removed at the end. ``engine.modules`` are the original
-    modules, whose names and states are saved in checkpoints. Within an accumulation window only the last backward reduces
-    (``no_sync``). All ranks get the buffers of rank 0 after every step, as in torch's DDP, and at the start of an evaluation.
-    Trained tensors outside the modules are also reduced. A module with parameters in several updates raises an error.
+    modules, whose names and states are saved in checkpoints. Within an accumulation window, only the last backward pass
+    reduces gradients (``no_sync``). All ranks receive the buffers of rank 0 after every step, as in torch's DDP, and at the
+    start of an evaluation. The gradients of trained tensors outside the modules are also reduced. A module with parameters in
+    several updates raises an error.
 
     Gradients are assigned to the same buckets from the first step on, so a resumed run is bit-exact.
 
     Args:
-        shard_policy: How data is sharded. "auto" assigns the batches of a sequence, or of a DataLoader over a map-style dataset,
-            round robin by index, in the order drawn by rank 0. A loader with a DistributedSampler uses its sampler, whose epoch
-            is set. "own": each rank has its own data. "round_robin": all ranks read all of the data and use its batches round
-            robin. "auto" raises an error for other data, such as a loader over an IterableDataset; use "round_robin", or "own" if
-            the dataset shards itself. The effective batch size is the loader's times the number of processes.
+        shard_policy: How data is sharded. "auto" distributes the batches of a sequence, or of a DataLoader over a map-style
+            dataset, round robin by index, in the order drawn by rank 0. A loader with a DistributedSampler keeps its sampler,
+            and the engine sets the sampler's epoch. With "own", each rank has its own data. With "round_robin", all ranks read
+            all of the data and use its batches in turn. For other data, such as a loader over an IterableDataset, "auto"
+            raises an error; use "round_robin", or "own" if the dataset shards itself. The effective batch size is the loader's
+            batch size times the number of processes.
         backend: Backend of torch.distributed; by default gloo for the CPU, and NCCL for GPUs.
-        timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks then raise
-            an error that names it and its last event.
+        timeout: Seconds after which a rank that does not reach a collective operation counts as lost. The other ranks then
+            raise an error that names the lost rank and its last event.
         sync_batch_norm: Whether BatchNorm normalizes over the batches of all ranks; on GPUs only.
-        broadcast_buffers: Whether all ranks get the buffers of rank 0; see above.
+        broadcast_buffers: Whether all ranks receive the buffers of rank 0; see above.
         compression: Compression of the gradients sent between ranks: "fp16", "bf16" (not with gloo), "powersgd", or a tuple of
             state and communication hook for ``register_comm_hook``. Checkpoints contain PowerSGD's state.
         powersgd_rank: Rank of the matrices sent by PowerSGD.
         powersgd_start: Number of iterations before PowerSGD starts.
-        find_unused_parameters: Whether to search for unused parameters in every iteration, for models that do not use all.
-        bucket_cap_mb: Size in MiB of a bucket, the gradients that are reduced together.
+        find_unused_parameters: Whether to search for unused parameters in every iteration, for models that do not always use
+            all of them.
+        bucket_cap_mb: Size in MiB of a bucket, a group of gradients that are reduced together.
         gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy.
 
     Source:

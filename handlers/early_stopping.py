@@ -24,13 +24,13 @@ class EarlyStopping(Handler):
     Each new value is checked once, at whichever event it is reported. While ``min_epochs`` or ``min_iters`` delay a stop, an
     improvement of the metric cancels the stop. NaN is never an improvement.
 
-    With ``restore_best``, the modules, and trained tensors outside them such as a temperature, hold the best weights when the run
-    completes. A later `run` continues from these weights, with the optimizers, schedules and counters of the last iteration. To
-    continue from the last weights, load a checkpoint. After an error the last weights are kept.
+    With ``restore_best``, the best weights are restored when the run completes, in the modules and in trained tensors outside
+    them, such as a temperature. A later `run` continues from these weights, with the optimizers, schedules and counters of the
+    last iteration. To continue from the last weights instead, load a checkpoint. After an error, the last weights are kept.
 
     Args:
         monitor: Name of the metric in ``state.metrics``.
-        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
+        mode: Whether smaller ("min") or larger ("max") values are better; by default, the direction that the metric declares.
         patience: Number of consecutive values without improvement after which the run stops.
         min_delta: Smallest difference from the best value that counts as an improvement.
         relative: Whether ``min_delta`` is relative to the magnitude of the best value.
@@ -38,7 +38,7 @@ class EarlyStopping(Handler):
         divergence: The run stops when the metric is worse than this value.
         check_finite: Whether the run stops at a NaN or infinite value.
         restore_best: Whether to restore the best weights when the run completes. These are the weights that `Engine.weights`
-            returns, with averages in place, and take one more copy on the modules' devices.
+            returns, including averages. Keeping them takes one more copy on the modules' devices.
         after: Point before which values are ignored, for example "5ep", "1000it" or "1000st".
 
     Attributes:

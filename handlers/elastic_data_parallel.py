@@ -21,26 +21,29 @@ __all__ = ["ElasticDataParallel"]
 class ElasticDataParallel(Distribution):
     """Elastic data parallel training: bit-identical weights for any number of processes.
 
-    A step consists of a fixed number of batches, ``shards``. One process computes all of them in turn; two processes compute half
-    each. Each shard has its own batch, random numbers and gradient, as each rank has with `DistributedDataParallel`. The
-    gradients are added in a binary tree whose form does not depend on the number of processes. A run that loses a node continues
-    on the others as if nothing had happened, and a step with eight processes can be repeated on one.
+    A step consists of a fixed number of batches, ``shards``. A single process computes all of them in turn; with two
+    processes, each computes half of them. Each shard has its own batch, random numbers and gradient, like a rank with
+    `DistributedDataParallel`. The gradients are added in a binary tree whose form does not depend on the number of processes.
+    A run that loses a node continues on the other nodes as if nothing had happened, and a step with eight processes can be
+    repeated with one.
 
-    If there are more processes than shards, or if their number is not a power of two, the largest possible power of two computes
-    the shards. The others wait and hold the same weights.
+    If there are more processes than shards, or if their number is not a power of two, the largest possible power of two
+    computes the shards. The other processes wait and keep the same weights.
 
     GET_BATCH_STARTED, GET_BATCH_COMPLETED and the events of forward, loss and backward are emitted for each shard of this
-    process, with its number in ``state.shard``, and all others once per step. From GRADIENTS_READY on, the gradients and
-    ``state.update.loss`` are those of all shards. A handler that acts at the events of a shard must keep nothing from one shard
-    to the next, and declare ``by_shard = True`` in its class; any other handler raises an error that names it.
+    process, with the shard's number in ``state.shard``; all other events are emitted once per step. From GRADIENTS_READY on,
+    the gradients and ``state.update.loss`` cover all shards. A handler that acts at the events of a shard must keep nothing
+    from one shard to the next, and must declare ``by_shard = True`` in its class. Without this declaration, the run raises an
+    error that names the handler.
 
-    BatchNorm normalizes over the batch of its shard; its running statistics after a step are those of shard 0.
+    BatchNorm normalizes over the batch of each shard; its running statistics after a step come from shard 0.
 
     Args:
-        shards: Number of shards, a power of two. The effective batch size is the loader's times this number.
+        shards: Number of shards, a power of two. The effective batch size is the loader's batch size times this number.
         shard_policy: How data is sharded: "auto" or "round_robin"; see `DistributedDataParallel`. Step t reads the batches
             ``t * shards`` to ``(t + 1) * shards - 1``; the last step of an epoch may have fewer.
-        threads: Number of torch threads during a run. It determines how sums are split, and launchers set it differently.
+        threads: Number of torch threads during a run. This number determines how sums are split, and launchers differ in the
+            value they set.
         backend: Backend of torch.distributed; see `DistributedDataParallel`.
         timeout: Seconds after which a rank that does not take part counts as lost; see `DistributedDataParallel`.
 

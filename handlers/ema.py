@@ -19,14 +19,15 @@ __all__ = ["EMA"]
 class EMA(AveragedWeights):
     """Keeps an exponential moving average (EMA) of the weights, and evaluates and exports with it.
 
-    After each optimizer step that is not skipped, ``average = decay * average + (1 - decay) * weights``. The first average is a
-    copy of the weights; until then, evaluations use the weights.
+    After each optimizer step that is not skipped, ``average = decay * average + (1 - decay) * weights``. The first average is
+    a copy of the weights; until there is one, evaluations use the weights.
 
     Evaluations started by the trainer (`Validation`, `Engine.evaluate`) and `Engine.weights` use the averages, copied into the
-    modules in place; afterwards the weights are restored bit for bit, even after an error. The evaluator must therefore share the
-    trainer's modules. `Engine.state_dict`, which runs resume from, holds the weights, and the averages as this handler's state.
-    After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights loaded by
-    `Engine.load_weights`, such as the best ones by EarlyStopping, are used unchanged until the next average.
+    modules in place; afterwards the weights are restored bit for bit, even after an error. The evaluator must therefore share
+    the trainer's modules. `Engine.state_dict`, from which runs resume, contains the weights, and the averages as part of this
+    handler's state. After training, ``engine.load_weights(engine.weights())`` replaces the weights with the averages. Weights
+    loaded by `Engine.load_weights`, or restored by `EarlyStopping`, are used unchanged until the next update of
+    the average.
 
     The averages take one more copy of the weights. They are kept in float32 for float16 and bfloat16 weights, so small changes
     are not lost to rounding.
@@ -39,11 +40,12 @@ class EMA(AveragedWeights):
             updates of the average so far.
         buffers: "copy" copies the buffers at each update of the average; "average" averages floating-point buffers like weights.
             Integer buffers, and buffers whose shape or type has changed, are always copied.
-        evaluate: Whether evaluations and exports use the average. Only one of several averages can; ``with handler.in_place():``
-            uses a different one.
-        trained_only: Whether to leave out frozen parameters, which saves memory. They are used unchanged; one that is unfrozen
-            later is averaged from its first step. Not for parameters that something other than the optimizer changes, such as
-            those of a target network. Load averages saved with ``trained_only=True`` with the same setting.
+        evaluate: Whether evaluations and exports use the average. If several handlers keep averages, only one can do this;
+            ``with handler.in_place():`` uses the averages of a different one.
+        trained_only: Whether to leave out frozen parameters, which saves memory. Frozen parameters are used unchanged; a
+            parameter that is unfrozen later is averaged from its first step. Do not use this for parameters that something
+            other than the optimizer changes, such as those of a target network. To load averages saved with
+            ``trained_only=True``, use the same setting.
         update: Name of the update whose steps count; the first by default. All modules are averaged, and so are trained tensors
             outside the modules, such as a temperature in ``parameters=``.
 

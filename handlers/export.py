@@ -34,26 +34,26 @@ _READ = ["weights", "buffers", "modes", "modules", "batch"]
 class Export(Handler):
     """Exports the model to a file: weights as safetensors, or a program for `torch.export` or ONNX.
 
-    `export_weights` or `export_program` writes the file atomically, and checks it before replacing the previous one. Weights that
-    cannot be written raise an error. A program that cannot be exported gives a warning that names the operation; training
-    continues, and `error` holds the exception.
+    `export_weights` or `export_program` writes the file atomically, and checks it before replacing the previous one. Weights
+    that cannot be written raise an error. If a program cannot be exported, a warning names the operation, training continues,
+    and `error` contains the exception.
 
     Args:
         path: Path of the file; its suffix selects the format: ".safetensors" for weights, ".pt2" or ".onnx" for a program.
         at: When to write: "end" for the end of a run, even after a stop; "best" for each best value of a metric.
         every: Interval, such as "1ep", at which the file is also written before the end.
-        average: Name of the handler whose averages are written, such as "ema"; by default the only handler that keeps averages,
-            and required if several do. False writes the weights themselves.
+        average: Name of the handler whose averages are written, such as "ema"; by default, the only handler that keeps
+            averages; required if there are several. False writes the weights themselves.
         monitor: Name of the metric for ``at="best"``; by default the only metric that other handlers, such as `Checkpoint`,
             monitor.
-        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
-        example: Model input for exporting a program, as for `export_program`; by default that of the current batch, which must be
-            (input, target).
+        mode: Whether smaller ("min") or larger ("max") values are better; by default, the direction that the metric declares.
+        example: Model input for exporting a program, as for `export_program`; by default, the input in the current batch,
+            which must be (input, target).
 
     Attributes:
         best: Best value so far; None before the first.
         written: How many times the file was written.
-        error: The exception that kept the last program from being written; None if it was written.
+        error: The exception that prevented the last program from being written; None if the program was written.
 
     Raises:
         ImportError: For weights without the package safetensors (``pip install signalfire[safetensors]``), and for ONNX without

@@ -12,21 +12,22 @@ __all__ = ["GradientAccumulation"]
 
 
 class GradientAccumulation(Handler):
-    """Gradient accumulation: takes one optimizer step every n batches, for an n times larger effective batch.
+    """Gradient accumulation: takes one optimizer step every n batches, which makes the effective batch n times larger.
 
-    The step uses the gradient of the mean loss. A window never extends into the next epoch, so the last window of an epoch may be
-    shorter; it is averaged over its actual length. The reported loss is that of each batch. Gradient clipping, schedules and
-    weight averages run once per window.
+    The step uses the gradient of the mean loss. A window never extends into the next epoch, so the last window of an epoch may
+    be shorter; it is averaged over its actual length. The reported loss is the loss of each batch. Gradient clipping,
+    schedules and weight averages run once per window.
 
-    If the data has no length, each batch is loaded before the forward of the previous one, to detect the end of the epoch. Random
-    numbers that loading draws from the global generators then come before that forward's dropout; with a length, the order is
-    that of a plain loop.
+    If the data has no length, each batch is loaded before the forward of the previous one, to detect the end of the epoch. If
+    loading draws random numbers from the global generators, it then draws them before the dropout of that forward. If the data
+    has a length, the order is the same as in a plain loop.
 
     Args:
         steps: Number of batches per window, or a schedule ``{epoch: n}``: each n applies from its epoch on, and n is 1 before the
             first.
         weight: Function that returns the batch's weight, such as its number of tokens; called as ``weight(engine)`` after the
-            loss is computed. The gradient is then that of the weighted mean. By default all batches have the same weight.
+            loss is computed. The step then uses the gradient of the weighted mean loss. By default all batches have the same
+            weight.
         update: Name of the update to accumulate for; all by default.
 
     Example:
