@@ -90,8 +90,8 @@ class ActivationCheckpointing(Handler):
         self._replaced: list[tuple[nn.Module, _Recomputed | _Grouped]] = []  # only during a run
         if (modules is None) == (every is None):
             raise ValueError(
-                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): give one of the two, "
-                "modules='blocks.*', or every=2 for a model built from nn.Sequential"
+                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): pass either modules=, such as "
+                "'blocks.*', or, for a model built from nn.Sequential, every=, such as 2"
             )
 
     def attached(self, engine: Engine) -> None:
@@ -123,8 +123,8 @@ class ActivationCheckpointing(Handler):
         }
         if not found:
             raise ValueError(
-                f"{self.name!r}: every={self.every} groups the layers of nn.Sequential modules, but the model has "
-                "none; name the modules instead, such as modules='blocks.*'"
+                f"{self.name!r}: every={self.every} groups the layers of nn.Sequential modules, but the model has no "
+                "nn.Sequential; pass the modules instead, such as modules='blocks.*'"
             )
         return outermost(found)
 
@@ -179,7 +179,7 @@ class _Recomputed:
             if old != new:
                 raise RuntimeError(
                     f"the forward of {self.path!r} changes the buffer {key!r} of {type(module).__name__}, so "
-                    "recomputing it would change the buffer twice in each iteration; leave this module out of "
+                    "recomputing the forward would change the buffer twice in each iteration; leave this module out of "
                     "ActivationCheckpointing(modules=)"
                 )
         return result
@@ -259,7 +259,9 @@ def _in_turn(layers: Sequence[nn.Module], value: Any) -> Any:
 def _replace_forward(module: nn.Module, path: str, size: int | None, kept: list[Operation]) -> _Recomputed | _Grouped:
     """Let a module compute its forward twice: as a whole, or its layers in groups of a size."""
     if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{path!r} is a ScriptModule, whose forward cannot be replaced; leave it out of modules=")
+        raise TypeError(
+            f"{path!r} is a ScriptModule, whose forward cannot be replaced; leave this module out of modules="
+        )
     own, before = module.forward, vars(module).get("forward")
     replacement: _Recomputed | _Grouped
     if size is None:

@@ -186,8 +186,8 @@ class ActivationStatistics(Handler):
             before = self._alive[path].to(alive.device)
             if before.shape != alive.shape:
                 raise ValueError(
-                    f"{self.name!r}: {path!r} has {len(before)} units in one output and {len(alive)} in a later one; "
-                    "set the unit dimension with unit_dim=, or measure other modules"
+                    f"{self.name!r}: {path!r} has {len(before)} units in one output, but {len(alive)} units in a later "
+                    "output; set the unit dimension with unit_dim=, or measure other modules"
                 )
             sums, alive = sums + self._sums[path].to(sums.device), alive | before
         self._sums[path], self._alive[path] = sums, alive

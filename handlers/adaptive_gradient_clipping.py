@@ -132,8 +132,8 @@ class AdaptiveGradientClipping(Handler):
         except RuntimeError as error:
             if any(gradient.is_sparse for gradient in gradients):
                 raise TypeError(
-                    f"{self.name!r}: a gradient of update {update.name!r} is sparse and cannot be clipped by unit; "
-                    "add its parameter to exclude=, or build the embedding with sparse=False"
+                    f"{self.name!r}: a gradient of update {update.name!r} is sparse, so it cannot be clipped unit by "
+                    "unit; add its parameter to exclude=, or build the embedding with sparse=False"
                 ) from error
             raise
         torch._foreach_clamp_min_(factors, self.eps)

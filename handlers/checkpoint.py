@@ -141,7 +141,8 @@ class Checkpoint(Handler):
         for option, value in (("on_exception", on_exception), ("resume", resume)):
             if check_bool(self, option, value) and weights_only:
                 raise ValueError(
-                    f"Checkpoint({option}=True, weights_only=True): no run can resume from weights only; remove one of the two"
+                    f"Checkpoint({option}=True, weights_only=True): a run cannot resume from weights alone; omit one "
+                    "of the two"
                 )
         given = None if hyperparameters is None else plain_mapping("Checkpoint(hyperparameters", hyperparameters)
         self.retention = checkpoints.Retention(keep)

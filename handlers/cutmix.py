@@ -78,7 +78,7 @@ class CutMix(SampleMixing):
         if inputs.dim() < 3:
             raise ValueError(
                 f"{self.name!r}: the inputs have shape {tuple(inputs.shape)}; expected (N, C, length), (N, C, height, "
-                "width) or more dimensions"
+                "width) or a shape with more dimensions"
             )
         sizes = inputs.shape[2:]
         share = math.pow((gammas[1] / gammas.sum()).item(), 1 / len(sizes))

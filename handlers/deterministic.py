@@ -101,9 +101,9 @@ class Deterministic(Handler):
             if self.warn_only:
                 return  # torch warns of each matrix product
             raise RuntimeError(
-                f"{self.name!r}: CUDA was started without {_VARIABLE}, so matrix products are not deterministic; run "
-                f"`export {_VARIABLE}={_WORKSPACES[0]}` before the script, or keep the model on the CPU until the run "
-                "and attach DeviceTransfer()"
+                f"{self.name!r}: CUDA was initialized before {_VARIABLE} was set, so matrix products are not "
+                f"deterministic; run `export {_VARIABLE}={_WORKSPACES[0]}` before you start the script, or keep the "
+                "model on the CPU before run() and attach DeviceTransfer()"
             )
         _started_with[_VARIABLE] = os.environ[_VARIABLE] = _WORKSPACES[0]
 
@@ -169,4 +169,4 @@ def _stage() -> str:
         if frame.f_code in _STAGES:
             return _STAGES[frame.f_code]
         frame = frame.f_back
-    return "outside of the training step"
+    return "outside the training step"

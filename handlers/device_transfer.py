@@ -77,12 +77,13 @@ class DeviceTransfer(Handler):
         super().__init__(name=name)
         self.device = _default_device() if device is None else _device_of(device)
         if (absent := unavailable(self.device)) is not None:
-            raise ValueError(f"DeviceTransfer(device={device!r}): {absent}; omit device= to use the available one")
+            raise ValueError(f"DeviceTransfer(device={device!r}): {absent}; omit device= to use the available device")
         self.non_blocking = check_bool(self, "non_blocking", non_blocking)
         self.prefetch = check_bool(self, "prefetch", prefetch)
         if prefetch and not non_blocking:
             raise ValueError(
-                "DeviceTransfer(prefetch=True, non_blocking=False): prefetch needs non-blocking copies; omit non_blocking="
+                "DeviceTransfer(prefetch=True, non_blocking=False): prefetching needs non-blocking copies; omit "
+                "non_blocking="
             )
         if prefetch:
             if (refused := refusal(self.device, DeviceFeature.PREFETCH)) is not None:
@@ -113,7 +114,7 @@ class DeviceTransfer(Handler):
                 named = (*module.named_parameters(), *module.named_buffers())
                 if (wide := first_wide(named)) is not None:
                     raise ValueError(
-                        f"{self.name!r}: {wide!r} of the model {name!r} is float64 or complex128: {self._no_float64}"
+                        f"{self.name!r}: {wide!r} in the model {name!r} is float64 or complex128: {self._no_float64}"
                     )
             module.to(self.device)
         if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
@@ -165,7 +166,7 @@ class DeviceTransfer(Handler):
             self.engine.findings.report(
                 "W22",
                 f"{self.name!r}: a batch holds a {kind.__name__}, whose tensors are not moved to {self.device}",
-                f"give {kind.__name__} a method to(device), or make it a dataclass",
+                f"add a method to(device) to {kind.__name__}, or make {kind.__name__} a dataclass",
                 self.name,
                 key=kind,
             )
@@ -182,8 +183,8 @@ def _device_of(device: Any) -> torch.device:
         return torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(
-            f"DeviceTransfer(device={device!r}): expected a device, such as 'cuda', 'cuda:1', 'mps' or 'cpu'; omit device= to "
-            "use the available one"
+            f"DeviceTransfer(device={device!r}): expected a device, such as 'cuda', 'cuda:1', 'mps' or 'cpu'; omit "
+            "device= to use the available device"
         ) from None
 
 

@@ -98,7 +98,7 @@ class Distillation(LossTerm):
         self.dim = dim
         self.forward = check_function(self, "forward", forward, "teacher", "batch", optional=True)
         if not isinstance(teacher, nn.Module):
-            raise TypeError(f"Distillation(teacher={teacher!r}): expected the trained model, a torch.nn.Module")
+            raise TypeError(f"Distillation(teacher={teacher!r}): expected a trained torch.nn.Module")
         self.teacher = teacher
         self._modes: Modes | None = None
         self._parts: list[nn.Module] = []
@@ -135,8 +135,9 @@ class Distillation(LossTerm):
         models = [p for root in engine.modules.values() for p in root.parameters()]
         if any(id(p) in own for p in [*models, *(p for update in engine.updates for p in update.parameters)]):
             raise ValueError(
-                f"{self.name!r}: the teacher shares parameters with the trained model, so the teacher would change "
-                "during training; pass copy.deepcopy(model), and leave this copy out of model= and of the optimizer"
+                f"{self.name!r}: the teacher shares parameters with the model that is being trained, so the teacher "
+                "would change during training; pass copy.deepcopy(model) as teacher=, and leave this copy out of "
+                "model= and the optimizer"
             )
         self._draws = self._fingerprint = None
         self._modes, self._parts = Modes([self.teacher]), list(self.teacher.modules())
@@ -187,8 +188,8 @@ class Distillation(LossTerm):
             return call_by_keyword(self.teacher, batch, repr(self.name))
         if update.spec.input is None and (not isinstance(batch, tuple | list) or not batch):
             raise TypeError(
-                f"{self.name!r}: the inputs cannot be found in a batch of type {type(batch).__name__}; give their "
-                "place with Update(..., input=), or pass forward=lambda teacher, batch: ..."
+                f"{self.name!r}: the inputs cannot be found in a batch of type {type(batch).__name__}; pass their "
+                "index or key with Update(..., input=), or pass forward=lambda teacher, batch: ..."
             )
         inputs = update.input_in(batch)
         if isinstance(inputs, Tensor) and inputs.is_floating_point():
@@ -202,7 +203,7 @@ class Distillation(LossTerm):
         if ours.shape != theirs.shape:
             raise ValueError(
                 f"{self.name!r}: the output of update {update.name!r} has shape {tuple(ours.shape)}, but the teacher's "
-                f"has {tuple(theirs.shape)}; both need the same classes for the same samples"
+                f"has {tuple(theirs.shape)}; both must score the same classes for the same samples"
             )
         positions = ours.numel() // ours.shape[self.dim]
         T = self.temperature

@@ -208,8 +208,9 @@ class DistributedDataParallel(Distribution):
         if len(owners) > 1:
             names = ", ".join(repr(update.name) for update in owners)
             raise ValueError(
-                f"{self.name!r}: module {root!r} is trained by the updates {names}, whose gradients "
-                "cannot be reduced separately; give the Engine one module per update, as model={'...': ..., '...': ...}"
+                f"{self.name!r}: module {root!r} is trained by the updates {names}, but the gradients of several "
+                "updates of one module cannot be reduced separately; pass one module per update to the Engine: "
+                "model={'...': ..., '...': ...}"
             )
         return owners[0] if owners else None
 
@@ -262,8 +263,8 @@ class DistributedDataParallel(Distribution):
         for root, module in engine.modules.items():
             if any(p.device.type == "cpu" for p in module.parameters()):
                 raise ValueError(
-                    f"{self.name!r}: sync_batch_norm=True, but module {root!r} is on the CPU, where torch's SyncBatchNorm "
-                    "does not run; move it to a GPU"
+                    f"{self.name!r}: sync_batch_norm=True, but module {root!r} is on the CPU, where torch's "
+                    "SyncBatchNorm does not run; move the module to a GPU"
                 )
             for parent in list(module.modules()):
                 for key, child in list(parent.named_children()):
@@ -300,9 +301,9 @@ class DistributedDataParallel(Distribution):
             if not one.use.reduced:
                 if self.sync_batch_norm and not one.use.called:
                     raise RuntimeError(
-                        f"{self.name!r}: rank {self.processes.rank} has no batch in iteration {engine.state.iteration}, but "
-                        "sync_batch_norm=True needs one on every rank; use a loader with drop_last=True and a number of batches "
-                        "that is divisible by the number of processes"
+                        f"{self.name!r}: rank {self.processes.rank} has no batch in iteration "
+                        f"{engine.state.iteration}, but sync_batch_norm=True needs a batch on every rank; use a loader "
+                        "with drop_last=True and a number of batches that is divisible by the number of processes"
                     )
                 one.ddp.require_backward_grad_sync = True
                 one.backward_of_nothing(notice=one.message is not None and engine.group.notice(update, computed=True))

@@ -110,8 +110,8 @@ class EarlyStopping(Handler):
         threshold, divergence, mode = self.threshold, self.divergence, self.monitor.mode
         if threshold is not None and divergence is not None and mode is not None and self._worse(threshold, divergence):
             raise ValueError(
-                f"EarlyStopping(threshold={threshold!r}, divergence={divergence!r}): with mode={mode!r} the threshold is "
-                "worse than the divergence; swap the two, or change the mode"
+                f"EarlyStopping(threshold={threshold!r}, divergence={divergence!r}): with mode={mode!r}, threshold= is "
+                "a worse value than divergence=; swap the two, or change mode="
             )
 
     def attached(self, engine: Engine) -> None:

@@ -93,8 +93,8 @@ class ElasticDataParallel(Distribution):
         if idle := processes - shards.readers:
             yield finding(
                 "C41",
-                f"{self.name!r}: {idle} of {processes} processes compute no shard, because only a power of two "
-                f"processes can share {shards.world_size} shards",
+                f"{self.name!r}: {idle} of {processes} processes compute no shard, because {shards.world_size} shards "
+                "can only be shared by a number of processes that is a power of two",
                 f"start {shards.readers} processes, or twice as many",
                 [self.name],
             )
@@ -102,8 +102,8 @@ class ElasticDataParallel(Distribution):
             yield finding(
                 "C42",
                 f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so anything "
-                "it counts or keeps depends on the number of processes",
-                "read values of the whole step at ITERATION_COMPLETED, such as engine.loss",
+                "that it counts or stores depends on the number of processes",
+                "at ITERATION_COMPLETED, read values of the whole step, such as engine.loss",
                 [self.name],
             )
 

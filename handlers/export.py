@@ -120,8 +120,8 @@ class Export(Handler):
         self.is_program = self.path.suffix in _PROGRAMS
         if example is not None and not (self.is_program and _is_input(example)):
             raise TypeError(
-                f"Export(example={example!r}): expected a model input, with a path that ends in '.pt2' or '.onnx', "
-                "because only programs need an example"
+                f"Export(example={example!r}): expected a model input, together with a path that ends in '.pt2' or "
+                "'.onnx'; for other paths, omit example="
             )
         self.example = example
         if not self.is_program:
@@ -135,10 +135,14 @@ class Export(Handler):
         for argument, value in (("monitor", monitor), ("mode", mode)):
             if value is not None and at != "best":
                 raise ValueError(
-                    f'Export({argument}={value!r}): {argument}= selects the best; add at="best", or omit {argument}='
+                    f'Export({argument}={value!r}): {argument}= applies only with at="best"; add at="best", or omit '
+                    f"{argument}="
                 )
         if every is not None and at == "best":
-            raise ValueError(f'Export(every={every!r}, at="best"): "best" writes at each new best value; omit every=')
+            raise ValueError(
+                f'Export(every={every!r}, at="best"): with at="best", weights are exported at each new best value, so '
+                "every= does not apply; omit every="
+            )
 
     def settings(self) -> dict[str, Any]:
         """None: the weights do not depend on what is exported."""
@@ -171,8 +175,8 @@ class Export(Handler):
         names = {one.metric: one for one in monitors if isinstance(one, Monitor)}
         if len(names) != 1:
             raise ValueError(
-                f'{self.name!r}: at="best" needs one monitored metric, but other handlers monitor '
-                f'{" and ".join(map(repr, names)) or "none"}; name the metric: Export(..., at="best", '
+                f'{self.name!r}: at="best" needs exactly one monitored metric, but the other handlers monitor '
+                f'{" and ".join(map(repr, names)) or "none"}; pass the name of the metric: Export(..., at="best", '
                 'monitor="accuracy")'
             )
         (other,) = names.values()

@@ -53,8 +53,8 @@ class FastDevRun(Handler):
     def attached(self, engine: Engine) -> None:
         if engine.running:
             raise RuntimeError(
-                f"{self.name!r} cannot be attached during a run, because the data is already set; attach it before "
-                "run()"
+                f"{self.name!r} cannot be attached during a run, because the run already has its data; attach this "
+                "handler before run()"
             )
         engine.overrides.replace(Override.TRIAL, self.limit, by=self)
         self._dry_before, engine.dry_run = engine.dry_run, True

@@ -157,7 +157,7 @@ class Freezing(Handler):
                     "C17",
                     f"{self.name!r} unfreezes {part!r} in epoch {epoch}, but this run ends with epoch {last}, so the "
                     "part stays frozen",
-                    "unfreeze it earlier, or omit the epoch to keep it frozen",
+                    "unfreeze this part earlier, or omit its epoch to keep it frozen",
                     [self.name],
                     "info",
                 )
@@ -223,7 +223,8 @@ def _epochs_of(parts: Any, unfreeze_at: int | None) -> dict[str, int | None]:
     if isinstance(parts, Mapping):
         if unfreeze_at is not None:
             raise ValueError(
-                f"Freezing(unfreeze_at={unfreeze_at!r}): the mapping already gives an epoch per part; omit unfreeze_at="
+                f"Freezing(unfreeze_at={unfreeze_at!r}): the mapping already contains an epoch for each part; omit "
+                "unfreeze_at="
             )
         return dict(parts)
     if not isinstance(parts, str | Iterable):
@@ -237,7 +238,7 @@ def _check_epoch(argument: str, pattern: str, epoch: object) -> None:
     if isinstance(epoch, bool) or not isinstance(epoch, int):
         raise TypeError(f"Freezing({argument}): the epoch at which {pattern!r} is unfrozen must be an int")
     if epoch < 2:
-        raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; give an epoch of at least 2")
+        raise ValueError(f"Freezing({argument}): {pattern!r} would never be frozen; use an epoch of at least 2")
 
 
 def _norms_of(engine: Engine) -> dict[nn.Module, dict[str, list[str]]]:

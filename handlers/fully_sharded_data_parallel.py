@@ -149,7 +149,7 @@ class FullyShardedDataParallel(Distribution):
         size = self.processes.world_size
         if size % self.replicas or size == self.replicas:
             raise ValueError(
-                f"{self.name!r}: replicas={self.replicas} with {size} ranks: expected equal groups of at least two ranks"
+                f"{self.name!r}: replicas={self.replicas} does not split {size} ranks into equal groups of two or more"
                 + ("; to replicate on each rank, use DistributedDataParallel" if size == self.replicas else "")
             )
         if len(engine.updates) > 1:
@@ -262,7 +262,7 @@ class FullyShardedDataParallel(Distribution):
         for module, path in paths.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict) and module in units:
                 raise ValueError(
-                    f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; give its items as "
+                    f"{self.name!r}: {path!r} is a {type(module).__name__}, which is never called; pass its items as "
                     "units instead"
                 )
             inside = next((unit for unit in units if module in set(unit.modules())), None)
@@ -330,8 +330,8 @@ class FullyShardedDataParallel(Distribution):
             if len(set(kept)) > 1:
                 raise ValueError(
                     f"{self.name!r}: the accumulation window of update {update.name!r} must be computed again, but the "
-                    f"ranks have {kept} batches in it; give all ranks the same number with DataLoader(drop_last=True), "
-                    "or detach the handler that computes gradients several times per step"
+                    f"numbers of batches in it differ between ranks ({kept}); use DataLoader(drop_last=True), or "
+                    "detach the handler that computes gradients several times per step"
                 )
 
     @on("update_completed_event", phase=Phase.PREPARE, reads=["step", "window", "processes"], writes=["gradients"])
@@ -452,7 +452,7 @@ def _checked(units: Any) -> Any:
         if not isinstance(unit, str) and not (isinstance(unit, type) and issubclass(unit, nn.Module)):
             raise TypeError(
                 f"FullyShardedDataParallel(units={units!r}): {unit!r} is neither a module path nor a module class; "
-                "give one of these, or a function (path, module) -> bool"
+                "pass one of these, or a function (path, module) -> bool"
             )
     return collection
 

@@ -68,7 +68,10 @@ class GradientAccumulation(Handler):
         super().__init__(name=name)
         if isinstance(steps, Mapping):
             if not steps:
-                raise ValueError("GradientAccumulation(steps={}): the schedule is empty; give {epoch: n}")
+                raise ValueError(
+                    "GradientAccumulation(steps={}): the schedule is empty; pass a dict that maps epochs to numbers "
+                    "of batches, such as {1: 4}"
+                )
             schedule = {
                 check_int(self, "steps: epoch", epoch): check_int(self, f"steps[{epoch!r}]", number)
                 for epoch, number in steps.items()

@@ -88,7 +88,7 @@ class GradientClipping(Handler):
     ) -> None:
         super().__init__(name=name)
         if max_norm is None and max_value is None:
-            raise ValueError("GradientClipping(): give max_norm, max_value or both")
+            raise ValueError("GradientClipping(): pass max_norm=, max_value= or both")
         self.max_norm = None if max_norm is None else check_number(self, "max_norm", max_norm, above=0, infinite=True)
         self.max_value = (
             None if max_value is None else check_number(self, "max_value", max_value, above=0, infinite=True)

@@ -134,7 +134,7 @@ class Guards(Handler):
                     "G24",
                     f"in epoch {engine.state.epoch} the loss of update {update.name!r} stayed at ln {losses[0][1]}, "
                     "the loss of random guessing",
-                    "check that inputs and labels belong together, and the learning rate",
+                    "check the learning rate, and check that each input has the right label",
                     key=update.name,
                 )
 
@@ -172,7 +172,8 @@ class Guards(Handler):
         if (odd := differing_rank(engine)) is not None:
             self._report(
                 "G09",
-                f"the weights of rank {odd} differ from those of rank 0 before iteration {engine.state.iteration}",
+                f"the weights on rank {odd} differ from the weights on rank 0 before iteration "
+                f"{engine.state.iteration}",
                 "do not convert, move or replace parameters during a run, step only through the engine, and use "
                 "engine.model in the forward; otherwise the gradients are not averaged over the ranks",
             )
@@ -212,7 +213,7 @@ class Guards(Handler):
             self._report(
                 "G15",
                 "each batch has labels of only one class"
-                + (", because the data is sorted by class" if several else f", {low}, so far"),
+                + (", because the data is sorted by class" if several else f" ({low}) so far"),
                 "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
                 key=several,
                 severity="warning" if several else "info",
@@ -222,9 +223,9 @@ class Guards(Handler):
         if (part := left_in_eval(engine, self._modes)) is not None:
             self._report(
                 "G06",
-                f"{part} is in eval mode in iteration {engine.state.iteration}, so dropout and batch statistics are "
-                "off",
-                "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
+                f"{part} is in eval mode in iteration {engine.state.iteration}, so dropout is off and batch "
+                "statistics are not used",
+                "call model.train() after each evaluation, or use engine.evaluate(), which restores the mode",
             )
         if new := unheld_since(engine, self._known, self._foreign):
             self._report(
@@ -238,7 +239,7 @@ class Guards(Handler):
             self._report(
                 "G22",
                 f"only normalization layers are trained, and the last layer {last!r} is frozen",
-                f"unfreeze {last!r} if it should learn the labels of this data",
+                f"unfreeze {last!r} if this layer should learn the labels of this data",
             )
 
     def _check_left_over(self, engine: Engine) -> None:
@@ -248,8 +249,8 @@ class Guards(Handler):
                 self._report(
                     "G10",
                     f"gradients of norm {left:.3g} exist before iteration {engine.state.iteration} starts, and are "
-                    f"added to those of update {update.name!r}",
-                    "clear the gradients of your own backward(), or call it with inputs=",
+                    f"added to the gradients of update {update.name!r}",
+                    "clear the gradients that your own backward() call produces, or pass inputs= to this call",
                     key=update.name,
                 )
 
@@ -273,7 +274,8 @@ class Guards(Handler):
                 "G16",
                 f"the output of update {update.name!r} is the same for all samples of a batch, although their inputs "
                 "differ",
-                "look for dead ReLUs, saturated units, too high a learning rate, or inputs that the forward does not use",
+                "look for dead ReLUs, saturated units, a learning rate that is too high, or inputs that the forward "
+                "does not use",
                 key=update.name,
             )
 
@@ -291,7 +293,7 @@ class Guards(Handler):
                 f"{len(missing)} of the {len(wanted)} parameters of update {update.name!r} ({shown(missing, names)}) have no "
                 f"gradient in iteration {engine.state.iteration}",
                 "use engine.model in the forward; look for detach(), no_grad(), .item() and unused modules; freeze "
-                "what should not train",
+                "parameters that should not be trained",
                 key=(update.name, several),
                 severity="warning" if several else "info",
             )
@@ -310,7 +312,8 @@ class Guards(Handler):
         elif math.inf > norm > 1e6 * max(facts.norms, default=0.0) > 0:
             self._report(
                 "G19",
-                f"the gradient norm of update {update.name!r} is {norm:.3g}; at first it was {max(facts.norms):.3g}",
+                f"the gradient norm of update {update.name!r} is {norm:.3g}, compared with {max(facts.norms):.3g} at "
+                "the beginning",
                 "lower the learning rate, warm it up, or attach GradientClipping()",
                 key=update.name,
             )
@@ -334,16 +337,16 @@ class Guards(Handler):
             self._report(
                 "G04",
                 f"the learning rate of update {update.name!r} is 0 in iteration {engine.state.iteration}",
-                "check lr= and the schedule: its warm-up, and the unit of its length (steps or epochs)",
+                "check lr=, and check the warm-up of the schedule and the unit of its length (steps or epochs)",
                 key=update.name,
             )
         converged = facts.has_converged(look.largest.get(update.name, 0.0))
         if facts.again("G03", look.unchanged(update) and any(rates) and not converged) >= 2:
             self._report(
                 "G03",
-                f"the step of iteration {engine.state.iteration} does not change the weight with the largest "
-                f"gradient of update {update.name!r}",
-                "check that the optimizer's step() writes to its parameters, and that their precision suffices for "
+                f"the optimizer step in iteration {engine.state.iteration} does not change the weight with the "
+                f"largest gradient of update {update.name!r}",
+                "check that the optimizer's step() changes its parameters, and that their dtype is precise enough for "
                 "such a small learning rate",
                 key=update.name,
             )
@@ -360,7 +363,7 @@ class Guards(Handler):
                 "G18",
                 f"the learning rate of update {update.name!r} has fallen from {facts.largest_rate:.3g} to {rate:.3g} by "
                 f"iteration {state.iteration} of {planned}",
-                'check the unit of the schedule: LRScheduling(..., every="1ep") steps it once per epoch',
+                'check the unit of the schedule: LRScheduling(..., every="1ep") steps the schedule once per epoch',
                 key=update.name,
             )
 
@@ -375,8 +378,8 @@ class Guards(Handler):
             self._report(
                 "G14",
                 f"the inputs {where} contain NaN" if bad_inputs else of_loss,
-                "look for NaN in the data, a logarithm or division by zero, or too high a learning rate; NonFiniteGuard() skips "
-                "such steps",
+                "look for NaN in the data, a logarithm of zero, a division by zero, or a learning rate that is too "
+                "high; NonFiniteGuard() skips such steps",
                 key=(update.name, math.isfinite(value)),
                 severity="info" if math.isfinite(value) else "warning",
             )
@@ -410,15 +413,16 @@ class Guards(Handler):
         if moving := moving_frozen_norms(engine):  # now, since the forward may have set the modes
             self._report(
                 "G21",
-                f"the weights of {moving[0]!r} are frozen, but its running statistics are updated by the training batches",
+                f"the weights of {moving[0]!r} are frozen, but the training batches still update its running "
+                "statistics",
                 "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
             )
         if left := look.left_over(self._stepped):
             self._report(
                 "G10",
-                f"the gradients of {shown(left, names_of(engine))} are added to those of the previous iteration, which "
-                "a step has already used",
-                "call zero_grad() on the optimizer that you step yourself, or give it its own Update",
+                f"the gradients of {shown(left, names_of(engine))} are added to the gradients of the previous "
+                "iteration, which an optimizer step has already used",
+                "call zero_grad() on the optimizer that you step yourself, or build an Update for that optimizer",
                 key="elsewhere",
             )
         self._stepped = look.stepped()
@@ -456,13 +460,13 @@ class Guards(Handler):
         if look.dropout.seen:
             self._report(
                 "G07",
-                "dropout is active in the forward of an evaluation",
-                "leave the model in eval mode, and pass training=self.training to dropout functions",
+                "dropout is active in the forward during an evaluation",
+                "keep the model in eval mode, and pass training=self.training to dropout functions",
             )
         now = statistics_of(engine)
         if moved := [path for path, old in look.statistics.items() if path in now and not torch.equal(old, now[path])]:
             self._report(
                 "G08",
                 f"the running statistics of {moved[0]!r} change during an evaluation",
-                "leave the model in eval mode while it is evaluated",
+                "keep the model in eval mode during the evaluation",
             )

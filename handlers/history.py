@@ -229,7 +229,7 @@ class History(Handler):
 
         if isinstance(path, str) and path in self.names:
             raise ValueError(
-                f"History.plot({path!r}): this is a metric name; give the path first: plot('curves.png', {path!r})"
+                f"History.plot({path!r}): this is a metric name; pass the path first: plot('curves.png', {path!r})"
             )
         if (wrong := next((one for one in names if not isinstance(one, str)), None)) is not None:
             raise TypeError(
@@ -237,7 +237,7 @@ class History(Handler):
             )
         panels = self._panels(names)
         if not panels:
-            raise ValueError("History.plot(): nothing was recorded; attach Metrics or Validation and run")
+            raise ValueError("History.plot(): nothing was recorded; attach Metrics or Validation before run()")
         figure = Figure(figsize=(8, 0.6 + 2.4 * len(panels)), layout="constrained")
         for axes, (title, panel) in zip(
             figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True

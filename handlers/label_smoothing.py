@@ -88,8 +88,8 @@ class LabelSmoothing(Handler):
             if isinstance(own, float) and own > 0:
                 yield finding(
                     "C29",
-                    f"the loss of update {update.name!r} smooths labels itself (label_smoothing={own:g}), and so does "
-                    f"{self.name!r}",
+                    f"the loss of update {update.name!r} already smooths labels (label_smoothing={own:g}), and "
+                    f"{self.name!r} smooths them again",
                     "remove one of the two",
                     [self.name],
                 )
@@ -114,7 +114,7 @@ class LabelSmoothing(Handler):
             raise TypeError(
                 f"{self.name!r}: the output of update {update.name!r} is {found}; expected a tensor of logits of shape "
                 f"(N, C) or (N, C, ...) with at least two classes in dimension dim={self.dim}; if the forward returns "
-                "more than the logits, select them with Update(..., output='logits')"
+                "more than the logits, select the logits with Update(..., output='logits')"
             )
         if update.name not in self._checked:
             self._check_loss(update.backward_loss, update.name)

@@ -43,7 +43,7 @@ class LimitBatches(Handler):
     def __init__(self, train: float | None = None, validation: float | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)
         if train is None and validation is None:
-            raise TypeError("LimitBatches(): give train=, validation= or both")
+            raise TypeError("LimitBatches(): pass train=, validation= or both")
         for argument, value in (("train", train), ("validation", validation)):
             if value is None:
                 continue
@@ -77,8 +77,8 @@ class LimitBatches(Handler):
             what = Override.EVALUATION_DATA if engine.training and argument == "validation" else Override.DATA
             if value is not None and what not in owned:
                 raise ValueError(
-                    f"{self.name!r}: {argument}={value!r} was set after the handler was attached without it; detach "
-                    "the handler and attach it again"
+                    f"{self.name!r}: {argument}={value!r} was set after the handler was attached without {argument}=; "
+                    "detach the handler and attach it again"
                 )
         limited = None if engine.feed.source is None else engine.feed.source.given
         there = length_hint(limited.data, -1) if isinstance(limited, FirstBatches) else -1
@@ -99,18 +99,18 @@ class LimitBatches(Handler):
             return data
         where = f"{self.name!r}: {argument}={limit!r}"
         if data is None:
-            raise ValueError(f"{where}: this run has no data; give run() a smaller epoch_length=")
+            raise ValueError(f"{where}: this run has no data; pass a smaller epoch_length= to run()")
         if isinstance(data, Iterator):
             raise TypeError(
-                f"{where}: an iterator ({type(data).__name__}) cannot restart in every epoch; give an iterable, such as a "
-                "list or a DataLoader"
+                f"{where}: an iterator ({type(data).__name__}) cannot restart in every epoch; pass an iterable, such "
+                "as a list or a DataLoader"
             )
         if isinstance(limit, float):
             try:
                 limit = max(1, int(len(data) * Fraction(str(limit))))  # exact: 0.29 of 100 is 29
             except (TypeError, NotImplementedError):
                 raise ValueError(
-                    f"{where} is a fraction of the data's length, but this data ({type(data).__name__}) has no length; give a "
-                    "number of batches"
+                    f"{where} is a fraction of the data's length, but this data ({type(data).__name__}) has no length; "
+                    "use a number of batches"
                 ) from None
         return FirstBatches(data, limit)

@@ -86,7 +86,7 @@ class Lookahead(Handler):
             try:
                 engine.overrides.claim(EVALUATED_WEIGHTS, by=self)
             except ValueError as error:
-                raise ValueError(f"{error}, or give one of them evaluate=False") from None
+                raise ValueError(f"{error}, or set evaluate=False for one of them") from None
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report a run that ends before the first synchronization."""
@@ -96,7 +96,7 @@ class Lookahead(Handler):
                 yield finding(
                     "C18",
                     f"{self.name!r} synchronizes every {self.k} optimizer steps, but the run takes only "
-                    f"{update.steps + to_come}",
+                    f"{update.steps + to_come} steps",
                     "use a smaller k, or train longer",
                     [self.name],
                 )

@@ -114,7 +114,7 @@ class LRScheduling(Handler):
         check_factory(scheduler)
         plateau = base_of(scheduler) is ReduceLROnPlateau
         if plateau and monitor is None:
-            raise ValueError("LRScheduling(ReduceLROnPlateau): the scheduler needs a metric; give its name as monitor=")
+            raise ValueError("LRScheduling(ReduceLROnPlateau): the scheduler needs a metric; pass its name as monitor=")
         _check_beside_monitor(monitor, every, warmup)
         self.factory = scheduler
         self.warmup = warmup
@@ -182,7 +182,7 @@ class LRScheduling(Handler):
         if (total := self._total_steps(engine)) is None:
             raise ValueError(
                 f"{self.name!r}: {name_of(self.factory)} needs {missing}, but the number of steps in this run is not "
-                f"known; give {missing} to the factory, or max_steps= or epoch_length= to run()"
+                f"known; pass {missing} to the factory, or pass max_steps= or epoch_length= to run()"
             )
         return total
 
@@ -205,8 +205,8 @@ class LRScheduling(Handler):
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
                 f"{self.name!r}: the factory schedules a different optimizer than the one it is called with, so no "
-                "learning rate of this run would change; build the scheduler for its argument: lambda optimizer: "
-                "StepLR(optimizer, ...)"
+                "learning rate of this run would change; build the scheduler for the factory's argument: lambda "
+                "optimizer: StepLR(optimizer, ...)"
             )
         check_drivable(self.name, scheduler, self.every, monitored=self.monitor is not None)
         return scheduler
@@ -222,9 +222,9 @@ class LRScheduling(Handler):
         total = self._total_steps(engine) if self.total is not None else None
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
-                f"{self.name!r} was built for {self.total} steps, but this run extends to {total}; give the factory "
-                f"its number of steps before the first run, as in {with_total(self.factory)}, or start a new run from "
-                "these weights with engine.load_weights(state), or with engine.reset() in place"
+                f"{self.name!r} was built for {self.total} steps, but this run extends to {total} steps; before the "
+                f"first run, pass the total to the factory, as in {with_total(self.factory)}. To start a new run from "
+                "these weights instead, use engine.load_weights(state) or, in place, engine.reset()"
             )
 
     def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:
@@ -300,9 +300,9 @@ class LRScheduling(Handler):
         engine.findings.report(
             "W89",
             f"{self.name!r}: the learning rate was changed from {last:g} to {float(now):g} between two steps of the "
-            f"{type(self.scheduler).__name__}, which either replaces it or continues from it",
-            "change learning rates only in the schedule: chain schedules with SequentialLR, or give LRScheduling a "
-            "LambdaLR",
+            f"{type(self.scheduler).__name__}, which either overwrites this change or continues from the new value",
+            "change learning rates only in the schedule: chain schedules with SequentialLR, or pass a LambdaLR to "
+            "LRScheduling",
             self.name,
         )
 
@@ -420,8 +420,8 @@ class LRScheduling(Handler):
             engine.find_update(one.update).name for one in engine.handlers.values() if isinstance(one, LRScheduling)
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
-            rest = f"{self.name!r} changes the learning rates of some updates; those of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "attach LRScheduling(..., update=) for each, unless intended", [self.name])
+            rest = f"{self.name!r} schedules only some updates; the learning rates of {', '.join(left)} stay constant"
+            yield finding("C23", rest, "if not intended, attach an LRScheduling(..., update=) for each", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:
@@ -455,8 +455,8 @@ class LRScheduling(Handler):
             self.engine.findings.report(
                 "W32",
                 f"{self.name!r}: {'; '.join(different)}",
-                "use the schedule of the saved run; to continue with a different one, give the handler a different "
-                f"name, and write load_state_dict(state, allow=[{self.name!r}, ...])",
+                "use the schedule of the saved run; to continue with a different schedule, give the handler a "
+                f"different name, and write load_state_dict(state, allow=[{self.name!r}, ...])",
                 self.name,
                 key=self.name,
             )
@@ -481,8 +481,8 @@ class LRScheduling(Handler):
 def _check_beside_monitor(monitor: str | None, every: object, warmup: object) -> None:
     if monitor is not None and every is not None:
         raise ValueError(
-            f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor= the scheduler is stepped at each new value "
-            "of the metric; omit every="
+            f"LRScheduling(every={every!r}, monitor={monitor!r}): with monitor=, the scheduler is stepped at each new "
+            "value of the metric, so every= does not apply; omit every="
         )
     if warmup is not None and (monitor is None or not callable(warmup)):
         raise ValueError(

@@ -96,13 +96,15 @@ class MicroBatching(Handler):
         self.pieces = None if pieces is None else check_int(self, "pieces", pieces)
         self.halve_on_oom = check_bool(self, "halve_on_oom", halve_on_oom)
         if size is not None and pieces is not None:
-            raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): give one of the two")
+            raise ValueError(f"MicroBatching(size={size}, pieces={pieces}): pass only one of the two")
         check_function(self, "split", split, "batch", "n", optional=True)
         check_function(self, "samples", samples, "batch", optional=True)
         if samples is not None and split is None:
-            raise ValueError(f"MicroBatching(samples={samples!r}): samples= requires split=; give both")
+            raise ValueError(
+                f"MicroBatching(samples={samples!r}): samples= requires split=; pass both, or omit samples="
+            )
         if size is None and pieces is None and not halve_on_oom:
-            raise ValueError("MicroBatching(halve_on_oom=False): no batch would be split; give size or pieces")
+            raise ValueError("MicroBatching(halve_on_oom=False): no batch would be split; pass size= or pieces=")
         self.split = split
         self.samples = samples or _samples
         self.update = check_name(self, "update", update)
@@ -119,7 +121,7 @@ class MicroBatching(Handler):
         if self.halve_on_oom and engine.group.shards is not None:
             raise ValueError(
                 f"{self.name!r}: halve_on_oom=True does not work with shards, because the size would depend on the "
-                "memory of the process that computes a shard; give size= or pieces=, and halve_on_oom=False"
+                "memory of the process that computes a shard; pass size= or pieces= together with halve_on_oom=False"
             )
         if not engine.feed.has_data:
             raise ValueError(f"{self.name!r}: a run without data has no batches to split; detach {self.name!r}")
@@ -194,8 +196,8 @@ class MicroBatching(Handler):
         sizes = [self.samples(piece) for piece in batches]
         if sum(sizes) != samples:
             raise ValueError(
-                f"{self.name!r}: split= divided a batch of {samples} samples into pieces of {sizes}, {sum(sizes)} in total; give "
-                "samples= if the number of samples is not the first dimension of the first tensor"
+                f"{self.name!r}: split= divided a batch of {samples} samples into pieces of {sizes}, {sum(sizes)} in "
+                "total; pass samples= if the number of samples is not the first dimension of the first tensor"
             )
         return batches, sizes
 
@@ -237,8 +239,8 @@ class MicroBatching(Handler):
         if update.hidden is not None:
             raise RuntimeError(
                 f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, but "
-                f"it would be passed to the next piece of the batch; detach {self.name!r}, or do not carry hidden "
-                "states"
+                f"the hidden state would be passed to the next piece of the batch; detach {self.name!r}, or do not "
+                "carry hidden states"
             )
         if piece.raw_loss is not None:
             piece.raw_loss = _without_graph(piece.raw_loss)
@@ -258,7 +260,7 @@ class MicroBatching(Handler):
         if largest <= 1:
             return "no piece can be smaller; use a smaller model or smaller samples"
         if not self.halve_on_oom:
-            return "give MicroBatching a smaller size, more pieces, or halve_on_oom=True"
+            return "use a smaller size=, more pieces=, or halve_on_oom=True in MicroBatching"
         return "split= returned no smaller pieces than before"
 
     # Receivers that record outputs and losses must see the successful attempt only, which is known at its end. They are
@@ -391,8 +393,8 @@ def _samples(batch: Any) -> int:
     first = next(_arrays(batch), None)
     if first is None:
         raise ValueError(
-            f"MicroBatching: a batch of type {type(batch).__name__} has no tensor with a first dimension to split along; give "
-            "split= and samples="
+            f"MicroBatching: a batch of type {type(batch).__name__} has no tensor with a first dimension to split "
+            "along; pass split= and samples="
         )
     return int(first.shape[0])
 
@@ -406,14 +408,14 @@ def _split(value: Any, sizes: list[int], samples: int) -> list[Any]:
     if isinstance(value, Tensor | np.ndarray) and value.ndim:
         if value.shape[0] != samples:
             raise ValueError(
-                f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, which cannot be "
-                "split by samples; give split= (and samples=)"
+                f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, which "
+                "cannot be split by samples; pass split= (and samples=)"
             )
         if isinstance(value, Tensor):
             return list(value.split(sizes))
         return np.split(value, list(accumulate(sizes))[:-1])
     if isinstance(value, PackedSequence):
-        raise ValueError("MicroBatching: a PackedSequence mixes its samples along the first dimension; give split=")
+        raise ValueError("MicroBatching: a PackedSequence mixes its samples along the first dimension; pass split=")
     if _is_list_of(value, samples):
         ends = list(accumulate(sizes))
         return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -69,7 +69,8 @@ class MixUp(SampleMixing):
     ) -> tuple[Tensor, float]:
         if not inputs.is_floating_point():
             raise TypeError(
-                f"{self.name!r}: the inputs are {inputs.dtype}, but only floats can be mixed; convert them first"
+                f"{self.name!r}: the inputs are {inputs.dtype}, but only floats can be mixed; convert the inputs to "
+                "floats first"
             )
         lam = (gammas[0] / gammas.sum()).item()
         return (inputs * lam).add_(inputs[partner].mul_(1 - lam)), lam

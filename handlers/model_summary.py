@@ -125,7 +125,7 @@ class ModelSummary:
             memory += f", optimizer {_size(self.optimizer_bytes)}"
         lines.append(memory + (f", buffers {_size(self.buffer_bytes)}" if self.buffer_bytes else ""))
         if self.flops is not None:
-            each = f", {self.flops / self.samples / 1e6:,.3f} for a sample" if self.samples else ""
+            each = f", {self.flops / self.samples / 1e6:,.3f} per sample" if self.samples else ""
             lines.append(f"forward: {self.flops / 1e6:,.3f} MFLOPs for a batch of {self.samples}{each}")
         if self.uncounted:
             found = ", ".join(f"{count} {kind}" for kind, count in self.uncounted.items())
@@ -215,7 +215,7 @@ class Summary(Handler):
           1     Linear          50,100  10x100   1.000
         parameters: 100,600, of which 100,600 are trainable
         memory: weights 393 KiB, gradients 393 KiB, optimizer 0 B
-        forward: 2.000 MFLOPs for a batch of 10, 0.200 for a sample
+        forward: 2.000 MFLOPs for a batch of 10, 0.200 per sample
     """
 
     rank_zero_only = True

@@ -106,8 +106,9 @@ class NEFTune(Handler):
         """Raise an error if the first forward has not called the embedding."""
         if self._draws.begun and not self._called and len(engine.updates) == 1:
             raise ValueError(
-                f"{self.name!r}: the forward did not call the embedding, so no noise was added; select the embedding "
-                "that it calls with NEFTune(embedding=), and pass token ids instead of embeddings to the model"
+                f"{self.name!r}: the forward did not call the embedding, so no noise was added; use "
+                "NEFTune(embedding=) to select an embedding that the forward calls, and pass token ids to the model "
+                "instead of embeddings"
             )
 
     @on(Events.ENDED, reads=[], writes=[])

@@ -83,8 +83,8 @@ class NonFiniteGuard(Handler):
         self.patience = 1 if patience is None else check_int(self, "patience", patience)
         if patience is not None and action == "skip":
             raise ValueError(
-                f"NonFiniteGuard(patience={patience}): patience has no effect with action='skip'; give action='stop' or "
-                "action='raise'"
+                f"NonFiniteGuard(patience={patience}): patience= has no effect with action='skip'; use action='stop' "
+                "or action='raise'"
             )
         self.update = check_name(self, "update", update)
         self.skipped: dict[str, int] = {}
@@ -175,7 +175,8 @@ class NonFiniteGuard(Handler):
         engine.findings.report(
             "W19",
             f"{self.name!r} has skipped {steps} of update {update.name!r}: {reason}",
-            "if this is unexpected, check the data of this iteration and the learning rate; action='raise' stops there",
+            "if this is unexpected, check the data of this iteration and the learning rate; action='raise' turns this "
+            "into an error",
             self.name,
             key=(update.name, count),
         )

@@ -78,7 +78,7 @@ class OverfitBatches(Handler):
         if engine is not self.engine:
             return data if self._kept is None else self._kept
         if data is None:
-            raise ValueError(f"{self.name!r}: this run has no data; give data to run(), or detach {self.name!r}")
+            raise ValueError(f"{self.name!r}: this run has no data; pass data to run(), or detach {self.name!r}")
         if self._kept is None or self._kept.data is not data:
             self._kept = _Kept(data, self.count, engine, self.name)
         return self._kept

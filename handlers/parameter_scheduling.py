@@ -117,14 +117,15 @@ class ParameterScheduling(Handler):
             raise ValueError(f"{self.name!r}: the optimizer has no field {self.field!r}; the fields are {fields}")
         if self.field in ("momentum", "betas") and "max_momentum" in group:
             raise ValueError(
-                f"{self.name!r}: the learning-rate schedule also sets {self.field!r}; build it with cycle_momentum=False"
+                f"{self.name!r}: the learning-rate schedule also sets {self.field!r}; build that schedule with "
+                "cycle_momentum=False"
             )
         own = group[self.field] if self.index is None else self._item(group[self.field], self.index)
         value = self.schedule(0)
         if not _alike(value, own):
             raise TypeError(
-                f"{self.name!r}: the schedule returns {value!r} for {self.field!r}, which is {own!r} in the optimizer; "
-                "return values of the same type" + ("" if self.index is None else f" for index={self.index}")
+                f"{self.name!r}: the schedule returns {value!r} for {self.field!r}, but the value in the optimizer is "
+                f"{own!r}; return values of the same type" + ("" if self.index is None else f" for index={self.index}")
             )
 
     def _item(self, values: Any, index: int) -> Any:
@@ -170,7 +171,7 @@ class ParameterScheduling(Handler):
             return groups
         if max(self.groups) >= len(groups):
             raise ValueError(
-                f"{self.name!r}: groups={self.groups}, but the optimizer has {len(groups)} groups, counted from 0"
+                f"{self.name!r}: groups={self.groups}, but the optimizer has {len(groups)} groups, numbered from 0"
             )
         return [groups[place] for place in self.groups]
 

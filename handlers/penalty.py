@@ -72,7 +72,7 @@ class Penalty(Penalizing):
             raise TypeError(f"{self.name!r}: function= returned {found}; expected a tensor with one number")
         if not value.requires_grad:
             raise ValueError(
-                f"{self.name!r}: function= returned a tensor without gradient, which would change nothing; compute it from "
-                "parameters or outputs, without detach() or no_grad()"
+                f"{self.name!r}: function= returned a tensor that does not require grad, so the penalty would have no "
+                "effect; compute the penalty from parameters or outputs, without detach() or no_grad()"
             )
         return value.reshape(())

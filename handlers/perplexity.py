@@ -98,8 +98,8 @@ def _classes_first(output: Tensor, target: Tensor) -> Tensor:
     shapes = f"scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)}"
     if first and last and output.dim() > 2:
         raise ValueError(
-            f"Perplexity: {shapes} are ambiguous, because the classes could be second or last; flatten both: (tokens, "
-            "C) and (tokens,)"
+            f"Perplexity: {shapes} are ambiguous, because the class dimension could be the second or the last; flatten "
+            "the scores to (tokens, C) and the targets to (tokens,)"
         )
     if not first and not last:
         raise ValueError(f"Perplexity: {shapes}; expected scores (N, C, ...) or (N, ..., C) for targets (N, ...)")

@@ -92,7 +92,8 @@ class Predictions(Handler):
         update = only_update(engine, self.update, by=self, does="predicts")
         if update.forward is None:
             raise ValueError(
-                f"{self.name!r}: update {update.name!r} is a single function and has no output; give it a forward="
+                f"{self.name!r}: update {update.name!r} is a single function and has no output; build the Update with "
+                "forward="
             )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["processes"], writes=["files"])
@@ -103,8 +104,9 @@ class Predictions(Handler):
         if not self._parts and is_shuffled(engine.feed.current.data):
             engine.findings.report(
                 "W54",
-                f"{self.name!r} collects outputs from shuffled data, so their order is not the dataset's order",
-                "use a DataLoader with shuffle=False, or also collect the targets to match the outputs with: "
+                f"{self.name!r} collects outputs from shuffled data, so the outputs are not in the order of the "
+                "dataset",
+                "use a DataLoader with shuffle=False, or collect the targets together with the outputs: "
                 "Predictions(targets=True)",
                 self.name,
             )
@@ -204,7 +206,8 @@ class Predictions(Handler):
     def _joined(self, part: str) -> Any:
         if self.folder is not None:
             raise RuntimeError(
-                f"{self.name!r}: the {part} are on disk, one file for each batch; load them from {self.name}.files"
+                f"{self.name!r}: the {part} are on disk, with one file per batch; load these files from "
+                f"{self.name}.files"
             )
         if part not in self._collected:
             way_out = f"Predictions({part}=True)" if part != "outputs" and part not in self._parts else "run the engine"

@@ -106,7 +106,7 @@ class Preemption(Handler):
         if engine.training and not self._savers(engine):
             yield finding(
                 "C31",
-                f"{self.name!r} stops the run at a signal, but nothing saves the run",
+                f"{self.name!r} stops the run when a signal arrives, but nothing saves the run",
                 "attach a Checkpoint of the whole state, or connect a function to Events.PREEMPTED",
                 [self.name],
             )
@@ -127,8 +127,8 @@ class Preemption(Handler):
         for one in self.signals:
             if signal.getsignal(one) is None:
                 raise RuntimeError(
-                    f"{self.name!r}: the handler of {one.name} was not installed from Python and cannot be restored; remove "
-                    f"{one.name} from signals="
+                    f"{self.name!r}: the handler for {one.name} was not installed from Python and cannot be restored; "
+                    f"remove {one.name} from signals="
                 )
         for one in self.signals:
             self._previous[one] = signal.getsignal(one)
@@ -141,10 +141,10 @@ class Preemption(Handler):
             if not self._is_called_by(signal.getsignal(one)):
                 engine.findings.report(
                     "W66",
-                    f"{self.name!r}: a different handler of {one.name} was installed during the run, so this signal "
-                    "does not save the run unless the new handler calls the old one",
-                    "install your signal handlers before run(), so a second signal calls them, or leave this signal "
-                    "out of signals=",
+                    f"{self.name!r}: a different handler for {one.name} was installed during the run, so this signal "
+                    "does not save the run unless the new handler calls the previous one",
+                    "install your own signal handler before run(), so that a second signal calls your handler, or "
+                    "leave this signal out of signals=",
                     self.name,
                     key=one.name,
                 )
@@ -220,8 +220,8 @@ def _check_signals(signals: Sequence[str]) -> tuple[signal.Signals, ...]:
     found = []
     for name in signals:
         if not isinstance(name, str) or name not in signal.Signals.__members__:
-            raise ValueError(f"{where}: {name!r} is not a signal on this system; give names such as 'SIGTERM'")
+            raise ValueError(f"{where}: {name!r} is not a signal on this system; use names such as 'SIGTERM'")
         if name in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(f"{where}: no process can catch {name}; remove it")
+            raise ValueError(f"{where}: no process can catch {name}; remove {name} from signals=")
         found.append(signal.Signals[name])
     return tuple(dict.fromkeys(found))

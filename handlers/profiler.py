@@ -138,7 +138,7 @@ class Profiler(Handler):
         self.trace_iterations = check_int(self, "trace_iterations", trace_iterations)
         self.torch_profiler = check_bool(self, "torch_profiler", torch_profiler)
         if self.torch_profiler and self.folder is None:
-            raise ValueError("Profiler(torch_profiler=True): the trace needs a folder; give folder=")
+            raise ValueError("Profiler(torch_profiler=True): the trace needs a folder; pass folder=")
         self.synchronize = check_bool(self, "synchronize", synchronize)
         self.file = check_stream(self, "file", file)
         self.iterations = 0
@@ -303,7 +303,7 @@ class Profiler(Handler):
         ]  # fmt: skip
         rest = total - sum(one.seconds for one in self.timings)
         rows.append(("the rest", "", "", f"{rest:.3f}", "", "", f"{100 * rest / total:.1f}"))
-        header = ("", "event", "calls", "seconds", "us a call", "longest", "%")
+        header = ("", "event", "calls", "seconds", "us per call", "longest", "%")
         widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
         lines = [
             "  ".join(
@@ -313,7 +313,7 @@ class Profiler(Handler):
             for row in (header, *rows)
         ]
         a_second = self.iterations / total
-        title = f"{self.iterations} iterations in {total:.3f} s, {a_second:.1f} a second"
+        title = f"{self.iterations} iterations in {total:.3f} s, {a_second:.1f} per second"
         return "\n".join([title, *lines])
 
     def trace(self) -> dict[str, Any]:

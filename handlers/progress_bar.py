@@ -89,7 +89,7 @@ class ProgressBar(Handler):
         >>> _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))] * 2, max_epochs=2)
         >>> print(file.getvalue().strip())
         epoch 1/2  iteration 2  2.0s  1 it/s  4 samples/s  00:02 left  loss 0.25
-        epoch 2/2  iteration 4  4.0s in all  1 it/s  4 samples/s  loss 0.01562
+        epoch 2/2  iteration 4  4.0s in total  1 it/s  4 samples/s  loss 0.01562
     """
 
     by_shard = True
@@ -116,7 +116,7 @@ class ProgressBar(Handler):
     ) -> None:
         super().__init__(name=name)
         if isinstance(metrics, str):
-            raise TypeError(f"ProgressBar(metrics={metrics!r}): give a list of names: [{metrics!r}]")
+            raise TypeError(f"ProgressBar(metrics={metrics!r}): pass a list of names: [{metrics!r}]")
         if metrics is not None and not (isinstance(metrics, Iterable) and all(isinstance(one, str) for one in metrics)):
             raise TypeError(f"ProgressBar(metrics={metrics!r}): expected a list of names, or None")
         self.metrics = None if metrics is None else list(metrics)
@@ -130,7 +130,9 @@ class ProgressBar(Handler):
         check_function(self, "clock", clock)
         self.clock = clock
         if style == "rich" and importlib.util.find_spec("rich") is None:
-            raise ImportError("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")
+            raise ImportError(
+                "ProgressBar(style='rich'): rich is not installed; install the extra: pip install 'signalfire[rich]'"
+            )
         self._plain = self._stays = self._within = False
         self._bar: Display | None = None
         self._view = View("")
@@ -370,7 +372,7 @@ class ProgressBar(Handler):
     def _elapsed(self, engine: Engine, *, last: bool) -> str:
         """The time of the epoch, or of the run at its end."""
         if last and engine.training:
-            return f"{self.clock() - self._began:.1f}s in all"
+            return f"{self.clock() - self._began:.1f}s in total"
         return f"{self.clock() - self._epoch_began:.1f}s"
 
     def _rates(self, bounds: list[Bound]) -> tuple[str, str, str]:

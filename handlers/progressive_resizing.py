@@ -100,15 +100,17 @@ class ProgressiveResizing(Handler):
         self.delay = check_number(self, "delay", delay, least=0, most=1)
         self.final = check_number(self, "final", final, least=0, most=1)
         if self.delay + self.final > 1:
-            raise ValueError(f"ProgressiveResizing(delay={delay!r}, final={final!r}): expected a sum of at most 1")
+            raise ValueError(
+                f"ProgressiveResizing(delay={delay!r}, final={final!r}): the sum of delay= and final= must be at most 1"
+            )
         self.increment = check_int(self, "increment", increment)
         self.mode = check_choice(self, "mode", mode, ("bilinear", "bicubic", "area", "nearest"))
         self.input = check_place(self, "input", input)
         self.target = None if target is None else check_place(self, "target", target)
         if target == input and target is not None:
             raise ValueError(
-                f"ProgressiveResizing(input={input!r}, target={target!r}): input and target need different indices or "
-                "keys"
+                f"ProgressiveResizing(input={input!r}, target={target!r}): input= and target= need different indices "
+                "or keys"
             )
         self.scale: float | None = None
         self._iterations: int | None = None  # of the run
@@ -158,8 +160,8 @@ class ProgressiveResizing(Handler):
         self._iterations = last_iteration(engine)
         if self._iterations is None:
             raise ValueError(
-                f"{self.name!r}: the number of iterations in the run is not known; give max_iters= or epoch_length= to "
-                "run(), or sizes= to ProgressiveResizing"
+                f"{self.name!r}: the number of iterations in the run is not known; pass max_iters= or epoch_length= to "
+                "run(), or pass sizes= to ProgressiveResizing"
             )
 
     @on(Events.GET_BATCH_COMPLETED, rank=RESIZE, reads=["batch"], writes=["batch"])
@@ -186,7 +188,7 @@ class ProgressiveResizing(Handler):
             if list(targets.shape[-len(sides) :]) != sides or targets.dim() <= len(sides):
                 raise ValueError(
                     f"{self.name!r}: the targets have shape {tuple(targets.shape)}, whose last dimensions differ from "
-                    f"the sides of the inputs, {tuple(sides)}"
+                    f"the spatial dimensions of the inputs, {tuple(sides)}"
                 )
             batch = with_value_at(batch, self.target, _nearest(targets, wanted))
         engine.state.batch = batch
@@ -202,10 +204,14 @@ class ProgressiveResizing(Handler):
 
     def _resized(self, images: Tensor, sides: list[int]) -> Tensor:
         if not images.is_floating_point():
-            raise TypeError(f"{self.name!r}: the inputs are {images.dtype}, but only floats are resized; convert them")
+            raise TypeError(
+                f"{self.name!r}: the inputs are {images.dtype}, but only floats can be resized; convert the inputs to "
+                "floats"
+            )
         if self.mode == "bicubic" and images.dim() != 4:
             raise ValueError(
-                f"{self.name!r}: mode='bicubic' is for (N, C, H, W), not {tuple(images.shape)}; use mode='bilinear'"
+                f"{self.name!r}: mode='bicubic' needs inputs of shape (N, C, H, W), but the inputs have shape "
+                f"{tuple(images.shape)}; use mode='bilinear'"
             )
         mode = _LINEAR[images.dim()] if self.mode == "bilinear" else self.mode
         if mode in _ANTIALIASED:

@@ -100,12 +100,15 @@ class Pruning(Handler):
         self.parameters = check_patterns(self, "parameters", parameters)
         self.update = check_name(self, "update", update)
         if (amount is None) == (structure is None):
-            raise ValueError(f"Pruning(amount={amount!r}, structure={structure!r}): give one of the two")
+            raise ValueError(f"Pruning(amount={amount!r}, structure={structure!r}): pass exactly one of the two")
         self.amount = (
             1 - self._kept / self._of if amount is None else check_number(self, "amount", amount, above=0, below=1)
         )
         if structure is not None and self.end > self.start:
-            raise ValueError(f"Pruning(end={end!r}, structure={structure!r}): structure= prunes all at once; omit end=")
+            raise ValueError(
+                f"Pruning(end={end!r}, structure={structure!r}): with structure=, all pruning happens in a single "
+                "step, so end= does not apply; omit end="
+            )
         self.masks: dict[str, Tensor] = {}  # by name: true where a weight is pruned
         self._found: dict[str, nn.Parameter] = {}
         self._pruned: list[tuple[nn.Parameter, Tensor]] = []
@@ -124,7 +127,7 @@ class Pruning(Handler):
         if to_come is not None and update.steps + to_come < self.end:
             yield finding(
                 "C17",
-                f"{self.name!r} reaches its amount after {self.end} optimizer steps, but the run takes only "
+                f"{self.name!r} reaches its final amount after {self.end} optimizer steps, but the run takes only "
                 f"{update.steps + to_come}",
                 "prune earlier, or train longer",
                 [self.name],
@@ -144,7 +147,8 @@ class Pruning(Handler):
         for name, mask in self.masks.items():
             if name not in self._found or self._found[name].shape != mask.shape:
                 raise ValueError(
-                    f"{self.name!r}: the saved state has pruned {name!r}, which is no longer a parameter to prune"
+                    f"{self.name!r}: in the saved state, {name!r} is pruned, but this handler does not prune a "
+                    "parameter with this name and shape; use the model and the parameters= of the saved run"
                 )
         self._bind()
         steps = engine.find_update(self.update).steps
@@ -219,7 +223,7 @@ class Pruning(Handler):
         if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
             raise ValueError(
                 f"{self.name!r}: structure={self.structure!r} needs a multiple of {self._of} inputs for each unit, but "
-                f"{name!r} has shape {tuple(parameter.shape)}; exclude it with parameters="
+                f"{name!r} has shape {tuple(parameter.shape)}; exclude this parameter with parameters="
             )
 
     @torch.no_grad()

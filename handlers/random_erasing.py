@@ -99,7 +99,7 @@ class RandomErasing(Handler):
             check_number(self, f"{argument}[{n}]", one, above=0, most=most) for n, one in enumerate(given)
         )
         if least > largest:
-            raise ValueError(f"RandomErasing({argument}={given!r}): give the smallest value first")
+            raise ValueError(f"RandomErasing({argument}={given!r}): pass the smallest value first")
         return least, largest
 
     def attached(self, engine: Engine) -> None:
@@ -114,7 +114,7 @@ class RandomErasing(Handler):
         inputs = tensor_at(self, batch, "input")
         if inputs.dim() not in (3, 4):
             raise ValueError(
-                f"{self.name!r}: the inputs are of shape {tuple(inputs.shape)}; expected (N, C, H, W) or (N, C, L)"
+                f"{self.name!r}: the inputs have shape {tuple(inputs.shape)}; expected (N, C, H, W) or (N, C, L)"
             )
         of_rank = engine.group.data.rank or None
         generator = self.generator(engine, of_rank=of_rank)
@@ -122,8 +122,8 @@ class RandomErasing(Handler):
         if self.value is None:
             if not inputs.is_floating_point():
                 raise TypeError(
-                    f"{self.name!r}: inputs of {inputs.dtype} cannot hold random values; convert them first, or give "
-                    "value="
+                    f"{self.name!r}: inputs of {inputs.dtype} cannot hold random values; convert the inputs to floats "
+                    "first, or pass numbers as value="
                 )
             if inputs.device.type != "cpu":
                 generator = self.generator(engine, inputs.device, of_rank=of_rank)

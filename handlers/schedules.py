@@ -72,7 +72,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
             f"warmup(then={then!r}): expected a factory, such as partial(StepLR, step_size=30), not a scheduler"
         )
     if base_of(then) is ReduceLROnPlateau:
-        raise ValueError("warmup(then=ReduceLROnPlateau): it is stepped by a metric; use it without a warm-up")
+        raise ValueError("warmup(then=ReduceLROnPlateau): its step() needs a metric; use LRScheduling(warmup=) instead")
     if start_factor is not None:
         start_factor = _factor("warmup", "start_factor", start_factor)
     missing = missing_total(then)
@@ -392,7 +392,7 @@ class _WarmupLR(LRScheduler):
         if isinstance(scheduler, ReduceLROnPlateau) or hasattr(scheduler, "step_update"):
             raise ValueError(
                 f"warmup(then=...): the factory returned a {type(scheduler).__name__}, whose step() needs arguments; "
-                "use it without a warm-up"
+                "use this scheduler without warmup()"
             )
         self._schedulers = [scheduler]
         self.steps = steps
@@ -449,7 +449,7 @@ def _phases(
     shares = {argument: value for argument, value in given.items() if isinstance(value, float) and value > 0}
     if sum(shares.values()) > 1 + 1e-9:
         arguments = ", ".join(f"{argument}={value!r}" for argument, value in shares.items())
-        raise ValueError(f"{name}({arguments}): the fractions add up to more than 1, the whole run; reduce them")
+        raise ValueError(f"{name}({arguments}): the fractions of the run add up to more than 1; reduce them")
     return _Phases(name, shape, warmup, decay, cooldown, _factor(name, "min_factor", min_factor), power)
 
 
@@ -482,8 +482,8 @@ def _steps(function: str, total_steps: int, **amounts: float) -> list[int]:
     if sum(steps) > total_steps:
         arguments = ", ".join(f"{argument}={value!r}" for argument, value in amounts.items() if value)
         raise ValueError(
-            f"{function}({arguments}): these add up to {sum(steps)} steps, but the run has only {total_steps}; reduce them, "
-            "or use fractions of the run (floats)"
+            f"{function}({arguments}): these arguments add up to {sum(steps)} steps, but the run has only "
+            f"{total_steps}; reduce the numbers, or use fractions of the run (floats)"
         )
     return steps
 
@@ -491,7 +491,7 @@ def _steps(function: str, total_steps: int, **amounts: float) -> list[int]:
 def _check_total(function: str, total_steps: int | None) -> int:
     if isinstance(total_steps, bool) or not isinstance(total_steps, int) or total_steps < 1:
         raise ValueError(
-            f"{function}: the factory needs total_steps, the number of steps in the run, as an int of 1 or more, but got "
-            f"{total_steps!r}; use LRScheduling, which passes it, or partial(factory, total_steps=...)"
+            f"{function}: the factory needs total_steps, the number of steps in the run, as an int of 1 or more, but "
+            f"got {total_steps!r}; use LRScheduling, which passes total_steps, or partial(factory, total_steps=...)"
         )
     return total_steps

@@ -98,7 +98,8 @@ class SequenceLengthWarmup(Handler):
         if comes_up(engine, self.over) is False and self._done(engine) < self.over.value:
             yield finding(
                 "C17",
-                f"{self.name!r} reaches whole sequences only after {self.over}, which is longer than the run",
+                f"{self.name!r} reaches the full sequence length only after {self.over}, but the run is shorter than "
+                "that",
                 "shorten over=, or train longer",
                 [self.name],
             )
@@ -118,7 +119,7 @@ class SequenceLengthWarmup(Handler):
             if self.mode == "split" and other is not None:
                 raise ValueError(
                     f"{self.name!r}: mode='split' turns the parts of a sequence into rows, so {other!r} cannot carry a "
-                    "hidden state between them; use mode='cut'"
+                    "hidden state from one part to the next; use mode='cut'"
                 )
 
     @on(Events.GET_BATCH_COMPLETED, rank=CUT_SEQUENCES, reads=["batch", "step"], writes=["batch"])
@@ -168,7 +169,7 @@ class SequenceLengthWarmup(Handler):
                 return value  # it belongs to no sequence
             raise ValueError(
                 f"{self.name!r}: the batch holds a tensor of shape {tuple(value.shape)} with values for whole "
-                "sequences, so it cannot be split; use mode='cut'"
+                "sequences, so this batch cannot be split; use mode='cut'"
             )
         parts = value.movedim(self.dim, 1)
         parts = parts.reshape(rows * (whole // length), length, *parts.shape[2:])

@@ -98,8 +98,8 @@ class SharpnessAwareMinimization(Handler):
             if needs_closure(update.optimizer):
                 raise ValueError(
                     f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} computes "
-                    "gradients inside its step, with a closure, so it would not use those at the perturbed weights; "
-                    f"use an optimizer without a closure, or detach {self.name!r}"
+                    "gradients inside its step, with a closure, so the step would not use the gradients at the "
+                    f"perturbed weights; use an optimizer without a closure, or detach {self.name!r}"
                 )
         self._buffers = Buffers(engine.modules.values())
 

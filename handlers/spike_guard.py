@@ -106,7 +106,7 @@ class SpikeGuard(Handler):
         self.keep = check_int(self, "keep", keep)
         if policy == "rewind" and self.keep < 2:
             raise ValueError(
-                f"SpikeGuard(policy='rewind', keep={keep}): at a spike, a single state may be less than "
+                f"SpikeGuard(policy='rewind', keep={keep}): when a spike occurs, a single saved state may be less than "
                 f"rewind={rewind} iterations old; keep at least 2"
             )
         self.at_most = check_int(self, "at_most", at_most)
@@ -143,9 +143,9 @@ class SpikeGuard(Handler):
             if to_come is not None and update.steps + to_come <= self.window:
                 yield finding(
                     "C39",
-                    f"{self.name!r} detects no spike in the first {self.window} steps (window), but update "
+                    f"{self.name!r} detects no spikes in the first {self.window} steps (window=), but update "
                     f"{update.name!r} takes only {update.steps + to_come}",
-                    "give a smaller window=, of 8 or more",
+                    "use a smaller window= (8 or more)",
                     [self.name],
                 )
 
@@ -249,7 +249,7 @@ class SpikeGuard(Handler):
             usual = self._usual[key]
             if (deviations := usual.exceeds(value, self.sigmas)) is not None:
                 reasons.append(
-                    f"the {what} {found[what]:.4g} is {deviations:.1f} standard deviations above the usual "
+                    f"the {what} of {found[what]:.4g} is {deviations:.1f} standard deviations above its usual value of "
                     f"{math.exp(usual.mean):.4g}"
                 )
         return reasons
@@ -267,7 +267,7 @@ class SpikeGuard(Handler):
                 "W19",
                 f"{self.name!r} has skipped {_MOST_IN_A_ROW} steps of update {update.name!r} in a row and accepts the "
                 f"new level as normal from iteration {engine.state.iteration} on: {'; '.join(reasons)}",
-                "check the data and the learning rate of these iterations",
+                "check the data and the learning rate in these iterations",
                 self.name,
                 key=f"level {engine.state.iteration}",
             )
@@ -276,8 +276,13 @@ class SpikeGuard(Handler):
     def _report_no_logarithm(self, engine: Engine, loss: float) -> None:
         if not self._told and engine.processes.is_rank_zero:
             self._told = True
-            watched = "only the gradient norm is watched" if "gradient_norm" in self.watch else "it is not watched"
-            warn(f"{self.name!r}: the loss is {loss:.4g}, which has no logarithm; while it is not positive, {watched}")
+            watched = (
+                "only the gradient norm is watched" if "gradient_norm" in self.watch else "the loss is not watched"
+            )
+            warn(
+                f"{self.name!r}: the loss is {loss:.4g}, which has no logarithm; while the loss is not positive, "
+                f"{watched}"
+            )
 
     # ---- acting ---------------------------------------------------------------------------------------------------
 
@@ -298,8 +303,8 @@ class SpikeGuard(Handler):
         if len(self.actions) >= self.at_most:
             left_out = "; ".join(_named(action["batches"]) for action in self.actions)
             raise RuntimeError(
-                f"{self.name!r}: iteration {now}: {reason}, after {self.at_most} rewinds (at_most), which have left "
-                f"out {left_out}. Check these batches and the learning rate, or raise at_most="
+                f"{self.name!r}: iteration {now}: {reason}, and at_most={self.at_most} rewinds have already left out "
+                f"{left_out}. Check these batches and the learning rate, or increase at_most="
             )
         to = max(now - self.rewind, 0)
         self._note(now, reason, engine.past.places_of(range(to + 1, now + 1)))
@@ -320,8 +325,8 @@ class SpikeGuard(Handler):
         length = engine.state.epoch_length
         if length is not None and self.rewind >= length:
             raise ValueError(
-                f"{self.name!r}: rewind={self.rewind} would leave out a whole epoch, which has {length} batches; give "
-                "a smaller rewind="
+                f"{self.name!r}: rewind={self.rewind} would leave out a whole epoch of {length} batches; use a smaller "
+                "rewind="
             )
 
     def _note(self, iteration: int, reason: str, places: Sequence[Place]) -> None:

@@ -148,9 +148,8 @@ class StochasticDepth(Handler):
         if self._uncalled and self._draws.begun and self.update in (None, engine.state.update.name):
             path = next(path for path in self._found if path in self._uncalled)
             raise ValueError(
-                f"{self.name!r}: the forward did not call block {path!r}, so it is never dropped; leave it out of "
-                "blocks=, "
-                "or call the block itself instead of its forward()"
+                f"{self.name!r}: the forward did not call block {path!r}, so the block is never dropped; leave this "
+                "block out of blocks=, or call the block itself instead of its forward()"
             )
 
     @on(Events.ENDED, reads=[], writes=[])
@@ -201,7 +200,7 @@ class _Drop:
             ]
             raise ValueError(
                 f"{self.handler.name!r}: block {self.path!r} is not residual, because its output shape differs from "
-                f"its input shape ({' to '.join(map(str, shapes))}); leave it out of blocks="
+                f"its input shape ({' to '.join(map(str, shapes))}); leave this block out of blocks="
             )
         inputs = tensors[0]
         kept = self.handler.mask(inputs, self.place, self.keep)

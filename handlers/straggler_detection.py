@@ -174,7 +174,7 @@ class StragglerDetection(Handler):
             for rank in sorted(self.stragglers.keys() - before.keys()):
                 warn(f"{place}: {_slow(rank, self.stragglers[rank], ranks)}")
             for rank in sorted(before.keys() - self.stragglers.keys()):
-                now = f"{totals[rank] * 1e3:.1f} ms an iteration; the median of the ranks is {middle * 1e3:.1f} ms"
+                now = f"{totals[rank] * 1e3:.1f} ms per iteration; the median of the ranks is {middle * 1e3:.1f} ms"
                 warn(f"{place}: rank {rank} is back to normal: {now}")
 
     @on(Events.ENDED, reads=[], writes=[])
@@ -232,8 +232,8 @@ def _slow(rank: int, part: str, ranks: Sequence[Mapping[str, Times]]) -> str:
     totals = [sum(times.median for times in parts.values()) for parts in ranks]
     own, usual = ranks[rank][part].median, median(parts[part].median for parts in ranks)
     return (
-        f"rank {rank} is a straggler that all other ranks wait for: its own work takes {totals[rank] * 1e3:.1f} ms an "
-        f"iteration, and the median of the ranks is {median(totals) * 1e3:.1f} ms. The slow part is {part} "
+        f"rank {rank} is a straggler that all other ranks wait for: its own work takes {totals[rank] * 1e3:.1f} ms per "
+        f"iteration, compared with a median of {median(totals) * 1e3:.1f} ms over all ranks. The slow part is {part} "
         f"({PARTS[part]}): {own * 1e3:.1f} ms instead of {usual * 1e3:.1f} ms"
     )
 

@@ -144,8 +144,9 @@ class SWA(AveragedWeights):
         super().bind_tensors(engine)
         if self.bn_data is None and self.bn_batches != 0 and (norms := _batch_norms(engine)):
             raise ValueError(
-                f"{self.name!r}: the model has {len(norms)} BatchNorm layer(s), whose statistics must be recomputed for the "
-                "averaged weights; give the training data as SWA(bn_data=), or bn_batches=0 to keep those of the last weights"
+                f"{self.name!r}: the model has {len(norms)} BatchNorm layer(s), whose statistics must be recomputed "
+                "for the averaged weights; pass the training data as SWA(bn_data=), or set bn_batches=0 to keep the "
+                "statistics of the last weights"
             )
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
@@ -212,7 +213,9 @@ class SWA(AveragedWeights):
             check_data(f"{self.name!r}: update_bn(data=", data)
         data = self.bn_data if data is None else data
         if data is None:
-            raise ValueError(f"{self.name!r}: update_bn() needs training data; give data=, or SWA(bn_data=)")
+            raise ValueError(
+                f"{self.name!r}: update_bn() needs training data; pass data= to update_bn(), or use SWA(bn_data=)"
+            )
         if not engine.running:
             self._averages.bind(engine, self.name)
         if self._averages.values:
@@ -243,7 +246,7 @@ class SWA(AveragedWeights):
         if engine.processes.distributed:  # each rank may have read the data in another order
             _broadcast_buffers(norms, engine)
         if norms and not seen:
-            raise ValueError(f"{self.name!r}: bn_data yielded no batch; give data that is iterable more than once")
+            raise ValueError(f"{self.name!r}: bn_data= yielded no batch; pass data that can be iterated more than once")
 
     def _pass_through(self, engine: Engine, data: Iterable[Any]) -> int:
         """Pass the data through the model without gradients; the number of its batches."""

@@ -153,8 +153,8 @@ class TensorParallel(Distribution):
         if not engine.processes.distributed:
             raise ValueError(
                 f"{self.name!r}: size={self.size} splits layers over only some of the {self.processes.world_size} "
-                "ranks; attach FullyShardedDataParallel to shard the model and the data over the others, or split over "
-                f"all ranks with size={self.processes.world_size}"
+                "ranks; attach FullyShardedDataParallel to shard the model and the data over the other ranks, or split "
+                f"over all ranks with size={self.processes.world_size}"
             )
         if not self._are_split(engine):
             self._check_same_model(engine)
@@ -191,7 +191,7 @@ class TensorParallel(Distribution):
                 if module in chosen:
                     raise ValueError(
                         f"{self.name!r}: plan={{{key!r}: ...}} matches {path!r}, which {chosen[module][1]!r} already "
-                        "matches; a module can be split only once, so omit one of the two"
+                        "matches; a module can be split only once, so omit one of the two patterns"
                     )
                 chosen[module] = path, key
         return chosen
@@ -204,8 +204,8 @@ class TensorParallel(Distribution):
             return False
         if not self._replicated or not all(map(is_sharded, parameters)):
             raise ValueError(
-                f"{self.name!r}: the model was split or sharded by a different handler, or a part of it was replaced "
-                "since then; build the model again, or call unsplit(engine) on that handler"
+                f"{self.name!r}: the model was split or sharded by a different handler, or a part of the model was "
+                "replaced after this handler split it; build the model again, or call unsplit(engine) on that handler"
             )
         for one in self._replicated:
             one.forget_units()
@@ -222,8 +222,8 @@ class TensorParallel(Distribution):
                 if holder is not module and (module in inside or holder in inside):
                     raise ValueError(
                         f"{self.name!r}: {full!r} is the same parameter as {other!r}, and the plan would split one of "
-                        "them; shared weights cannot be split, so omit them from the plan, or give each module its own "
-                        "weights"
+                        "the two; shared weights cannot be split, so omit their modules from the plan, or give each "
+                        "module its own weights"
                     )
 
     def _split(self, module: nn.Module, path: str, key: str, mesh: Any) -> None:
@@ -234,15 +234,15 @@ class TensorParallel(Distribution):
         style, ranks = self.plan[key], self._size
         if isinstance(style, RowwiseParallel) and isinstance(module, nn.Linear) and module.in_features % ranks:
             raise ValueError(
-                f"{self.name!r}: plan={{{key!r}: RowwiseParallel()}}: the {module.in_features} input features of {path!r} cannot "
-                f"be divided by {ranks} ranks"
+                f"{self.name!r}: plan={{{key!r}: RowwiseParallel()}}: the {module.in_features} input features of "
+                f"{path!r} cannot be divided evenly among {ranks} ranks"
             )
         try:
             parallelize_module(module, mesh, style, **NO_SOURCE)
         except Exception as error:
             raise ValueError(
-                f"{self.name!r}: plan={{{key!r}: {type(style).__name__}()}} does not fit {path!r}, a {type(module).__name__}: "
-                f"{error}"
+                f"{self.name!r}: plan={{{key!r}: {type(style).__name__}()}} cannot be applied to {path!r}, a "
+                f"{type(module).__name__}: {error}"
             ) from error
         for hooks, earlier in zip(registered, before, strict=True):
             self._hooks += [(hooks, number) for number in hooks if number not in earlier]
@@ -263,9 +263,8 @@ class TensorParallel(Distribution):
         for update in engine.updates:
             if update.optimizer is not None and needs_closure(update.optimizer):
                 raise ValueError(
-                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} joins all "
-                    "parameters into one vector, which cannot hold the parameters of a split model; use a different "
-                    "optimizer"
+                    f"{self.name!r}: the {type(update.optimizer).__name__} of update {update.name!r} flattens all "
+                    "parameters into one vector, which is not possible for a split model; use a different optimizer"
                 )
         self._names = {
             p: f"{engine.modules.prefix(name)}.{key}".lstrip(".")
@@ -304,10 +303,10 @@ class TensorParallel(Distribution):
             others = [one.get(name, 0.0) for one in norms[first : first + self._size]]
             if max(others) - min(others) > 1e-3 * max(others):
                 raise ValueError(
-                    f"{self.name!r}: the gradient of {name!r} differs between ranks (its norms are "
-                    f"{', '.join(f'{one:.4g}' for one in others)}; here {own[name]:.4g}), because its module is "
-                    "outside the plan but computes with a part of the features; add the module to the plan, or gather "
-                    "its input with ColwiseParallel(output_layouts=Replicate())"
+                    f"{self.name!r}: the gradient of {name!r} differs between ranks (the norms are "
+                    f"{', '.join(f'{one:.4g}' for one in others)}; on this rank, {own[name]:.4g}), because the module "
+                    "of this parameter is outside the plan but computes with only a part of the features; add the "
+                    "module to the plan, or gather its input with ColwiseParallel(output_layouts=Replicate())"
                 )
 
     @on(Events.ENDED, phase=Phase.FINALIZE, reads=[], writes=[])
@@ -378,8 +377,8 @@ def _checked(plan: Any) -> dict[str, Any]:
         if "ContextParallel" in type(style).__name__:
             raise ValueError(
                 f"TensorParallel(plan={{{key!r}: {type(style).__name__}(...)}}): context parallelism is not supported, "
-                "because it shards sequences that all ranks read here; split the layers with ColwiseParallel() and "
-                "RowwiseParallel()"
+                "because it shards sequences, but TensorParallel needs whole sequences on all ranks; split the layers "
+                "with ColwiseParallel() and RowwiseParallel()"
             )
         if not isinstance(style, ParallelStyle):
             raise TypeError(

@@ -111,8 +111,8 @@ class TensorBoardLogger(ScalarLogger):
         engine.overrides.claim(FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
         if self.graph and len(engine.modules.models) != 1:
             raise ValueError(
-                f"{self.name!r}: graph=True: TensorBoard shows one graph, but the engine has several modules: "
-                f"{list(engine.modules.models)}; omit graph=True"
+                f"{self.name!r}: TensorBoard shows only one graph, so graph=True does not work for an engine with "
+                f"several modules: {list(engine.modules.models)}; omit graph=True"
             )
 
     @property
@@ -264,11 +264,11 @@ class TensorBoardLogger(ScalarLogger):
         if any(map(is_sharded, model.parameters())):
             problem = "its parameters are sharded over the ranks"
         elif not inputs:
-            problem = "it was not called with tensors, or is compiled, so no hook sees its inputs"
+            problem = "the model was not called with tensors, or is compiled, so its inputs are not known"
         else:
             problem = self._trace(engine, model, inputs)
         if problem:
-            warn(f"{self.name!r}: the graph of the model is not written: {problem}")
+            warn(f"{self.name!r}: could not write the graph of the model: {problem}")
 
     def _trace(self, engine: Engine, model: nn.Module, inputs: tuple[Any, ...]) -> str:
         """Write the graph; returns what prevented it."""

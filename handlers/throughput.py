@@ -154,7 +154,7 @@ class Throughput(Handler):
         """Print why there is no MFU, if the device's peak performance is not known."""
         if self._peak(engine) is None:
             device = name_of(engine.device)
-            line = f"{self.name}: no 'mfu', because the peak performance of {device!r} is not known; give peak="
+            line = f"{self.name}: no 'mfu', because the peak performance of {device!r} is not known; pass peak="
             engine.processes.print(line, file=sys.stderr)
 
     @on("count_event", phase=Phase.RECORD, reads=[], writes=[])
@@ -184,7 +184,7 @@ class Throughput(Handler):
         if found:
             engine.processes.print(
                 f"{self.name}: torch does not count the operations of {', '.join(sorted(found))}, so "
-                "'flops_per_second' and 'mfu' are too low; give flops=",
+                "'flops_per_second' and 'mfu' are too low; pass flops=",
                 file=sys.stderr,
             )
 

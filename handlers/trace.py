@@ -83,7 +83,7 @@ class Trace(Handler):
         self.path = check_local(self, "path", path)
         check_parents(self, "path", self.path)
         if self.path.is_dir():
-            raise IsADirectoryError(f"Trace(path={str(path)!r}): this is a folder; give a file in it")
+            raise IsADirectoryError(f"Trace(path={str(path)!r}): this is a folder; pass the path of a file in it")
         self.every = check_every(self, every, units=["it"])
         self.detail = check_choice(self, "detail", detail, ("step", "tensor"))
         self.part_size = check_int(self, "part_size", part_size)
@@ -121,7 +121,7 @@ class Trace(Handler):
                 "W62",
                 f"{self.name!r} is attached to an evaluator that a trainer runs, so its trace restarts with "
                 "each evaluation",
-                "attach it to the engine that trains",
+                "attach it to the training engine",
                 self.name,
             )
         if engine.state.iteration == 0 and not engine.snapshots.has_loaded_state:
@@ -212,9 +212,9 @@ class Trace(Handler):
         if self._state and not continues and processes.rank < self._state["processes"]:
             engine.findings.report(
                 "W34",
-                f"the trace {str(writer.path)!r} of {self.name!r} does not continue the loaded state; its earlier "
-                "records are in a different file, or lost",
-                "restore the trace of that run before resuming",
+                f"the trace {str(writer.path)!r} of {self.name!r} does not pick up where the loaded state left off; "
+                "its earlier records are in a different file or lost",
+                "before resuming, restore the trace of the run that saved the state",
                 self.name,
             )
         self._processes = processes.rank, processes.world_size
@@ -263,8 +263,8 @@ class Trace(Handler):
             engine.findings.report(
                 "W38",
                 f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed during this run, so its "
-                "records are lost; a second process seems to write to the same path",
-                "give each run its own folder",
+                "records are lost; another process may be writing to the same path",
+                "use a separate folder for each run",
                 self.name,
             )
 

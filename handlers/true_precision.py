@@ -101,8 +101,8 @@ class TruePrecision(Handler):
             for key, tensor in _tensors_of(module).items():
                 if tensor.is_complex():
                     raise ValueError(
-                        f"{self.name!r}: {key!r} of the model {name!r} is complex and cannot be converted to {self.dtype}; "
-                        "store real and imaginary parts, or use MixedPrecision"
+                        f"{self.name!r}: {key!r} of the model {name!r} is complex and cannot be converted to "
+                        f"{self.dtype}; store the real and imaginary parts separately, or use MixedPrecision"
                     )
                 if tensor.is_floating_point() and tensor.dtype != self.dtype:
                     self._before.setdefault((name, key), tensor.dtype)

@@ -93,8 +93,8 @@ class TruncatedBPTT(Handler):
         super().__init__(name=name)
         if (steps is None) == (split is None):
             raise TypeError(
-                f"TruncatedBPTT(steps={steps!r}, split={split!r}): give one of the two: steps=, the length of a chunk, "
-                "or split=, a function that splits a batch"
+                f"TruncatedBPTT(steps={steps!r}, split={split!r}): pass exactly one of the two: steps=, the length of "
+                "a chunk, or split=, a function that splits a batch"
             )
         self.steps = None if steps is None else check_int(self, "steps", steps)
         self.dim = check_int(self, "dim", dim, least=0)
@@ -141,9 +141,10 @@ class TruncatedBPTT(Handler):
     def _check_gradients_once(self, update: UpdateState) -> None:
         if update.window.kept is not None:
             raise ValueError(
-                f"{self.name!r}: each step of update {update.name!r} computes gradients more than once, because its "
-                f"{type(update.optimizer).__name__} takes a closure or a handler requires it, but the hidden states of "
-                "earlier chunks are gone by then; use a different optimizer, or detach one of the two handlers"
+                f"{self.name!r}: each step of update {update.name!r} computes gradients more than once, either because "
+                f"{type(update.optimizer).__name__} takes a closure or because another handler requires it, but the "
+                "hidden states of earlier chunks are no longer available after the first computation; use a different "
+                f"optimizer, or detach either {self.name!r} or the other handler"
             )
 
     @on(Events.ITERATION_STARTED, reads=["batch", "plan", "window"], writes=["plan"])
@@ -183,7 +184,8 @@ class TruncatedBPTT(Handler):
         if total is None:
             raise ValueError(
                 f"{self.name!r}: the batch has no time dimension, because no tensor has more than dim={self.dim} "
-                "dimensions; give TruncatedBPTT(dim=) or TruncatedBPTT(split=), a function that splits the batch"
+                "dimensions; set the time dimension with TruncatedBPTT(dim=), or pass a function that splits the batch "
+                "as TruncatedBPTT(split=)"
             )
         begins = range(0, max(total, 1), self.steps)
         ends = [min(begin + self.steps, total) for begin in begins]
@@ -201,7 +203,7 @@ class TruncatedBPTT(Handler):
             raise ValueError(
                 f"{self.name!r}: split={split!r} returned a {type(chunks).__name__} with "
                 f"{len(chunks) if isinstance(chunks, list | tuple) else 'unknown'} chunks; return a list of at least "
-                "one"
+                "one chunk"
             )
         lengths = [next(_timed(chunk, self.dim), (None, None))[1] for chunk in chunks]
         known = [length for length in lengths if length is not None]
@@ -220,7 +222,7 @@ class TruncatedBPTT(Handler):
             if list(state.plan).count(update) != self._planned[update.name]:
                 raise RuntimeError(
                     f"{self.name!r}: state.plan was changed after update {update.name!r} was planned for each chunk; "
-                    "change it in an earlier phase of ITERATION_STARTED: phase=Phase.PREPARE"
+                    "change state.plan earlier, at ITERATION_STARTED with phase=Phase.PREPARE"
                 )
             update.hidden = None
             self._skipped = update.skipped
@@ -243,7 +245,8 @@ class TruncatedBPTT(Handler):
                 "W69",
                 f"{self.name!r}: the forward of update {update.name!r} sets no hidden state, so the recurrent layers "
                 "start each chunk from zero",
-                "in the forward, start from engine.state.update.hidden and set it to the new hidden state",
+                "in the forward, start from engine.state.update.hidden, and set engine.state.update.hidden to the new "
+                "hidden state",
                 self.name,
             )
 

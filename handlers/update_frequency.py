@@ -70,7 +70,8 @@ class UpdateFrequency(Handler):
         super().__init__(name=name)
         if not all(one is None or isinstance(one, Mapping) for one in (every, offset)):
             raise TypeError(
-                f"UpdateFrequency(every={every!r}, offset={offset!r}): give updates by name: UpdateFrequency({{'generator': 5}})"
+                f"UpdateFrequency(every={every!r}, offset={offset!r}): expected dicts that map update names to ints; "
+                "write UpdateFrequency({'generator': 5})"
             )
         self.every = {**(every or {}), **frequencies}
         self.offset = dict(offset or {})
@@ -79,7 +80,7 @@ class UpdateFrequency(Handler):
         if twice := sorted(set(every or {}) & set(frequencies)):
             raise ValueError(
                 f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given twice, in every= and as a keyword; "
-                "give it once"
+                "omit one of the two"
             )
         for argument, numbers, least in (("every", self.every, 1), ("offset", self.offset, 0)):
             for update, number in numbers.items():
@@ -87,8 +88,8 @@ class UpdateFrequency(Handler):
         for update, number in self.offset.items():
             if update not in self.every:
                 raise ValueError(
-                    f"UpdateFrequency(offset={{{update!r}: {number}}}): an offset needs a frequency; give {update!r} "
-                    "one"
+                    f"UpdateFrequency(offset={{{update!r}: {number}}}): an offset needs a frequency; set one for "
+                    f"{update!r} in every="
                 )
         self._window: int | None = None  # length of the current update's window, if it is closed early
 
@@ -131,7 +132,7 @@ class UpdateFrequency(Handler):
                     "C17",
                     f"{self.name!r} never runs the update {name!r}: it is first due in iteration {due}, but this run "
                     f"ends with iteration {last}",
-                    "choose a smaller n, or a longer run",
+                    "use a smaller frequency or offset, or train longer",
                     [self.name],
                 )
 
@@ -147,9 +148,9 @@ class UpdateFrequency(Handler):
             update = engine.find_update(name)
             if every > 1 and update.window.length > 1 and engine.state.epoch_length is None:
                 raise ValueError(
-                    f"{self.name!r}: gradients of update {name!r} are accumulated, but the data has no length, so the "
-                    f"last iteration of an epoch that runs the update (every {every}) is unknown; give epoch_length= "
-                    "to run()"
+                    f"{self.name!r}: update {name!r} accumulates gradients and runs every {every} iterations, but the "
+                    "data has no length, so the last such iteration of an epoch is not known; pass epoch_length= to "
+                    "run()"
                 )
 
     @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan"], writes=["plan"])

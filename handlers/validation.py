@@ -120,7 +120,7 @@ class Validation(Handler):
     ) -> None:
         super().__init__(name=name)
         if isinstance(data, Engine):
-            raise TypeError("Validation(...): the evaluator comes before the data: Validation(evaluator, data)")
+            raise TypeError("Validation(...): pass the evaluator before the data: Validation(evaluator, data)")
         if evaluator is None or data is None:
             evaluator, data = (
                 (evaluator, data) if isinstance(evaluator, Engine) else (None, evaluator if data is None else data)
@@ -186,8 +186,8 @@ class Validation(Handler):
         measured = ({"loss": Average()} if has_loss else {}) | dict(metrics)
         if not measured:
             raise ValueError(
-                f"{self.name!r}: update {spec.name!r} has no loss and no metric is given, so there is nothing to "
-                "measure"
+                f"{self.name!r}: update {spec.name!r} has no loss and Validation has no metrics, so there is nothing "
+                "to measure"
             )
         if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
             raise ValueError(
@@ -261,7 +261,7 @@ def _data_sets(where: str, data: Any) -> dict[str, Any]:
     """The data sets by name; the name of a single one is empty."""
     found = dict(data) if isinstance(data, Mapping) else {"": data}
     if not found:
-        raise ValueError(f"{where}(data={{}}): there is nothing to evaluate; give at least one data set")
+        raise ValueError(f"{where}(data={{}}): there is nothing to evaluate; pass at least one data set")
     for key, one in found.items():
         if key == "":
             check_data(f"{where}(data=", one)

@@ -123,7 +123,7 @@ class WarmStart(Handler):
         if engine.state.epoch > 0:
             return
         if engine.snapshots.has_loaded_state:
-            self._say(engine, "the run resumes from a checkpoint, so nothing else is loaded")
+            self._say(engine, "the run resumes from a checkpoint, so no other weights are loaded")
             return
         problem: Exception | None = None
         try:

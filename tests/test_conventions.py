@@ -260,7 +260,7 @@ def test_f14_a_scheduler_whose_step_requires_a_metric_is_stepped_with_it() -> No
     assert whole.find(LRScheduling).scheduler.seen == pytest.approx(scheduler.seen, rel=1e-6)
     assert fingerprint(again) == fingerprint(whole)
     for one, message in (
-        ({}, "name its metric with monitor="),
+        ({}, "pass the name of the metric as monitor="),
         ({"factory": CosineAnnealingLR}, "omit monitor="),
     ):
         factory = one.get("factory", ByMetric)

@@ -434,11 +434,11 @@ REFUSED: dict[frozenset[str], str] = {
         ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
         ("MixedPrecision", "TruePrecision"): "override the precision",
         ("Rewindable", "SpikeGuard"): "override which earlier states are kept",
-        ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are gone",
+        ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer available",
         ("LBFGS", "MixedPrecision, fp16"): "which gradient scaling does not support",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",
         ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its step, with a closure",
-        ("LBFGS", "TruncatedBPTT"): "the hidden states of earlier chunks are gone",
+        ("LBFGS", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer available",
     }.items()
 }
 LBFGS = "LBFGS"

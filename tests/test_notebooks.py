@@ -158,7 +158,7 @@ def test_several_processes_a_class_defined_anew_and_spawned_workers_are_told_apa
         "build(mlp(5, 8, 1)).run(loader, max_epochs=1)",
     )
     outputs = executed(*cells, allow_errors=True)
-    assert "'distributed_data_parallel' does nothing in a notebook" in _text(outputs[1][0])
+    assert "'distributed_data_parallel' has no effect in a notebook" in _text(outputs[1][0])
     (missing,) = outputs[5]
     assert "'mine' belongs to an earlier definition of Mine; attach" in missing.evalue
     (refused,) = outputs[8]

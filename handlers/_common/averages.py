@@ -63,7 +63,7 @@ class AveragedWeights(Handler):
             try:
                 engine.overrides.claim(EVALUATED_WEIGHTS, by=self)
             except ValueError as error:
-                raise ValueError(f"{error}, or give one of them evaluate=False") from None
+                raise ValueError(f"{error}, or set evaluate=False for one of them") from None
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -235,7 +235,8 @@ class Averages:
         different |= self.values.keys() - parameters.keys() - buffers.keys() - waiting
         if different:
             raise ValueError(
-                f"{owner!r}: the saved averages do not fit the modules: they differ in {', '.join(sorted(different))}"
+                f"{owner!r}: the saved averages do not match the modules of this engine; the tensors that differ are "
+                f"{', '.join(sorted(different))}"
             )
         for name, tensor in live.items():
             value = self.values[name].to(tensor.device)

@@ -24,7 +24,7 @@ def check_place(handler: Handler, argument: str, place: Any) -> int | str:
     """
     if isinstance(place, bool) or not isinstance(place, int | str):
         where = f"{type(handler).__name__}({argument}={place!r})"
-        raise TypeError(f"{where}: expected a tuple index, a mapping key or a name")
+        raise TypeError(f"{where}: expected a tuple index, a mapping key or an attribute name")
     return place
 
 
@@ -37,8 +37,8 @@ def find_target(handler: Handler, engine: Engine, given: int | str | None) -> in
     place = given if given is not None else engine.updates[0].spec.target
     if callable(place):
         raise ValueError(
-            f"{handler.name!r} replaces the targets, but update {engine.updates[0].name!r} finds them by a function; "
-            f"give their index or key as {type(handler).__name__}(target=)"
+            f"{handler.name!r} replaces the targets, but update {engine.updates[0].name!r} uses a function to find "
+            f"them; pass their index or key with {type(handler).__name__}(target=)"
         )
     return 1 if place is None else place
 
@@ -56,8 +56,8 @@ def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
         part = None
     if not isinstance(part, Tensor) or part.dim() == 0:
         raise TypeError(
-            f"{handler.name!r}: the batch, {described(batch)}, has no tensor at {place!r}; "
-            f"give its index or key as {type(handler).__name__}({argument}=)"
+            f"{handler.name!r}: the batch, {described(batch)}, has no tensor at {place!r}; pass the index or key of a "
+            f"tensor with {type(handler).__name__}({argument}=)"
         )
     return part
 
@@ -81,11 +81,11 @@ def check_data(call: str, data: object, end: str = ")") -> None:
         raise TypeError(f"{call}{data!r}{end}: expected an iterable, such as a DataLoader or a list of batches")
     if isinstance(data, Iterator):
         raise TypeError(
-            f"{call}{data!r}{end}: an iterator is exhausted after one pass; give an iterable that restarts each time, such as a "
-            "list or a DataLoader"
+            f"{call}{data!r}{end}: an iterator is exhausted after one pass; pass an iterable that restarts each time, "
+            "such as a list or a DataLoader"
         )
     if isinstance(data, Sized) and not _has_items(data):
-        raise ValueError(f"{call}{data!r}{end}: it is empty; give at least one batch")
+        raise ValueError(f"{call}{data!r}{end}: the data is empty; pass at least one batch")
 
 
 def _has_items(data: Sized) -> bool:

@@ -35,13 +35,15 @@ def check_selection(handler: Handler, monitor: str | None, mode: str | None, eve
     """Raise ValueError for arguments of `Checkpoint` that select both the last and the best, or for a wrong mode."""
     if monitor is not None and every is not None:
         raise ValueError(
-            f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, each new value of the metric is "
-            "compared with the best; remove every="
+            f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, each new value of the metric decides "
+            "whether a checkpoint is saved, so every= does not apply; omit every="
         )
     if mode is not None:
         check_choice(handler, "mode", mode, ("min", "max"))
         if monitor is None:
-            kept = "without monitor= the latest checkpoints are kept; add monitor=, or omit mode="
+            kept = (
+                "without monitor=, the latest checkpoints are kept, so mode= has no effect; add monitor= or omit mode="
+            )
             raise ValueError(f"Checkpoint(mode={mode!r}): {kept}")
 
 
@@ -55,15 +57,16 @@ def refuse_shards(engine: Engine, name: str) -> None:
     """Raise an error if a state to save after an error would be in parts, which the other ranks no longer write then."""
     if any(is_sharded(p) for root in engine.modules.values() for p in root.parameters()):
         raise ValueError(
-            f"{name!r}: on_exception=True cannot save a sharded model, because after an error the other ranks no longer write "
-            "their parts; remove it, and save more often"
+            f"{name!r}: on_exception=True cannot save a sharded model, because after an error the other ranks no "
+            "longer write their parts; omit on_exception=True, and save more often"
         )
 
 
 def warn_unsynced(name: str, problem: OSError) -> None:
     """Warn that the disk, whose failure may have ended the run, lacks files that a saved state refers to."""
     warn(
-        f"{name!r}: saved a checkpoint after an error, but files it refers to could not be synced: {problem}",
+        f"{name!r}: saved a checkpoint after an error, but some files that the checkpoint refers to could not be "
+        f"synced to disk: {problem}",
         RuntimeWarning,
     )
 
@@ -74,14 +77,14 @@ def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
     if base.count == 0:
         engine.findings.report(
             "W30",
-            f"{name!r}: trained_only=True leaves out nothing, because no parameter is frozen when the run starts",
-            "freeze the base before run(), with requires_grad_(False) or Freezing, or remove trained_only=True",
+            f"{name!r}: trained_only=True has no effect, because no parameter is frozen when the run starts",
+            "freeze parameters before run() with requires_grad_(False) or Freezing, or omit trained_only=True",
             name,
         )
     elif engine.processes.is_rank_zero:
         print(
-            f"{name}: leaves out {base.count} frozen parameters, {base.size / 1e6:.1f} of {every / 1e6:.1f} MB; a "
-            "checkpoint loads only into a model with the same frozen parameters",
+            f"{name}: leaves out {base.count} frozen parameters ({base.size / 1e6:.1f} of {every / 1e6:.1f} MB), so "
+            "its checkpoints load only into a model with the same frozen parameters",
             file=sys.stderr,
         )
 
@@ -92,7 +95,8 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
         engine.findings.report(
             "W33",
             f"an entry of the checkpoint folder cannot be read and is skipped: {problem}",
-            "remove it if it is a broken link, correct its permissions, or give checkpoints their own folder",
+            "remove this entry if it is a broken link, correct its permissions, or use a separate folder for "
+            "checkpoints",
             name,
             key=str(problem.filename),
         )
@@ -101,8 +105,8 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
         engine.findings.report(
             "W36",
             f"{name!r}: the run starts from scratch, although {stopped!r} contains the checkpoint of a preempted run",
-            "resume it: Checkpoint(..., resume=True), or load_state_dict(Checkpoint.load(folder)); for a new run, "
-            "use a different folder",
+            "to resume that run, use Checkpoint(..., resume=True) or load_state_dict(Checkpoint.load(folder)); to "
+            "start a new run, use a different folder",
             name,
         )
     elif begins_anew and not resumes:
@@ -118,10 +122,10 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
     runs = len({one["run"] for one in found.values()})
     saved = datetime.fromtimestamp(_written(folder / newest)).strftime("%Y-%m-%d %H:%M")
     engine.findings.say(
-        f"{str(shown_path(folder))!r} holds {len(found)} checkpoint{'s' if len(found) > 1 else ''} of "
-        f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}, the newest {newest!r} (run {manifest['run']}, "
-        f"epoch {manifest['epoch']}, iteration {manifest['iteration']}, {saved}). They are kept. This run starts at "
-        "epoch 1 and writes its own checkpoints beside them. To continue the earlier run, use Checkpoint(..., "
+        f"{str(shown_path(folder))!r} contains {len(found)} checkpoint{'s' if len(found) > 1 else ''} from "
+        f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}; the newest is {newest!r} (run {manifest['run']}, "
+        f"epoch {manifest['epoch']}, iteration {manifest['iteration']}, {saved}). This run starts at epoch 1 and adds "
+        "its own checkpoints; the earlier ones are kept. To continue the earlier run, use Checkpoint(..., "
         "resume=True); to keep the runs apart, use a different folder"
     )
 
@@ -147,9 +151,12 @@ def say_nothing_to_resume(engine: Engine, name: str, folder: Path, files: checkp
     """Print that a run with ``resume=True`` finds nothing, and where checkpoints are that may be meant."""
     if not engine.processes.is_rank_zero:
         return
-    line = f"{name}: nothing to resume in {str(shown_path(folder))!r}, so the run starts at epoch 1"
+    line = f"{name}: no checkpoint to resume from in {str(shown_path(folder))!r}, so the run starts at epoch 1"
     if of_others := sorted({str(one["handler"]) for _, one in _intact(folder, files)}):
-        line += f"; it has checkpoints of {', '.join(map(repr, of_others))}, which name={of_others[0]!r} resumes"
+        line += (
+            f"; the folder contains checkpoints of handlers named {', '.join(map(repr, of_others))}; to resume from "
+            f"them, pass their name to Checkpoint, such as name={of_others[0]!r}"
+        )
     elif near := next(_near(folder, files), None):
         line += f"; checkpoints were found in {str(shown_path(near))!r}"
     engine.findings.say(line)
@@ -189,8 +196,9 @@ def report_hyperparameters(engine: Engine, name: str, now: Mapping[str, Any] | N
         texts = ", ".join(f"{key}={now[key]!r} instead of {before[key]!r}" for key in different)
         engine.findings.report(
             "W32",
-            f"the run resumes from {origin['path']!r}, and {name!r} has different hyperparameters: {texts}",
-            "resume with those of the checkpoint, Checkpoint.hyperparameters(path), or use a different folder",
+            f"the run resumes from {origin['path']!r}, but {name!r} has different hyperparameters: {texts}",
+            "use the hyperparameters of the checkpoint, which Checkpoint.hyperparameters(path) returns, or a "
+            "different folder",
             name,
         )
 
@@ -199,11 +207,11 @@ def report_nothing_saved(engine: Engine, name: str, every: Interval | AnyEvent |
     """Report a run that ends with nothing saved."""
     engine.findings.report(
         "W37",
-        f"{name!r} has saved nothing: "
+        f"{name!r} did not save a checkpoint: "
         + (
-            f"its interval, {every}, did not occur before the run ended"
+            f"the run ended before every={every} was due"
             if monitor is None
-            else f"{monitor.metric!r} had no value that could be compared"
+            else f"the metric {monitor.metric!r} had no value that could be compared"
         ),
         "choose a shorter interval, or a metric that is measured in this run",
         name,

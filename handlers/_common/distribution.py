@@ -107,8 +107,9 @@ class Distribution(Handler):
             if isinstance(update.spec.optimizer, Optimizer):
                 kind = type(update.spec.optimizer).__name__
                 raise ValueError(
-                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is {change}, with "
-                    f"parameters that will be replaced; give a factory instead, such as partial(torch.optim.{kind}, lr=1e-3)"
+                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is {change}, so "
+                    "it holds parameters that will be replaced; pass the Update a factory instead, such as "
+                    f"partial(torch.optim.{kind}, lr=1e-3)"
                 )
 
     def _check_same_model(self, engine: Engine) -> None:
@@ -123,7 +124,7 @@ class Distribution(Handler):
         for rank, other in enumerate(self.processes.gather(mine)):
             if different := [key for key in mine.keys() | other.keys() if mine.get(key) != other.get(key)]:
                 raise ValueError(
-                    f"{self.name!r}: the {what} of rank {rank} differs from that of this rank in "
+                    f"{self.name!r}: the {what} on rank {rank} differs from the {what} on this rank in "
                     f"{', '.join(sorted(different)[:5])}; build the same {what} on all ranks"
                 )
 
@@ -132,8 +133,8 @@ class Distribution(Handler):
             for index, parameter in enumerate(update.parameters):
                 if not is_sharded(parameter):
                     raise ValueError(
-                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's modules, and "
-                        f"would {else_it}; make it a parameter of the model"
+                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's "
+                        f"modules, so it would {else_it}; make it a parameter of the model"
                     )
 
     def _check_device(self, engine: Engine) -> None:
@@ -152,8 +153,8 @@ class Distribution(Handler):
         if engine.training and not self.processes.distributed and in_notebook():
             yield finding(
                 "C38",
-                f"{self.name!r} does nothing in a notebook, where the kernel is a single process",
-                "move the training to a script, and launch it: torchrun --nproc-per-node 2 train.py",
+                f"{self.name!r} has no effect in a notebook, because the kernel is a single process",
+                "move the training to a script, and launch the script with torchrun --nproc-per-node 2 train.py",
                 [self.name],
             )
 

@@ -50,5 +50,5 @@ def check_not_compiled(handler: Handler, engine: Engine) -> None:
             if type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None:
                 raise ValueError(
                     f"{handler.name!r}: {path!r} is compiled, and compiled modules do not call the hooks that the "
-                    "handler adds; detach the handler, or do not compile"
+                    "handler adds; detach the handler, or leave this module uncompiled"
                 )

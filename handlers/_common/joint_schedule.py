@@ -39,13 +39,13 @@ class JointSchedule:
     def __call__(self, optimizer: Optimizer, total_steps: int | None = None) -> JointScheduler:
         if not isinstance(optimizer, JointOptimizer):
             raise ValueError(
-                f"LRScheduling({{{', '.join(map(repr, self.factories))}}}): this update has one optimizer, "
-                f"{type(optimizer).__name__}; give one factory, or pass several optimizers by name to "
+                f"LRScheduling({{{', '.join(map(repr, self.factories))}}}): this update has a single optimizer, "
+                f"{type(optimizer).__name__}; pass a single factory, or pass a dict that maps names to optimizers to "
                 "Update(optimizer=)"
             )
         if unknown := self.factories.keys() - optimizer.optimizers.keys():
             raise ValueError(
-                f"LRScheduling({min(unknown)!r}: ...): the update has no such optimizer; its optimizers are "
+                f"LRScheduling({min(unknown)!r}: ...): the update has no optimizer with this name; its optimizers are "
                 f"{', '.join(optimizer.optimizers)}"
             )
         schedulers = []
@@ -55,8 +55,9 @@ class JointSchedule:
             unwrap_step(optimizer)
             if takes_metric(scheduler) or hasattr(scheduler, "step_update"):
                 raise ValueError(
-                    f"LRScheduling({name!r}: ...): a {type(scheduler).__name__} cannot be stepped by steps or epochs "
-                    "alone; use a torch scheduler"
+                    f"LRScheduling({name!r}: ...): the step() of a {type(scheduler).__name__} needs an argument, but "
+                    "the schedulers of several optimizers are stepped without arguments; use a torch scheduler other "
+                    "than ReduceLROnPlateau"
                 )
             schedulers.append(scheduler)
         return JointScheduler(optimizer, schedulers, names=tuple(self.factories))

@@ -40,9 +40,9 @@ def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[...
         if errors and engine.findings.has_failed(function):
             engine.findings.report(
                 "W09",
-                f"{function.__qualname__} raised an error and is skipped, so error={sorted(errors)} may miss what it "
-                "checks",
-                "see engine.findings for the error, and please report it with the kind of data and model",
+                f"{function.__qualname__} raised an error and was skipped, so error={sorted(errors)} may miss the "
+                "mistakes that this check looks for",
+                "please report the error, which is in engine.findings, and describe your data and model",
                 owner,
                 severity="warning",
             )

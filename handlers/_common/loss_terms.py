@@ -20,7 +20,7 @@ def check_losses(handler: Handler, updates: Iterable[UpdateState]) -> None:
     for update in updates:
         if update.loss_function is None:
             raise ValueError(
-                f"{handler.name!r}: update {update.name!r} is a single function, whose output is not available; build "
+                f"{handler.name!r}: update {update.name!r} is a single function, so its output is not available; build "
                 "it as Update(forward, loss, ...), or select a different update with update="
             )
 

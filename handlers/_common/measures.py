@@ -126,11 +126,11 @@ class Average:
 
     def __init__(self, function: Callable[..., Any] | None = None, *, higher_is_better: bool | None = None) -> None:
         if function is not None and not callable(function):
-            raise TypeError(f"Average({function!r}): expected a function (output, target) -> mean of the batch")
+            raise TypeError(f"Average({function!r}): expected a function that maps (output, target) to the batch mean")
         if (reduction := _reduction_of(function)) in ("sum", "none"):
             raise ValueError(
-                f"Average({function!r}): with reduction={reduction!r} it does not return the batch mean, which Average "
-                "weights by the batch size; use reduction='mean'"
+                f"Average({function!r}): with reduction={reduction!r}, the function does not return the batch mean, "
+                "which Average weights by the batch size; use reduction='mean'"
             )
         self.function = function
         self.higher_is_better = (
@@ -194,8 +194,8 @@ class Average:
                 self._part(key).add(part, weight, ignored)
         elif value is None:
             raise TypeError(
-                f"Average({self.function!r}): the function returned None; it must return the mean of the batch. "
-                "Does it lack a return statement?"
+                f"Average({self.function!r}): the function returned None, possibly because it has no return statement; "
+                "return the mean of the batch"
             )
         else:
             self.add(value, weight, ignored)
@@ -238,7 +238,7 @@ class Average:
             values = [widened(torch.as_tensor(value)) for value in values]
             if wrong := [tuple(value.shape) for value in values if value.numel() != 1 or value.dim() > 1]:
                 raise ValueError(
-                    f"Average: a batch's value has shape {max(wrong)}; expected a scalar, such as the mean"
+                    f"Average: the value of a batch has shape {max(wrong)}; expected a scalar, such as the mean"
                 )
             values = [value.reshape(()) for value in values]
         numbers: list[float] = widened(torch.stack(values)).tolist()
@@ -275,7 +275,8 @@ class Average:
             return None
         return (
             "W04",
-            "the function returns whole numbers up to the size of the batch, so they are counts, not means",
+            "the values that the function returns are whole numbers up to the batch size, so they are counts, not "
+            "means",
             "return the mean of the batch, such as (predicted == target).float().mean(), or use Accuracy",
         )
 
@@ -322,7 +323,9 @@ class MovingAverage(Average):
     ) -> None:
         self.decay = check_number(self, "decay", decay, least=0, most=1)
         if decay == 1:
-            raise ValueError("MovingAverage(decay=1): no batch would count; use a decay below 1, such as 0.98")
+            raise ValueError(
+                "MovingAverage(decay=1): no batch would contribute to the average; use a decay below 1, such as 0.98"
+            )
         super().__init__(function, higher_is_better=higher_is_better)
 
     def _part(self, key: str) -> Average:
@@ -410,13 +413,13 @@ class Accuracy:
         elif output.is_floating_point():
             raise ValueError(
                 f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not "
-                "determine the predicted class; give scores of shape (N, C, ...) for targets (N, ...), "
-                "or threshold= for one score per target"
+                "determine the predicted class; pass scores of shape (N, C, ...) for targets of shape (N, ...), or set "
+                "threshold= if there is one score per target"
             )
         if predicted.shape != target.shape:
             raise ValueError(
                 f"Accuracy: an output of shape {tuple(output.shape)} does not match targets of shape "
-                f"{tuple(target.shape)}; expected scores (N, C, ...) for targets (N, ...)"
+                f"{tuple(target.shape)}; expected scores of shape (N, C, ...) for targets of shape (N, ...)"
             )
         correct = predicted == target
         if self.ignore_index is None:
@@ -476,7 +479,7 @@ class Accuracy:
             "W05",
             f"Accuracy(threshold={self.threshold}) expects probabilities, but the scores range from {least:.4g} to "
             f"{largest:.4g}",
-            "apply a sigmoid first, or use threshold=0.0, the logit of probability 0.5",
+            "apply a sigmoid first, or set threshold=0.0, which is the logit of the probability 0.5",
         )
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -32,13 +32,13 @@ def named_metrics(metrics: Mapping[str, Any] | None, named: Mapping[str, Any]) -
         raise TypeError(_without_names(metrics))
     found = {key: _as_metric(key, metric) for key, metric in {**(metrics or {}), **named}.items()}
     if not found:
-        raise ValueError("Metrics(): give at least one metric, such as accuracy=Accuracy()")
+        raise ValueError("Metrics(): pass at least one metric, such as accuracy=Accuracy()")
     places: dict[int, str] = {}
     for key, metric in found.items():
         if (other := places.setdefault(id(metric), key)) != key:
             raise ValueError(
-                f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count each "
-                "batch twice; build one for each name"
+                f"Metrics({other}=..., {key}=...): both are the same {type(metric).__name__} object, which would count "
+                "each batch twice; build a separate object for each name"
             )
     return found
 
@@ -48,8 +48,8 @@ def _without_names(metrics: Any) -> str:
     if isinstance(metrics, str):
         known = {"accuracy": "Accuracy()", "loss": "Average()"}
         return (
-            f"Metrics({metrics!r}): expected metrics by name; write Metrics({metrics}="
-            f"{known.get(metrics.lower(), 'a metric or a function (output, target) -> mean of the batch')})"
+            f"Metrics({metrics!r}): expected a metric, or a function that maps (output, target) to the batch mean, as "
+            f"a keyword argument; write Metrics({metrics}={known.get(metrics.lower(), '...')})"
         )
     kind = type(metrics).__name__
     if not callable(getattr(metrics, "update", metrics)):
@@ -62,8 +62,8 @@ def _as_metric(key: str, metric: Any) -> Any:
         raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
     if not isinstance(metric, Metric) and not callable(metric):
         raise TypeError(
-            f"Metrics({key}={metric!r}): expected an object with reset, update and compute, such as a "
-            "torchmetrics metric, or a function (output, target) -> mean of the batch"
+            f"Metrics({key}={metric!r}): expected an object with the methods reset, update and compute, such as a "
+            "torchmetrics metric, or a function that maps (output, target) to the batch mean"
         )
     return metric if isinstance(metric, Metric) else Average(metric)
 

@@ -140,8 +140,8 @@ class Metrics(Handler):
             if reduction == "sum":
                 yield finding(
                     "W04",
-                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but it is a sum over "
-                    "the batch (reduction='sum'), which grows with the size of the batch",
+                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but this loss is a sum "
+                    "over the batch (reduction='sum'), which grows with the batch size",
                     "use reduction='mean'",
                     [self.name],
                 )
@@ -172,13 +172,13 @@ class Metrics(Handler):
         engine.state.metrics.announce(self.name, self.names, self.directions)
         if self._of_output and update.forward is None:
             raise ValueError(
-                f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} "
-                "is a single function without one; build the Update with forward= and loss="
+                f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} is a "
+                "single function without an output; build the Update with forward= and loss="
             )
         if self._of_loss and update.forward is not None and update.loss_function is None:
             raise ValueError(
-                f"{self.name!r}: Average() without a function averages the loss, but update {update.name!r} has no loss; "
-                "give it a function"
+                f"{self.name!r}: Average() without a function averages the loss, but update {update.name!r} has no "
+                "loss; pass a function to Average()"
             )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
@@ -187,9 +187,9 @@ class Metrics(Handler):
         for key, metric in self.metrics.items() if engine.group.data.distributed else ():
             if not torchmetrics_in(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged over "
-                    f"{engine.group.data.world_size} processes; give it a method merge(states) that loads a list with "
-                    "the state_dict() of every rank, or use a torchmetrics metric, which synchronizes itself"
+                    f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged across "
+                    f"{engine.group.data.world_size} processes; add a method merge(states) that loads the list of all "
+                    "ranks' state_dict(), or use a torchmetrics metric, which synchronizes itself"
                 )
 
         self._own_shards = None if engine.group.shards is None else engine.group.shards.own
@@ -218,9 +218,9 @@ class Metrics(Handler):
             other = _in_use.setdefault(id(metric), self)
             if other is not self:
                 raise ValueError(
-                    f"{self.name!r}: the metric {key!r} is the same {type(metric).__name__} object as in a different "
-                    "Metrics handler that is running, so each would reset and count the other's batches; build one for "
-                    "each"
+                    f"{self.name!r}: the metric {key!r} is a {type(metric).__name__} object that another running "
+                    "Metrics handler already uses, so each handler would reset the other's counts; build a separate "
+                    "object for each handler"
                 )
 
     @on(Events.ENDED, reads=[], writes=[])
@@ -298,9 +298,9 @@ class Metrics(Handler):
         if spec.samples is None and hides_samples(batch):
             engine.findings.report(
                 "W03",
-                f"a batch of class {type(batch).__name__} is counted as one sample, so a short last batch weighs as "
-                "much as the others in averages",
-                "give the class a __len__, or pass Update(..., samples=lambda batch: ...)",
+                f"a batch of class {type(batch).__name__} is counted as one sample, so a smaller last batch has the "
+                "same weight in averages as the other batches",
+                "define __len__ in the class, or pass Update(..., samples=lambda batch: ...)",
                 self.name,
             )
 
@@ -336,8 +336,8 @@ class Metrics(Handler):
         except RuntimeError as error:
             if "expected scalar type" in str(error):
                 error.add_note(
-                    f"{self.name!r}: metrics get half-precision tensors in float32; convert anything your function "
-                    "combines with them, such as class weights"
+                    f"{self.name!r}: metrics receive half-precision tensors as float32; if your function combines them "
+                    "with other tensors, such as class weights, convert those to float32"
                 )
             raise
 

@@ -59,8 +59,8 @@ class SampleMixing(Handler):
     def _check_places(self) -> None:
         if self.input == self.target:
             raise ValueError(
-                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): input and target need different "
-                "indices or keys"
+                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): input= and target= need "
+                "different indices or keys"
             )
 
     def mixed(
@@ -94,7 +94,7 @@ class SampleMixing(Handler):
             if update.loss_function is None:
                 raise ValueError(
                     f"{self.name!r}: update {update.name!r} is a single function, so its loss cannot be computed for "
-                    "the mixed-in targets; give forward and loss separately: Update(forward, loss, ...)"
+                    "the mixed-in targets; pass forward and loss separately: Update(forward, loss, ...)"
                 )
         if engine.overrides.gradients is not None:
             other = getattr(engine.overrides.gradients, "__self__", engine.overrides.gradients)
@@ -150,9 +150,9 @@ class SampleMixing(Handler):
             if any(one._mixed_into(own) is not None for one in _mixing(engine) if one is not self):
                 return
             raise RuntimeError(
-                f"{self.name!r}: the batch's targets were replaced after mixing; replace them earlier, at "
-                "GET_BATCH_COMPLETED in Phase.PREPARE or in the data, and let MicroBatching(split=) slice them without "
-                "copies"
+                f"{self.name!r}: the targets of the batch were replaced after samples were mixed; replace them before "
+                "that, either in the data or at GET_BATCH_COMPLETED in Phase.PREPARE. If MicroBatching(split=) is the "
+                "reason, let its function slice the targets without copying"
             )
         lam, targets = found
         other = update.loss_function(engine, update.output, with_value_at(batch, self.target, targets))

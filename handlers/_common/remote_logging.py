@@ -243,8 +243,8 @@ class RemoteLogger(ScalarLogger):
         if sender.problem is not None and not self._reported:
             self._reported = True
             warn(
-                f"{self.name!r}: run {sender.remote_id!r} cannot be sent: {sender.problem}; training continues, the "
-                "rows are kept, and sending is retried"
+                f"{self.name!r}: the rows of run {sender.remote_id!r} cannot be sent: {sender.problem}; training "
+                "continues, the rows are kept, and the handler retries"
             )
 
     def _put_entry(self, engine: Engine, kind: Kind, convert: Callable[[Any], Any]) -> None:
@@ -307,7 +307,8 @@ class RemoteLogger(ScalarLogger):
         """
         if self._sender is not None:
             raise RuntimeError(
-                f"{type(self).__name__}.send_kept() was called during a run, which sends the kept rows itself"
+                f"{type(self).__name__}.send_kept() was called during a run, but a run sends the kept rows itself; "
+                "call send_kept() only outside a run"
             )
         path = self.path if path is None else Path(path)
         if not path.exists():

@@ -74,7 +74,7 @@ class ScalarLogger(Handler):
             engine.findings.report(
                 "W40",
                 f"{self.name!r} cannot write {entry.name!r}: {type(error).__name__}: {error}",
-                "draw or convert the value outside the run to see the error",
+                "draw or convert the value outside the run to reproduce the error",
                 self.name,
                 key=entry.name,
             )
@@ -178,9 +178,9 @@ class ScalarLogger(Handler):
         if engine.training and shorter and not self._wrote_losses:
             engine.findings.report(
                 "W63",
-                f"{self.name!r} wrote no losses and learning rates, because its interval {str(self.every)!r} is longer "
-                f"than the run of {engine.state.iteration} iterations",
-                "give a shorter every=",
+                f"{self.name!r} wrote neither losses nor learning rates, because its interval {str(self.every)!r} is "
+                f"longer than the run of {engine.state.iteration} iterations",
+                "use a shorter every=",
                 self.name,
             )
 

@@ -53,7 +53,9 @@ def schedule_findings(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
     ends = [*starts[1:], run.total] if len(set(starts)) > 1 else [run.total] * len(starts)
     for part, start, end in zip(inner, starts, ends, strict=True):
         if start >= run.total and start:
-            yield _length(run, f"its {_name(part)} begins at {start}, after the end", "begin it earlier")
+            yield _length(
+                run, f"its {_name(part)} begins at {start}, after the end of the run", "start this scheduler earlier"
+            )
             return
         if not isinstance(part, lr_scheduler.ConstantLR):  # it holds a rate for as long as it is followed
             yield from schedule_findings(part, replace(run, total=min(end, run.total) - start))
@@ -78,9 +80,9 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
     elif milestones and _in_epochs(run, milestones[-1], total):
         yield _unit(run, f"the milestones of {name} ({', '.join(map(str, milestones))})")
     elif isinstance(scheduler, lr_scheduler.StepLR) and scheduler.step_size > total:
-        yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller one", "info")
+        yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller step_size", "info")
     elif (cycle := _first_cycle(scheduler)) is not None and _in_epochs(run, cycle, total):
-        yield _unit(run, f"the first cycle of {name}, of {cycle},")
+        yield _unit(run, f"the first cycle of {name} ({cycle})")
     if type(scheduler).__module__ == lr_scheduler.__name__:  # of others it is not known what they do at their end
         yield from _of_total(scheduler, run, total)
 
@@ -88,9 +90,10 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     return finding(
         "C05",
-        f"{run.handler!r}: {_name(scheduler)} is stepped {run.total} times, after {run.counted}, so the learning "
-        f"rate ends at {left:.0e} of its start",
-        "step it after epochs with LRScheduling(..., every='1ep'), or give its numbers in optimizer steps"
+        f"{run.handler!r}: {_name(scheduler)} is stepped {run.total} times, after {run.counted}, so the learning rate "
+        f"ends at {left:.0e} times its initial value",
+        "step the scheduler after epochs with LRScheduling(..., every='1ep'), or specify its arguments in optimizer "
+        "steps"
         if run.unit == "st"
         else "use a larger gamma, or a larger step_size",
         [run.handler],
@@ -116,12 +119,14 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
             if run.unit == "st" and given == run.batches:
                 yield _unit(run, what, "batches")
             else:
-                yield _length(run, f"{what} is more than that, so the schedule does not reach its end", way_out)
+                yield _length(
+                    run, f"{what} is greater than this number, so the schedule does not reach its end", way_out
+                )
         elif _exceeds(total, given) and (repeats or isinstance(scheduler, lr_scheduler.PolynomialLR)):
             if _in_epochs(run, given, total):
                 yield _unit(run, what)
             else:
-                yield _length(run, f"{what} is less than that, so {_RESTS[argument]}", way_out)
+                yield _length(run, f"{what} is less than this number, so {_RESTS[argument]}", way_out)
 
 
 def _exceeds(one: int, other: int) -> bool:
@@ -129,12 +134,12 @@ def _exceeds(one: int, other: int) -> bool:
     return one > other * _SLACK and one > other + 2
 
 
-_FILLED = "omit it to let LRScheduling fill in the length of the run, or correct it"
-_CORRECTED = "give it the number of scheduler steps in the run"
+_FILLED = "omit this argument to let LRScheduling fill in the length of the run, or correct its value"
+_CORRECTED = "set this argument to the number of scheduler steps in the run"
 _RESTS = {
     "T_max": "the learning rate rises again",
     "total_steps": "PyTorch raises an error at the next step",
-    "total_iters": "the learning rate is 0 for the rest",
+    "total_iters": "the learning rate is 0 for the rest of the run",
 }
 
 
@@ -145,15 +150,15 @@ def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
 
 def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
     way_out = (
-        "step it after epochs with LRScheduling(..., every='1ep')"
+        "step the scheduler after epochs with LRScheduling(..., every='1ep')"
         if counted == "epochs"
-        else "count one step per window"
+        else "count one step per accumulation window"
     )
     return finding(
         "C05",
-        f"{run.handler!r}: {what} seems to count {counted}, but the scheduler is stepped {run.total} times, after "
-        f"{run.counted}",
-        f"{way_out}, or give the number of {run.counted}",
+        f"{run.handler!r}: the unit of {what} seems to be {counted}, but the scheduler is stepped {run.total} times, "
+        f"after {run.counted}",
+        f"{way_out}, or specify the number in {run.counted}",
         [run.handler],
     )
 

@@ -102,7 +102,7 @@ class Sender(threading.Thread):
                 except OSError as error:
                     if not self._in_file:  # the order would be lost
                         self._queue.append(item)
-                    self.problem = f"its file cannot be written: {error}"
+                    self.problem = f"the file of unsent rows cannot be written: {error}"
             else:
                 self._queue.append(item)
             self._wake.notify()
@@ -121,7 +121,7 @@ class Sender(threading.Thread):
                 try:
                     self.kept.append(items)
                 except OSError as error:
-                    self.problem = f"its file cannot be written: {error}"
+                    self.problem = f"the file of unsent rows cannot be written: {error}"
                     return
                 self._kept_up_to = items[-1].number
 
@@ -163,7 +163,7 @@ class Sender(threading.Thread):
             try:
                 self.kept.replace(items[number] for number in sorted(items))
             except OSError as problem:  # such as a full disk
-                self.problem = f"its file cannot be written: {problem}"
+                self.problem = f"the file of unsent rows cannot be written: {problem}"
             return len(items)
 
     # ---- the thread -----------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class Sender(threading.Thread):
     def _fork(self, items: Sequence[Item]) -> None:
         """Continue as a new remote run with a copy of the items before the first that differs."""
         first, old, forks = self._first_that_differs(items), self.remote_id, self.forks + 1
-        why = f"the run went back to iteration {self._position}, and differs from iteration {first.iteration} on"
+        why = f"the run went back to iteration {self._position} and differs from iteration {first.iteration} on"
         self.service.close_run("KILLED", f"{why}, so it continues as {self.run_id}-{forks}")
         earlier = list(_copies(self.service.stored(old, 0), self._is_of_this_way))
         while True:

@@ -29,7 +29,7 @@ def steps_of_scheduler(
             check_int("LRScheduling.simulate", argument, value)
     if (metric_values is not None) != by_metric:
         raise ValueError(
-            "LRScheduling.simulate(): ReduceLROnPlateau needs a metric; give metric_values="
+            "LRScheduling.simulate(): ReduceLROnPlateau needs a metric; pass metric_values="
             if metric_values is None
             else f"LRScheduling.simulate(metric_values={metric_values!r}): this schedule uses no metric; omit metric_values="
         )
@@ -39,8 +39,8 @@ def steps_of_scheduler(
         return list(range(int(every.value), steps + 1, int(every.value)))
     if epochs is None or steps % epochs:
         raise ValueError(
-            f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped after epochs; give a number "
-            "of epochs that divides the number of steps"
+            f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped after epochs; pass a "
+            "number of epochs that divides the number of steps"
         )
     length = steps // epochs * int(every.value)
     return list(range(length, steps + 1, length))
@@ -56,7 +56,8 @@ def plot_rates(path: str | Path, rates: Sequence[Sequence[float]]) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "LRScheduling.plot() needs matplotlib: pip install matplotlib; simulate() returns the numbers without it"
+            "LRScheduling.plot() needs matplotlib (pip install matplotlib); simulate() returns the learning rates "
+            "without matplotlib"
         ) from error
     figure = Figure(figsize=(7, 3), layout="constrained")
     axes = figure.add_subplot()

@@ -50,7 +50,9 @@ class TextLogger(ScalarLogger):
         check_parents(self, "path", self.path)
         self.time = check_bool(self, "time", time)
         if self.path.is_dir():
-            raise IsADirectoryError(f"{type(self).__name__}(path={str(path)!r}): this is a folder; give a file in it")
+            raise IsADirectoryError(
+                f"{type(self).__name__}(path={str(path)!r}): this is a folder; pass the path of a file in it"
+            )
         self._file: LineFile | None = None
         self._length = 0
         self._digest = ""
@@ -86,7 +88,7 @@ class TextLogger(ScalarLogger):
                 "W62",
                 f"{self.name!r} is attached to an evaluator that a trainer runs, so its log restarts with each "
                 "evaluation",
-                "attach it to the engine that trains: it also writes what an evaluation measures",
+                "attach it to the training engine, where the log also contains the results of evaluations",
                 self.name,
             )
 
@@ -124,7 +126,7 @@ class TextLogger(ScalarLogger):
     def _earlier_lines(self) -> str:
         """The lines before those that the checkpoint holds itself, from a file that differs from the saved digest."""
         if not self.path.exists():
-            self._report_gap("it does not exist")
+            self._report_gap("the file does not exist")
             return ""
         kept: list[str] = []
         with open(self.path, encoding="utf-8", errors="replace") as file:
@@ -137,19 +139,19 @@ class TextLogger(ScalarLogger):
                 except ValueError:
                     continue
         end = (
-            f"before iteration {self._last_iteration} it ends with {kept[-1].strip()!r}"
+            f"the last row before iteration {self._last_iteration} is {kept[-1].strip()!r}"
             if kept
-            else "it has no such rows"
+            else f"the file has no rows before iteration {self._last_iteration}"
         )
-        self._report_gap(f"{end}, and some of its rows are not those written then")
+        self._report_gap(f"{end}, and some rows differ from the ones that the saved run wrote")
         return "".join(kept)
 
     def _report_gap(self, what: str) -> None:
         if (engine := self.engine) is not None:
             engine.findings.report(
                 "W34",
-                f"the log {str(self.path)!r} of {self.name!r} does not continue the loaded state: {what}",
-                "restore the log of that run before resuming, or expect rows to be missing",
+                f"the log {str(self.path)!r} of {self.name!r} does not pick up where the loaded state left off: {what}",
+                "before resuming, restore the log of the run that saved the state; otherwise, rows will be missing",
                 self.name,
             )
 
@@ -166,8 +168,8 @@ class TextLogger(ScalarLogger):
             engine.findings.report(
                 "W38",
                 f"{self.name!r}: the log {str(self.path)!r} was replaced or removed during this run, so its rows are "
-                "lost; a second process seems to write to the same path",
-                "give each run its own folder",
+                "lost; another process may be writing to the same path",
+                "use a separate folder for each run",
                 self.name,
             )
 

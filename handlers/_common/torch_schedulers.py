@@ -96,10 +96,9 @@ def check_kind(name: str, then: str | None, here: str | None) -> None:
     """Raise ValueError for the saved state of a different schedule. States of 0.2 and before do not name their schedule."""
     if then is not None and here is not None and then != here:
         raise ValueError(
-            f"the schedule of {name!r} was a {then} when the state was saved, and is a {here} here; use the schedule "
-            "of the saved run. To continue with a different one from where that run stopped, give the handler a "
-            f"different name, as in LRScheduling(..., name='next'), and write load_state_dict(state, allow=[{name!r}, "
-            "'next'])"
+            f"the schedule of {name!r} was a {then} when the state was saved, but is a {here} now; use the schedule of "
+            "the saved run. To continue the saved run with a different schedule, give the handler a different name, as "
+            f"in LRScheduling(..., name='next'), and write load_state_dict(state, allow=[{name!r}, 'next'])"
         )
 
 
@@ -121,7 +120,8 @@ def different_arguments(scheduler: Any, state: Mapping[str, Any]) -> list[str]:
         then = state.get(key, here)
         if key[0] != "_" and key not in _PROGRESS and _is_plain(here) and _is_plain(then) and here != then:
             found.append(
-                f"{key}={here!r} of the {type(scheduler).__name__} is not used, since the state has {key}={then!r}"
+                f"{key}={here!r} of the {type(scheduler).__name__} is not used, because the saved state has "
+                f"{key}={then!r}"
             )
     return found
 
@@ -195,11 +195,14 @@ def check_drivable(name: str, scheduler: Any, every: Interval, *, monitored: boo
     kind = type(scheduler).__name__
     if takes_count(scheduler) and isinstance(getattr(scheduler, "lr_scheduler", None), ReduceLROnPlateau):
         raise ValueError(
-            f"{name!r}: the {kind} does not save its state; use torch's scheduler and name its metric: "
+            f"{name!r}: the {kind} does not save its state; use torch's scheduler, and pass the name of the metric: "
             "LRScheduling(partial(ReduceLROnPlateau, ...), monitor=...)"
         )
     if takes_metric(scheduler) and not monitored:
-        raise ValueError(f"{name!r}: the factory returned a {kind}; name its metric with monitor=")
+        raise ValueError(
+            f"{name!r}: the factory returned a {kind}, which is stepped with a metric; pass the name of the metric as "
+            "monitor="
+        )
     if monitored and not takes_metric(scheduler):
         raise ValueError(
             f"{name!r}: monitor= is for schedulers that are stepped with a metric, such as ReduceLROnPlateau, but the factory "

@@ -80,7 +80,7 @@ class WeightPlan:
             f"{len(found)} {what}"
             for found, what in (
                 (self.renamed, "renamed"), (self.missing, "missing"), (self.unexpected, "unexpected"),
-                (self.other_shape, "of another shape"), (self.kept, "kept as they were"),
+                (self.other_shape, "with a different shape"), (self.kept, "left unchanged"),
             )
             if found
         ]  # fmt: skip
@@ -93,16 +93,16 @@ class WeightPlan:
         hint = f". {self.hint}" if self.hint else ""
         if not self.loaded:
             raise ValueError(
-                f"{where}: none of the {self.in_file} tensors in {self.label!r} matches one of the model's "
-                f"{self.in_model}, so nothing was loaded. "
+                f"{where}: none of the {self.in_file} tensors in {self.label!r} matches any of the model's "
+                f"{self.in_model} tensors, so nothing was loaded. "
                 f"{_example('In the file', [*self.unexpected, *self.left_out])}; "
                 f"{_example('in the model', [*self.missing, *self.kept])}{_different(self.other_shape)}{hint}"
             )
         if self.refused:
             patterns = list(dict.fromkeys(_pattern(name) for name in self.refused))[:_MOST_NAMED]
             raise ValueError(
-                f"{where}: {self.label!r} does not fit the model, and nothing was loaded: {self._problems()}. To "
-                f"accept this, pass allow={patterns}{hint}"
+                f"{where}: {self.label!r} does not match the model, so nothing was loaded: {self._problems()}. To "
+                f"accept these differences, pass allow={patterns}{hint}"
             )
 
     def _problems(self) -> str:
@@ -133,8 +133,8 @@ class WeightPlan:
             ("renamed", [f"{file} -> {name}" for name, file in self.renamed.items()]),
             ("missing", self.missing),
             ("unexpected", self.unexpected),
-            ("other shape", [f"{name} ({text})" for name, text in self.other_shape.items()]),
-            ("shared with a loaded one", self.tied),
+            ("different shape", [f"{name} ({text})" for name, text in self.other_shape.items()]),
+            ("shared with a loaded tensor", self.tied),
             ("kept", self.kept),
             ("left out", self.left_out),
         ):
@@ -306,8 +306,8 @@ def _join_tied(plan: WeightPlan, modules: Modules, tensors: Mapping[str, Tensor]
         for name in loaded[1:]:
             if not torch.equal(first, tensors[plan.loaded[name]]):
                 raise ValueError(
-                    f"{where}: {loaded[0]!r} and {name!r} are one parameter in the model, but have different values in "
-                    "the file; leave one out with exclude="
+                    f"{where}: {loaded[0]!r} and {name!r} are the same parameter in the model, but have different "
+                    "values in the file; leave one out with exclude="
                 )
         tied = [name for name in names if name in plan.missing]
         plan.missing = [name for name in plan.missing if name not in tied]
@@ -360,4 +360,4 @@ def _example(where: str, names: Sequence[str]) -> str:
 
 
 def _different(texts: Mapping[str, str]) -> str:
-    return f"; of another shape: {_some([f'{name} ({text})' for name, text in texts.items()])}" if texts else ""
+    return f"; with a different shape: {_some([f'{name} ({text})' for name, text in texts.items()])}" if texts else ""

@@ -146,7 +146,9 @@ def test_what_cannot_be_meant_is_refused() -> None:
         build(ActivationStatistics(), model=mlp(5, 8, 1)).run(batches(1), max_epochs=1)
     with pytest.raises(ValueError, match=r"modules='relu' matches no module; the modules are '0', '1', '2'"):
         build(ActivationStatistics(modules="relu")).run(batches(1), max_epochs=1)
-    with pytest.raises(ValueError, match=r"'1' has 4 units in one output and 3 in a later one; set the unit dim"):
+    with pytest.raises(
+        ValueError, match=r"'1' has 4 units in one output, but 3 units in a later output; set the unit dim"
+    ):
         build(ActivationStatistics(every="2it", window=2, unit_dim=0)).run(batches([4, 3]), max_epochs=1)
     with pytest.raises(ValueError, match=r"ActivationStatistics\(window=3\): the window is longer than every='2it'"):
         ActivationStatistics(every="2it", window=3)

@@ -348,7 +348,7 @@ def test_without_a_compiler_inductor_is_refused_before_the_first_batch() -> None
     steps: list[int] = []
     engine = build(network(), Compile())
     engine.connect(Events.ITERATION_STARTED, lambda engine: steps.append(1))
-    message = r"needs a C\+\+ compiler on a CPU, but 'no-such-compiler' is not a working one; install g\+\+"
+    message = r"needs a C\+\+ compiler on a CPU, but 'no-such-compiler' is not a working C\+\+ compiler; install g\+\+"
     with options.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(ValueError, match=message):
         engine.run(batches([16], 5), max_epochs=1)
     assert not steps

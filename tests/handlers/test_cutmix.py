@@ -178,7 +178,7 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
     def replace(engine: Engine) -> None:
         engine.state.batch = (engine.state.batch[0], engine.state.batch[1].clone())
 
-    with pytest.raises(RuntimeError, match="'cutmix': the batch's targets were replaced after mixing"):
+    with pytest.raises(RuntimeError, match="'cutmix': the targets of the batch were replaced after samples were mixed"):
         engine.run(batches((6, 7)), max_epochs=1)
 
 

@@ -346,7 +346,7 @@ def test_it_keeps_the_promises_of_a_handler(draws: bool) -> None:
 
 def test_a_teacher_that_is_trained_is_refused() -> None:
     model = student()
-    with pytest.raises(ValueError, match=r"shares parameters with the trained model.*copy\.deepcopy"):
+    with pytest.raises(ValueError, match=r"shares parameters with the model that is being trained.*copy\.deepcopy"):
         trained(Distillation(nn.Sequential(model)), model=model)
     assert_same(trained(Distillation(copy.deepcopy(model))).model, trained(Distillation(student())).model)
     teacher = make_teacher()

@@ -149,7 +149,7 @@ def test_several_averages_go_on_bit_for_bit_in_a_resumed_run() -> None:
 
 def test_two_averages_that_are_both_evaluated_are_refused_with_the_way_out() -> None:
     with pytest.raises(
-        ValueError, match=r"both 'ema' and 'swa' .* detach one of the two, or give one of them evaluate=False"
+        ValueError, match=r"both 'ema' and 'swa' .* detach one of the two, or set evaluate=False for one of them"
     ):
         trainer_of(network(), EMA(), SWA(2, bn_batches=0))
     with pytest.raises(RuntimeError, match=r"'ema': in_place\(\) needs the modules of an engine"), EMA().in_place():
@@ -472,7 +472,7 @@ def test_averages_of_another_model_are_refused_by_name() -> None:
     handler = EMA(0.9)
     engine = trainer_of(network(), handler)
     handler.load_state_dict({"count": 1, "averages": {"model.weight": torch.zeros(3)}})
-    with pytest.raises(ValueError, match=r"'ema': the saved averages do not fit.*model\.0\.bias.*model\.weight"):
+    with pytest.raises(ValueError, match=r"'ema': the saved averages do not match.*model\.0\.bias.*model\.weight"):
         run(engine)
     assert engine.state.iteration == 0
 

@@ -196,8 +196,8 @@ def test_training_ends_well_if_the_model_cannot_be_exported(example: Any, tmp_pa
         ({"path": ""}, r"Export\(path=''\)"),
         ({"at": "last"}, r"Export\(at='last'\): expected 'end' or 'best'"),
         ({"at": "best", "every": "1ep"}, r"Export\(every='1ep', at=\"best\"\): .* omit every="),
-        ({"monitor": "loss"}, r"Export\(monitor='loss'\): monitor= selects the best; add at=\"best\""),
-        ({"example": torch.ones(2)}, r"Export\(example=.*only programs need an example"),
+        ({"monitor": "loss"}, r"Export\(monitor='loss'\): monitor= applies only with at=\"best\"; add at=\"best\""),
+        ({"example": torch.ones(2)}, r"Export\(example=.*for other paths, omit example="),
     ],
 )
 def test_wrong_arguments_are_refused_where_they_are_written(options: dict[str, Any], message: str) -> None:

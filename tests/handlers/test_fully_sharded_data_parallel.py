@@ -263,7 +263,7 @@ def refused(replicas: int) -> str:
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_groups_that_are_not_equal_or_shard_nothing_are_refused(replicas: int) -> None:
     for said in together(2, refused, replicas):
-        assert f"replicas={replicas} with 2 ranks: expected equal groups of at least two ranks" in said
+        assert f"replicas={replicas} does not split 2 ranks into equal groups of two or more" in said
         assert ("use DistributedDataParallel" in said) is (replicas == 2)
 
 
@@ -1099,7 +1099,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "units='blcks.*' matches no module; the modules are first, blocks" in reported["units"]
     assert "'blocks' is a ModuleList, which is never called" in reported["list"]
     assert "on_exception=True cannot save a sharded model" in reported["exception"]
-    assert "the ranks have [1, 0] batches" in reported["sam"]
+    assert "numbers of batches in it differ between ranks ([1, 0])" in reported["sam"]
     assert "drop_last=True" in reported["sam"]
     assert reported["chosen"] == ", blocks.0, blocks.1, first, last"
 

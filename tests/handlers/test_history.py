@@ -378,7 +378,7 @@ def test_a_metric_in_place_of_the_path_and_lists_of_names_are_refused(tmp_path: 
     history = History()
     engine = kit.build(kit.linear(5, 1), history, Metrics(train_loss=Average()))
     engine.run(kit.batches(3), max_epochs=2)
-    with pytest.raises(ValueError, match="this is a metric name; give the path first"):
+    with pytest.raises(ValueError, match="this is a metric name; pass the path first"):
         history.plot("train_loss")
     with pytest.raises(TypeError, match="expected metric names"):
         history.plot(str(tmp_path / "x.png"), ["train_loss"])  # type: ignore[arg-type]

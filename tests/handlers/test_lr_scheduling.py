@@ -688,7 +688,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     for count in (None, 3):
         with pytest.raises(ValueError, match=rf"epochs={count}\): this schedule is stepped after epochs"):
             epochs.simulate(4, lr=0.1, epochs=count)
-    with pytest.raises(ValueError, match=r"give metric_values="):
+    with pytest.raises(ValueError, match=r"pass metric_values="):
         plateau.simulate(4, lr=0.1)
     with pytest.raises(ValueError, match=r"metric_values=\[1\.0\].*uses no metric"):
         steps.simulate(4, lr=0.1, metric_values=[1.0])
@@ -987,17 +987,17 @@ REPLACED: dict[str, tuple[Factory, Factory, str]] = {
     "by one that needs other options": (
         partial(CosineAnnealingLR, T_max=20),
         partial(OneCycleLR, max_lr=0.1, total_steps=20),
-        "was a CosineAnnealingLR when the state was saved, and is a OneCycleLR here; use the schedule of the saved run",
+        "was a CosineAnnealingLR when the state was saved, but is a OneCycleLR now; use the schedule of the saved run",
     ),
     "by one that takes any state": (
         lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
         partial(StepLR, step_size=2),
-        "was a LambdaLR when the state was saved, and is a StepLR here",
+        "was a LambdaLR when the state was saved, but is a StepLR now",
     ),
     "in a part": (
         chained(partial(StepLR, step_size=2)),
         chained(partial(ExponentialLR, gamma=0.5)),
-        r"was a SequentialLR\(LinearLR, StepLR\) when the state was saved, and is a SequentialLR\(LinearLR, ExponentialLR\) here",
+        r"was a SequentialLR\(LinearLR, StepLR\) when .* is a SequentialLR\(LinearLR, ExponentialLR\) now",
     ),
 }
 
@@ -1069,7 +1069,7 @@ def test_arguments_inside_of_a_factory_that_the_state_replaces_are_reported(fact
     other, rates = engine_of(network(), LRScheduling(factory(30)))
     other.load_state_dict(first.state_dict())
     with pytest.warns(
-        FindingWarning, match="W32: .*step_size=30 of the StepLR is not used, since the state has step_size=3"
+        FindingWarning, match="W32: .*step_size=30 of the StepLR is not used, because the saved state has step_size=3"
     ):
         other.run(batches(), max_epochs=2)
     same, expected = engine_of(network(), LRScheduling(factory(3)))

@@ -649,7 +649,7 @@ def test_one_sample_that_is_too_much_is_an_error() -> None:
 def test_without_halving_the_error_leaves_at_once() -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run_out(3, MicroBatching(4, halve_on_oom=False))
-    assert "give MicroBatching a smaller size" in "\n".join(caught.value.__notes__)
+    assert "use a smaller size=, more pieces=" in "\n".join(caught.value.__notes__)
 
 
 def test_a_split_that_does_not_get_smaller_is_an_error() -> None:
@@ -734,12 +734,12 @@ def test_two_of_them_refuse_each_other() -> None:
         ({"size": True}, TypeError, r"MicroBatching\(size=True\)"),
         ({"pieces": -1}, ValueError, r"MicroBatching\(pieces=-1\)"),
         ({"pieces": math.inf}, TypeError, r"MicroBatching\(pieces=inf\)"),
-        ({"size": 2, "pieces": 2}, ValueError, r"MicroBatching\(size=2, pieces=2\): give one of the two"),
+        ({"size": 2, "pieces": 2}, ValueError, r"MicroBatching\(size=2, pieces=2\): pass only one of the two"),
         ({"split": 3}, TypeError, r"MicroBatching\(split=3\)"),
         ({"split": max, "samples": 3}, TypeError, r"MicroBatching\(samples=3\)"),
         ({"samples": len}, ValueError, "samples= requires split="),
         ({"halve_on_oom": 1}, TypeError, r"MicroBatching\(halve_on_oom=1\)"),
-        ({"halve_on_oom": False}, ValueError, "give size or pieces"),
+        ({"halve_on_oom": False}, ValueError, "pass size= or pieces="),
     ],
     ids=str,
 )

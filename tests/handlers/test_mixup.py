@@ -327,7 +327,7 @@ def test_pieces_that_are_copies_are_refused() -> None:
         indices = torch.arange(len(batch[0])).tensor_split(pieces)
         return [tuple(part[index] for part in batch) for index in indices]
 
-    with pytest.raises(RuntimeError, match=r"'mixup': the batch's targets were replaced.*without copies"):
+    with pytest.raises(RuntimeError, match=r"'mixup': the targets of the batch were replaced.*without copying"):
         trained(MixUp(), MicroBatching(4, split=split))
 
 
@@ -363,7 +363,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
         x, y = engine.state.batch
         engine.state.batch = (x[:4], y[:4].clone())
 
-    with pytest.raises(RuntimeError, match="'mixup': the batch's targets were replaced after mixing"):
+    with pytest.raises(RuntimeError, match="'mixup': the targets of the batch were replaced after samples were mixed"):
         engine.run(batches(), max_epochs=1)
 
 

@@ -291,10 +291,14 @@ def test_it_keeps_the_promises_of_a_handler(every: str) -> None:
         (
             lambda: ParameterScheduling("momentum", {0: "high"}),
             TypeError,
-            "returns 'high' for 'momentum', which is 0.9",
+            "returns 'high' for 'momentum', but the value in the optimizer is 0.9",
         ),
         (lambda: ParameterScheduling("momentum", lambda n: None), TypeError, "returns None for 'momentum'"),
-        (lambda: ParameterScheduling("nesterov", {0: 1.0}), TypeError, "returns 1.0 for 'nesterov', which is False"),
+        (
+            lambda: ParameterScheduling("nesterov", {0: 1.0}),
+            TypeError,
+            "returns 1.0 for 'nesterov', but the value in the optimizer is False",
+        ),
     ],
 )
 def test_what_does_not_fit_the_optimizer_is_refused_before_the_first_batch(

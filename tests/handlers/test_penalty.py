@@ -440,7 +440,7 @@ def test_half_precision_weights_are_summed_in_float32() -> None:
     [
         (lambda engine: 1.0, TypeError, "function= returned 1.0; expected a tensor with one number"),
         (lambda engine: engine.state.update.output, TypeError, r"a tensor of shape \(6, 3\)"),
-        (lambda engine: z_loss(engine).detach(), ValueError, "without gradient"),
+        (lambda engine: z_loss(engine).detach(), ValueError, "does not require grad"),
     ],
 )
 def test_what_is_no_penalty_is_refused(function: Any, error: type[Exception], message: str) -> None:

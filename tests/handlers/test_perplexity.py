@@ -69,7 +69,7 @@ def test_the_classes_are_second_or_last(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("shape", "target", "message"),
     [
-        ((2, 5, 5), (2, 5), "are ambiguous, because the classes could be second or last; flatten both"),
+        ((2, 5, 5), (2, 5), "are ambiguous, because the class dimension could be the second or the last; flatten"),
         (
             (2, 4, 7),
             (2, 5),

@@ -67,7 +67,7 @@ def test_a_file_gets_a_line_for_each_epoch() -> None:
     assert len(lines) == 3
     for number, (line, loss) in enumerate(zip(lines, losses, strict=True), start=1):
         rates = r"[\d.]+ it/s  [\d.]+ samples/s" + (r"  \d\d:\d\d left" if number < 3 else "")
-        time = r"\d+\.\ds" + (" in all" if number == 3 else "")
+        time = r"\d+\.\ds" + (" in total" if number == 3 else "")
         pattern = rf"epoch {number}/3  iteration {4 * number}  {time}  {rates}  loss {re.escape(f'{loss:.4g}')}"
         assert re.fullmatch(pattern, line), line
 
@@ -194,8 +194,8 @@ def test_the_last_bar_stays_and_the_others_if_asked(leave: bool) -> None:
     # What stays ends in a new line; what goes is overwritten with blanks.
     assert file.getvalue().count("\n") == (3 if leave else 1)
     *others, last = file.getvalue().rstrip("\n").split("\n")
-    assert "s in all" in last
-    assert not any("in all" in one for one in others)
+    assert "s in total" in last
+    assert not any("in total" in one for one in others)
 
 
 @pytest.mark.parametrize("kind", [Terminal, io.StringIO])
@@ -205,7 +205,7 @@ def test_at_an_early_stop_the_time_of_the_run_is_shown_and_none_is_left(kind: ty
     engine.connect(Events.EPOCH_COMPLETED(once=3), lambda engine: engine.terminate("enough"))
     engine.run(BATCHES, max_epochs=9)
     *others, last = [line.split("\r")[-1] for line in file.getvalue().rstrip("\n").split("\n")]
-    assert "3.0s in all" in last
+    assert "3.0s in total" in last
     assert "left" not in last
     # A line says how much was left when its epoch ended; beside a bar that stays it would say something else later.
     assert ["left" in one for one in others] == [kind is io.StringIO] * 2
@@ -231,7 +231,7 @@ def test_unsized_data_has_a_bar_without_an_end() -> None:
 
     file = Terminal()
     engine_of(ProgressBar(file=file, interval=0.0)).run(Unsized(), max_epochs=1)
-    within = [one for one in drawings(file) if "in all" not in one]
+    within = [one for one in drawings(file) if "in total" not in one]
     assert not any("%" in one for one in within)
     assert "4it" in within[-1]
     assert "100%" in drawings(file)[-1], "now the length is known"
@@ -908,7 +908,10 @@ def test_rich_draws_on_request() -> None:
 def test_rich_without_the_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        ImportError, match=re.escape("ProgressBar(style='rich'): install the package: pip install 'signalfire[rich]'")
+        ImportError,
+        match=re.escape(
+            "ProgressBar(style='rich'): rich is not installed; install the extra: pip install 'signalfire[rich]'"
+        ),
     ):
         ProgressBar(style="rich")
 
@@ -1073,8 +1076,8 @@ def test_eighty_columns_suffice_for_a_loss_and_the_metrics_of_a_validation() -> 
     view = View("epoch 1/3", 0.19, "9/48", "12.5 it/s", "100 samples/s", "00:03 left", values, ["smooth_loss", "speed"])
     assert fitted(view, 79)[:2] == ("epoch 1/3:  19%|", "| [loss=0.8001, val_accuracy=0.5156, val_loss=0.7369]")
     assert fitted(view, 60)[:2] == ("epoch 1/3:  19%|", "| [loss=0.8001, val_accuracy=0.5156]")
-    last = replace(view, fraction=1.0, left="", note="4.9s in all")
-    assert fitted(last, 79).before == "epoch 1/3: [4.9s in all, loss=0.8001, val_accuracy=0.5156, val_loss=0.7369]"
+    last = replace(view, fraction=1.0, left="", note="4.9s in total")
+    assert fitted(last, 79).before == "epoch 1/3: [4.9s in total, loss=0.8001, val_accuracy=0.5156, val_loss=0.7369]"
 
 
 @pytest.mark.parametrize("names", [None, ["speed", "val_loss"]])

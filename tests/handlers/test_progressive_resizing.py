@@ -196,7 +196,7 @@ def test_it_keeps_the_promises_of_a_handler(options: Any) -> None:
         ({"sizes": {}}, "first key is 1"),
         ({"sizes": {1: 1.5}}, r"sizes\[1\]=1.5\): expected a number above 0 and of 1 or less"),
         ({"sizes": {1: 0}}, r"sizes\[1\]=0\): expected an int of 1 or more"),
-        ({"delay": 0.7, "final": 0.4}, r"delay=0.7, final=0.4\): expected a sum of at most 1"),
+        ({"delay": 0.7, "final": 0.4}, r"delay=0.7, final=0.4\): the sum of delay= and final= must be at most 1"),
         ({"input": 1, "target": 1}, "different indices"),
     ],
 )
@@ -208,13 +208,13 @@ def test_arguments_that_contradict_themselves_are_refused(options: Any, message:
 def test_inputs_that_are_no_images_are_refused() -> None:
     for inputs, error, message in (
         (torch.zeros(2, 3), ValueError, r"inputs of shape \(2, 3\) are not images"),
-        (torch.zeros(2, 1, 16, 12, dtype=torch.uint8), TypeError, "only floats are resized"),
+        (torch.zeros(2, 1, 16, 12, dtype=torch.uint8), TypeError, "only floats can be resized"),
     ):
         with pytest.raises(error, match=message):
             build(ProgressiveResizing({1: 0.5})).run([(inputs, torch.zeros(2))], max_epochs=1)
     with pytest.raises(ValueError, match="the targets have shape"):
         build(ProgressiveResizing({1: 0.5}, target=1)).run(data(1), max_epochs=1)
-    with pytest.raises(ValueError, match="mode='bicubic' is for"):
+    with pytest.raises(ValueError, match="mode='bicubic' needs inputs of"):
         build(ProgressiveResizing({1: 0.5}, mode="bicubic")).run(data(1, (1, 16)), max_epochs=1)
 
 

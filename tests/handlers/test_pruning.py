@@ -306,9 +306,9 @@ def test_the_share_of_zeros_is_a_metric() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "give one of the two"),
+        ({}, "pass exactly one of the two"),
         ({"amount": 80}, "amount=80"),
-        ({"amount": 0.5, "structure": "2:4"}, "give one of the two"),
+        ({"amount": 0.5, "structure": "2:4"}, "pass exactly one of the two"),
         ({"structure": "4:2"}, "keeps n of m weights"),
         ({"structure": "2:4", "end": 5}, "omit end="),
         ({"amount": 0.5, "start": 10, "end": 5}, "end=5"),
@@ -355,7 +355,7 @@ def test_an_end_after_the_last_step_is_reported() -> None:
     engine = build()
     engine.attach(Pruning(0.5, end=100))
     with pytest.warns(
-        UserWarning, match="C17.*'pruning' reaches its amount after 100 optimizer steps, but the run takes only 6"
+        UserWarning, match="C17.*'pruning' reaches its final amount after 100 optimizer steps, but the run takes only 6"
     ):
         engine.run(batches(6), max_epochs=1)
 

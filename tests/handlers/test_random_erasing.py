@@ -177,9 +177,13 @@ def test_whole_numbers_take_a_number_and_no_random_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "batch", "message"),
     [
-        ({}, (torch.zeros(4, 2), torch.zeros(4)), r"the inputs are of shape \(4, 2\); expected \(N, C, H, W\) or"),
+        ({}, (torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\); expected \(N, C, H, W\) or"),
         ({"value": (1, 2, 3)}, pictures()[0], r"has 3 numbers, but the inputs 2 channels"),
-        ({"input": 3}, pictures()[0], r"no tensor at 3; give its index or key as RandomErasing\(input=\)"),
+        (
+            {"input": 3},
+            pictures()[0],
+            r"no tensor at 3; pass the index or key of a tensor with RandomErasing\(input=\)",
+        ),
     ],
 )
 def test_batches_that_do_not_fit_are_refused(options: dict[str, Any], batch: Any, message: str) -> None:
@@ -192,7 +196,7 @@ def test_batches_that_do_not_fit_are_refused(options: dict[str, Any], batch: Any
     [
         ({"p": 0}, "p=0"),
         ({"p": 1.5}, "p=1.5"),
-        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)\): give the smallest value first"),
+        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)\): pass the smallest value first"),
         ({"scale": (0.5, 2)}, r"scale\[1\]=2"),
         ({"scale": 0.5}, "scale=0.5"),
         ({"ratio": (0, 1)}, r"ratio\[0\]=0"),

@@ -136,8 +136,8 @@ def test_a_service_that_refuses_costs_one_warning_and_no_row(tmp_path: Path, fir
     with pytest.warns(UserWarning, match="remote|service_logger") as warned:
         engine.run(DATA, max_epochs=10)
     assert [str(one.message) for one in warned] == [
-        f"'service_logger': run '{logger.remote_id}' cannot be sent: ConnectionError: no route; training continues, "
-        "the rows are kept, and sending is retried"
+        f"'service_logger': the rows of run '{logger.remote_id}' cannot be sent: ConnectionError: no route; training "
+        "continues, the rows are kept, and the handler retries"
     ]
     assert run_of(service, logger) == rows_of_csv(tmp_path / "log.csv")
     assert not logger.path.exists()
@@ -349,7 +349,7 @@ def test_a_run_that_goes_back_and_takes_another_way_continues_as_a_new_remote_ru
         assert new == f"{old}-1" == logger.remote_id
         assert service.statuses[old] == (
             "KILLED",
-            f"the run went back to iteration 3, and differs from iteration 4 on, so it continues as {new}",
+            f"the run went back to iteration 3 and differs from iteration 4 on, so it continues as {new}",
         )
 
 

@@ -385,14 +385,14 @@ def test_a_schedule_that_counts_in_steps_alone_does_not_bound_the_run() -> None:
 
 
 def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
-    message = r"cosine_with_warmup\(warmup=12\): these add up to 12 steps, but the run has only 10"
+    message = r"cosine_with_warmup\(warmup=12\): these arguments add up to 12 steps, but the run has only 10"
     engine = build()
     engine.attach(LRScheduling(cosine_with_warmup(warmup=12)))
     with pytest.raises(ValueError, match=message):
         engine.run(batches(5, targets=2), max_epochs=2)
     assert engine.state.iteration == 0
     assert "step" not in vars(engine.updates[0].optimizer)
-    with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): these add up to 11 steps"):
+    with pytest.raises(ValueError, match=r"warmup=0\.5, decay=6\): these arguments add up to 11 steps"):
         warmup_stable_decay(warmup=0.5, decay=6)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"polynomial\(warmup=11\)"):
         polynomial(warmup=11)(optimizer_of(0.4), total_steps=10)
@@ -402,7 +402,7 @@ def test_what_does_not_fit_into_the_run_is_refused_when_it_is_built() -> None:
         one_cycle(warmup=11)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"one_cycle\(warmup=1\.0\).*leaves none"):
         one_cycle(warmup=1.0)(optimizer_of(0.4), total_steps=10)
-    with pytest.raises(ValueError, match=r"warmup\(amount=11\): these add up to 11"):
+    with pytest.raises(ValueError, match=r"warmup\(amount=11\): these arguments add up to 11"):
         warmup(11, then=CosineAnnealingLR)(optimizer_of(0.4), total_steps=10)
     with pytest.raises(ValueError, match=r"warmup\(amount=10\).*leaves none for the schedule"):
         warmup(10, then=CosineAnnealingLR)(optimizer_of(0.4), total_steps=10)

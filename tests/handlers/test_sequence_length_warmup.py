@@ -201,12 +201,16 @@ def test_time_chunks_are_those_of_the_cut_sequences_and_rows_of_parts_are_refuse
     engine.connect(Events.FORWARD_STARTED, lambda engine: seen.append(engine.state.batch[0].shape[1]))
     engine.run(batches, max_epochs=1)
     assert seen == [4, 2, 4, 4]
-    with pytest.raises(ValueError, match="'truncated_bptt' cannot carry a hidden state between them; use mode='cut'"):
+    with pytest.raises(
+        ValueError, match="'truncated_bptt' cannot carry a hidden state from one part to the next; use mode='cut'"
+    ):
         recurrent(SequenceLengthWarmup(4, 8, mode="split"), TruncatedBPTT(4)).run(batches, max_epochs=1)
 
 
 def test_a_warmup_that_outlasts_the_run_is_reported() -> None:
-    with pytest.warns(FindingWarning, match="C17: 'sequence_length_warmup' reaches whole sequences only after 1000it"):
+    with pytest.warns(
+        FindingWarning, match="C17: 'sequence_length_warmup' reaches the full sequence length only after 1000it"
+    ):
         build(SequenceLengthWarmup(4, 12)).run(data(), max_epochs=2)
 
 

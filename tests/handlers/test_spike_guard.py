@@ -186,7 +186,10 @@ def test_a_loss_without_a_logarithm_is_told_once_and_the_norm_is_watched() -> No
     engine.attach(guard)
     said = run(engine, data_of(60, poisoned=40))
     assert (
-        sum("has no logarithm; while it is not positive, only the gradient norm is watched" in one for one in said) == 1
+        sum(
+            "has no logarithm; while the loss is not positive, only the gradient norm is watched" in one for one in said
+        )
+        == 1
     )
     assert [action["iteration"] for action in guard.actions] == [40]
 
@@ -403,7 +406,7 @@ def test_too_many_rewinds_are_an_error_that_names_the_batches() -> None:
     guard = SpikeGuard("rewind", window=WINDOW, rewind=4, at_most=2)
     engine = build(guard)
     with pytest.raises(
-        RuntimeError, match=r"after 2 rewinds \(at_most\), which have left out batches 36 to 39 of epoch 1; "
+        RuntimeError, match=r"and at_most=2 rewinds have already left out batches 36 to 39 of epoch 1; "
     ):
         run(engine, data)
 
@@ -413,7 +416,7 @@ def test_a_rewind_as_long_as_an_epoch_and_data_that_cannot_go_back_are_refused()
     data[5] = (data[5][0], data[5][1] * 100)
     engine = build(SpikeGuard("rewind", window=8, rewind=20))
     engine.connect(Events.EPOCH_STARTED(once=1), lambda engine: None)
-    with pytest.raises(ValueError, match="rewind=20 would leave out a whole epoch, which has 10 batches"):
+    with pytest.raises(ValueError, match="rewind=20 would leave out a whole epoch of 10 batches"):
         run(engine, data_of(10), max_epochs=5)
     engine = build(SpikeGuard("rewind", window=8, rewind=5))
     with pytest.raises(ValueError, match=r"is an iterator, which cannot go back"):

@@ -250,7 +250,8 @@ def test_what_cannot_be_meant_is_refused() -> None:
     ):
         build(StochasticDepth("layers.*")).run(batches(1), max_epochs=1)
     with pytest.raises(
-        ValueError, match=r"block 'head' is not residual, because .* \(\(4, 5\) to \(4, 1\)\); leave it out of blocks="
+        ValueError,
+        match=r"block 'head' is not residual, because .* \(\(4, 5\) to \(4, 1\)\); leave this block out of blocks=",
     ):
         build(StochasticDepth("head")).run(batches(1), max_epochs=1)
     with pytest.raises(ValueError, match=r"schedule\(0\) returned 2; expected a factor from 0 to 1"):
@@ -262,7 +263,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         Engine(two, model=Net(), seed=0).attach(StochasticDepth("blocks.*"))
     net = Net()
     net.spare = Block()
-    with pytest.raises(ValueError, match=r"the forward did not call block 'spare', so it is never dropped"):
+    with pytest.raises(ValueError, match=r"the forward did not call block 'spare', so the block is never dropped"):
         build(StochasticDepth(["blocks.*", "spare"], schedule=lambda step: 0), model=net).run(
             batches(1), max_epochs=1, check=False
         )

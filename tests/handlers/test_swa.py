@@ -377,7 +377,7 @@ def test_batch_norm_without_data_is_refused_before_the_first_batch() -> None:
         run(engine)
     assert engine.state.iteration == 0
     run(trainer_of(nn.Linear(5, 1), SWA(2)))
-    with pytest.raises(ValueError, match=r"SWA\(bn_data=\[\]\): it is empty"):
+    with pytest.raises(ValueError, match=r"SWA\(bn_data=\[\]\): the data is empty"):
         run(trainer_of(network(), SWA(2, bn_data=[])))
 
 

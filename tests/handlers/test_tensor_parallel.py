@@ -528,11 +528,11 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "a style that does not fit": (
         lambda: refusal_of(plan={"blocks.*.norm": ColwiseParallel()}),
-        "0 steps: 'tensor_parallel': plan={'blocks.*.norm': ColwiseParallel()} does not fit 'blocks.0.norm', a LayerNorm",
+        "0 steps: 'tensor_parallel': plan={'blocks.*.norm': ColwiseParallel()} cannot be applied to 'blocks.0.norm', a LayerNorm",
     ),
     "input features that cannot be divided": (
         lambda: refusal_of(plan={"first": RowwiseParallel()}),
-        "0 steps: 'tensor_parallel': plan={'first': RowwiseParallel()}: the 5 input features of 'first' cannot be divided by 2",
+        "0 steps: 'tensor_parallel': plan={'first': RowwiseParallel()}: the 5 input features of 'first' cannot be divided",
     ),
     "shared weights": (
         lambda: refusal_of(plan={"blocks.0.up": ColwiseParallel()}, model=tied()),
@@ -544,7 +544,7 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "an optimizer with a closure": (
         lambda: refusal_of(optimizer=torch.optim.LBFGS),
-        "0 steps: 'tensor_parallel': the LBFGS of update 'main' joins all parameters",
+        "0 steps: 'tensor_parallel': the LBFGS of update 'main' flattens all parameters",
     ),
     "an optimizer that exists already": (
         lambda: refusal_of(model=(model := Model()), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),

@@ -633,7 +633,7 @@ def test_a_graph_that_cannot_be_traced_is_reported_and_training_goes_on(tmp_path
             return super().forward(inputs)
 
     engine = engine_of(TensorBoardLogger(tmp_path, graph=True), model=Branching(5, 2))
-    with pytest.warns(UserWarning, match="the graph of the model is not written: RuntimeError: not to be traced"):
+    with pytest.warns(UserWarning, match="could not write the graph of the model: RuntimeError: not to be traced"):
         engine.run(batches(), max_epochs=1)
     assert engine.state.iteration == 6
 
@@ -641,5 +641,8 @@ def test_a_graph_that_cannot_be_traced_is_reported_and_training_goes_on(tmp_path
 def test_one_graph_is_drawn_of_one_model(tmp_path: Path) -> None:
     engine = build(nn.ModuleDict({"a": linear(5, 2)}))
     both = Engine(engine.updates[0].spec, model={"a": linear(5, 2), "b": linear(5, 2)})
-    with pytest.raises(ValueError, match="TensorBoard shows one graph, but the engine has several modules"):
+    with pytest.raises(
+        ValueError,
+        match="TensorBoard shows only one graph, so graph=True does not work for an engine with several modules",
+    ):
         both.attach(TensorBoardLogger(tmp_path, graph=True))

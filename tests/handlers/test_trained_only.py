@@ -68,7 +68,7 @@ def test_the_frozen_base_is_not_written_and_the_run_goes_on_as_if_it_were(
     whole.run(batches(), max_epochs=4)
     last = Checkpoint(tmp_path, trained_only=True, asynchronous=asynchronous)
     engine_of(last).run(batches(), max_epochs=2)
-    assert "checkpoint: leaves out 6 frozen parameters, 0.0 of 0.0 MB" in capsys.readouterr().err
+    assert "checkpoint: leaves out 6 frozen parameters (0.0 of 0.0 MB)" in capsys.readouterr().err
     assert saved_in(last.last) == TRAINED
     assert last.last is not None
     base = json.loads((last.last / "manifest.json").read_text())["base"]
@@ -319,13 +319,13 @@ def test_after_a_complete_checkpoint_of_another_base_what_differs_is_written(
     said = capsys.readouterr().err
     assert "leaves out 6 frozen" in said
     assert said.endswith(
-        "leaves out 2 frozen parameters, 0.0 of 0.0 MB; a checkpoint loads only into a model with the same frozen "
+        "leaves out 2 frozen parameters (0.0 of 0.0 MB), so its checkpoints load only into a model with the same frozen "
         "parameters\n"
     )
 
 
 def test_where_nothing_is_frozen_it_says_so(tmp_path: Path) -> None:
-    with pytest.warns(FindingWarning, match="W30: 'checkpoint': trained_only=True leaves out nothing"):
+    with pytest.warns(FindingWarning, match="W30: 'checkpoint': trained_only=True has no effect"):
         engine_of(Checkpoint(tmp_path, trained_only=True), frozen=False).run(batches(), max_epochs=1)
 
 

@@ -893,8 +893,8 @@ def test_an_update_that_is_left_out_of_an_iteration_takes_no_chunks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({}, TypeError, r"TruncatedBPTT\(steps=None, split=None\): give one"),
-        ({"steps": 3, "split": len}, TypeError, "give one of the two"),
+        ({}, TypeError, r"TruncatedBPTT\(steps=None, split=None\): pass exactly one"),
+        ({"steps": 3, "split": len}, TypeError, "pass exactly one of the two"),
         ({"steps": 0}, ValueError, r"TruncatedBPTT\(steps=0\)"),
         ({"steps": 2.5}, TypeError, r"TruncatedBPTT\(steps=2.5\)"),
         ({"steps": True}, TypeError, r"TruncatedBPTT\(steps=True\)"),
@@ -917,7 +917,7 @@ def test_a_split_that_gives_no_chunks_is_an_error(chunks: Any) -> None:
 
 def test_a_batch_without_a_time_dimension_is_an_error_that_names_the_remedy() -> None:
     trainer = make_trainer(Recurrent(), TruncatedBPTT(STEPS, dim=3))
-    with pytest.raises(ValueError, match=r"dim=3 dimensions; give TruncatedBPTT\(dim=\) or TruncatedBPTT\(split=\)"):
+    with pytest.raises(ValueError, match=r"dim=3 dimensions; set the time dimension with TruncatedBPTT\(dim=\)"):
         trainer.run(make_data(), max_epochs=1)
 
 

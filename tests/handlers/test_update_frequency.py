@@ -219,7 +219,7 @@ def test_over_data_without_a_length_it_works_and_windows_need_one() -> None:
     assert equal(trainer.modules, train_in_plain_loop({"critic": EVERY, "generator": {5, 10, 15}}))
 
     trainer = make_trainer(UpdateFrequency(generator=5), GradientAccumulation(2, update="generator"))
-    with pytest.raises(ValueError, match=r"'generator' are accumulated.*epoch_length= to run"):
+    with pytest.raises(ValueError, match=r"'generator' accumulates gradients.*epoch_length= to run"):
         trainer.run(Unsized(), max_epochs=2)
     assert trainer.state.iteration == 0
     trainer.reset()

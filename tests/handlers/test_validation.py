@@ -459,7 +459,7 @@ def test_the_data_is_not_turned_into_text_unless_it_is_wrong() -> None:
     for data in (Shown([1]), {"first": Shown([1])}):
         Validation(evaluator, data)
     for wrong, message in (
-        ([], r"Validation\(data=\[\]\): it is empty"),
+        ([], r"Validation\(data=\[\]\): the data is empty"),
         ({"a": []}, r"Validation\(data={'a': \[\]}\): it"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -550,7 +550,9 @@ def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
         engine.attach(Validation(labelled(1), **metrics))
         return engine
 
-    with pytest.raises(ValueError, match="update 'main' has no loss and no metric is given, so there is nothing"):
+    with pytest.raises(
+        ValueError, match="update 'main' has no loss and Validation has no metrics, so there is nothing"
+    ):
         build_with()
     engine = build_with(accuracy=Accuracy())
     assert engine[Validation].metric_names(engine) == ["val_accuracy"]

@@ -341,7 +341,7 @@ def test_a_shared_parameter_is_loaded_under_any_of_its_names(tmp_path: Path) -> 
     assert (len(plan.loaded), len(plan.tied), plan.refused) == (1, 1, [])
     both = copied(source)
     both["out.weight"] = both["out.weight"] + 1
-    with pytest.raises(ValueError, match=r"are one parameter in the model, but have different values"):
+    with pytest.raises(ValueError, match=r"are the same parameter in the model, but have different values"):
         WarmStart(both).compare(model)
 
 
@@ -395,7 +395,7 @@ def test_a_run_that_resumes_keeps_its_own_weights(
     capsys.readouterr()
     resumed = trained(Network(), 3, *handlers())
     assert_same(resumed.model, whole.model)
-    assert "warm_start: the run resumes from a checkpoint, so nothing else is loaded" in capsys.readouterr().err
+    assert "warm_start: the run resumes from a checkpoint, so no other weights are loaded" in capsys.readouterr().err
     loaded = build(Network(), WarmStart(tmp_path / "gone"))
     loaded.load_state_dict(state, allow=["checkpoint"])
     loaded.run(batches(4), max_epochs=3)

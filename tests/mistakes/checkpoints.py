@@ -246,20 +246,20 @@ def two_checkpoints_with_one_folder_and_one_name(right: bool, folder: Path) -> N
     engine_of(one, Checkpoint(other, filename="model", name="two", keep=1)).run(batches(4), max_epochs=1)
 
 
-@said("holds 1 checkpoint of an earlier run, the newest 'checkpoint-epoch0001-iter00000004'.*starts at epoch 1")
+@said("contains 1 checkpoint from an earlier run; the newest is 'checkpoint-epoch0001-iter00000004'.*starts at epoch 1")
 def a_second_run_in_the_folder_of_the_first(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder / "one")).run(batches(4), max_epochs=1)
     engine_of(Checkpoint(folder / ("two" if right else "one"))).run(batches(4), max_epochs=1)
 
 
-@said("nothing to resume in '.*digts', so the run starts at epoch 1; checkpoints were found in '.*digits'")
+@said("no checkpoint to resume from in '.*digts', so the run starts at epoch 1; checkpoints were found in '.*digits'")
 def a_misspelt_folder_to_resume_from(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder / "digits")).run(batches(4), max_epochs=1)
     with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from
         engine_of(Checkpoint(folder / ("digits" if right else "digts"), resume=True)).run(batches(4), max_epochs=2)
 
 
-@said("it has checkpoints of 'last', which name='last' resumes")
+@said("the folder contains checkpoints of handlers named 'last'; to resume from them, pass their name")
 def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder, name="last")).run(batches(4), max_epochs=1)
     with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from

@@ -257,7 +257,7 @@ def mixup_on_the_evaluator(right: bool) -> None:
 # ---- the data of an evaluation ------------------------------------------------------------------------------------
 
 
-@mistake(ValueError, "Validation.data=.*it is empty")
+@mistake(ValueError, "Validation.data=.*the data is empty")
 def a_validation_set_that_drop_last_empties(right: bool) -> None:
     model = net()
     data = DataLoader(TensorDataset(torch.zeros(3, 5), torch.zeros(3, 1)), batch_size=4, drop_last=not right)
@@ -312,7 +312,7 @@ def an_evaluator_that_trains(right: bool) -> None:
     Validation(Engine(update, model=net(), training=not right), batches(2))
 
 
-@mistake(TypeError, "the evaluator comes before the data")
+@mistake(TypeError, "pass the evaluator before the data")
 def a_validation_with_its_arguments_swapped(right: bool) -> None:
     of_it = (evaluator_of(net()), batches(2))
     Validation(*of_it) if right else Validation(*reversed(of_it))  # type: ignore[arg-type]
@@ -423,7 +423,7 @@ def a_trial_run_that_is_shorter_than_the_warmup(right: bool) -> Any:
     return build(net(), FastDevRun(), schedule).run(batches(), max_epochs=9).iteration
 
 
-@mistake(ValueError, "these add up to 80 steps, but the run has only 54")
+@mistake(ValueError, "these arguments add up to 80 steps, but the run has only 54")
 def a_warmup_that_is_longer_than_the_run_that_is_tried(right: bool) -> None:
     schedule = LRScheduling(cosine_with_warmup(warmup=30 if right else 80))
     build(net(), FastDevRun(), schedule).run(batches(), max_epochs=9)

@@ -475,7 +475,7 @@ def a_checkpoint_every_0(right: bool, folder: Path) -> None:
     Checkpoint(folder, every=every)
 
 
-@mistake(ValueError, "it is empty")
+@mistake(ValueError, "the data is empty")
 def empty_validation_data(right: bool) -> None:
     Validation(evaluator_of(linear(5, 1)), batches(1) if right else [])
 

@@ -310,7 +310,7 @@ def test_a_sanity_check_inherits_the_precision() -> None:
 
 
 def test_data_without_a_batch_is_refused_as_it_is_given() -> None:
-    with pytest.raises(ValueError, match=r"Validation\(data=\{'far': \[\]\}\): it is empty"):
+    with pytest.raises(ValueError, match=r"Validation\(data=\{'far': \[\]\}\): the data is empty"):
         Validation(evaluator_of(network()), {"near": batches(2), "far": []})
 
 

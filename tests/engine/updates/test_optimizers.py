@@ -254,8 +254,10 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
     with pytest.raises(TypeError, match="register the hook with one of"):
         joint.register_step_post_hook(lambda *_: None)
     engine = trainer(network(), LRScheduling({"matrix": partial(CosineAnnealingLR)}))
-    with pytest.raises(ValueError, match="the update has no such optimizer; its optimizers are matrices, rest"):
+    with pytest.raises(
+        ValueError, match="the update has no optimizer with this name; its optimizers are matrices, rest"
+    ):
         engine.run(data(2), max_epochs=1)
     single = kit.build(network(), LRScheduling({"rest": partial(CosineAnnealingLR)}), loss=F.cross_entropy)
-    with pytest.raises(ValueError, match="this update has one optimizer, SGD"):
+    with pytest.raises(ValueError, match="this update has a single optimizer, SGD"):
         single.run(data(2), max_epochs=1)

@@ -299,7 +299,7 @@ def test_a_function_with_weights_of_half_precision_fails_with_the_reason() -> No
     evaluator.attach(TruePrecision("bf16"), Metrics(loss=partial(F.cross_entropy, weight=weight)))
     with pytest.raises(RuntimeError, match="expected scalar type") as caught:
         evaluator.run(batches((2,)))
-    assert any("get half-precision tensors in float32" in note for note in caught.value.__notes__)
+    assert any("receive half-precision tensors as float32" in note for note in caught.value.__notes__)
 
 
 # ---- values of one number -----------------------------------------------------------------------------------------

@@ -57,9 +57,9 @@ def test_a_schedule_that_fits_what_follows_its_warm_up(factory: Any) -> None:
 def test_what_follows_a_warm_up_is_counted_from_there() -> None:
     (decayed,) = found(warmup(20, partial(ExponentialLR, gamma=0.5)))
     assert "ExponentialLR is stepped 40 times" in decayed
-    assert "ends at 9e-13 of its start" in decayed  # 0.5 ** 40
+    assert "ends at 9e-13 times its initial value" in decayed  # 0.5 ** 40
 
 
 def test_a_polynomial_that_ends_early_has_a_rate_of_zero() -> None:
     (ended,) = found(partial(PolynomialLR, total_iters=30))
-    assert "the learning rate is 0 for the rest; give it the number of scheduler steps in the run" in ended
+    assert "the learning rate is 0 for the rest of the run; set this argument to the number" in ended

@@ -233,7 +233,9 @@ def test_a_file_that_the_checkpoint_does_not_know_is_set_aside_and_its_earlier_r
     path.write_bytes(changed)
     engine = engine_of(kind(path, every="1it"))
     engine.load_state_dict(loaded(file))
-    with pytest.warns(FindingWarning, match="W34.*log.txt' of .* loaded state: before iteration 7 it ends with .*6"):
+    with pytest.warns(
+        FindingWarning, match="W34.*log.txt' of .* loaded state left off: the last row before iteration 7 is .*6"
+    ):
         engine.run(batches(), max_epochs=2)
     assert path.read_bytes() == changed
     assert (tmp_path / "log.1.txt").read_bytes() == changed
@@ -254,7 +256,7 @@ def test_without_its_file_a_resumed_run_begins_with_what_the_checkpoint_says(kin
     file = next(file for iteration, file in saved if iteration == 7)
     engine = engine_of(kind(tmp_path / "elsewhere" / "log", every="1it"))
     engine.load_state_dict(loaded(file))
-    with pytest.warns(FindingWarning, match="W34.*it does not exist"):
+    with pytest.warns(FindingWarning, match="W34.*the file does not exist"):
         engine.run(batches(), max_epochs=2)
     lines = (tmp_path / "elsewhere" / "log").read_bytes().splitlines(keepends=True)
     header = 1 if kind is CSVLogger else 0
@@ -274,7 +276,7 @@ def test_a_log_that_was_cut_back_by_a_resume_from_an_older_checkpoint_is_not_con
     engine.run(batches(), max_iters=6)
     engine = engine_of(kind(path, every="1it"))
     engine.load_state_dict(loaded(newer))
-    with pytest.warns(FindingWarning, match="W34.*before iteration 9 it ends with .*6"):
+    with pytest.warns(FindingWarning, match="W34.*the last row before iteration 9 is .*6"):
         engine.run(batches(), max_epochs=2)
 
 
