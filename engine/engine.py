@@ -376,10 +376,7 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
         )
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
-        raise ValueError(
-            f"Engine: several updates have the same name: {names}; give each update a different name with Update(..., "
-            "name=)"
-        )
+        raise ValueError(f"Engine: two updates have the same name in {names}; give Update(..., name=)")
     return specs
 
 
@@ -397,7 +394,7 @@ def _refuse_shared_parameters(specs: Sequence[Update], model: Any) -> None:
         name = next(iter(model))
         raise ValueError(
             f"Engine: the updates {', '.join(map(repr, of_all))} each train all of the modules "
-            f"{', '.join(map(repr, model))}, so each loss changes parameters that the other updates train; give each "
-            f"update its own parameters, such as Update(..., parameters={name!r}), or pass parameters='all' if this is "
+            f"{', '.join(map(repr, model))}, so the loss of each update also changes parameters that the others train; "
+            f"give each update its own parameters: Update(..., parameters={name!r}), or parameters='all' if this is "
             "intended"
         )

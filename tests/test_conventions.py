@@ -168,7 +168,7 @@ def test_f11_a_state_dict_of_the_data_that_raises_is_reported_once_and_the_run_g
 
     engine = kit.build(kit.linear(5, 1))
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.state_dict())
-    with pytest.warns(UserWarning, match=r"has no position, because its state_dict\(\) raised") as caught:
+    with pytest.warns(UserWarning, match=r"cannot save its position, because its state_dict\(\) raised") as caught:
         engine.run(Prepared(DATA), max_epochs=1)
     assert len(caught) == 1
 

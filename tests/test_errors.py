@@ -128,8 +128,8 @@ def test_every_exception_handler_runs_once_and_the_first_error_leaves() -> None:
         engine.run(DATA, max_epochs=1)
     assert ran == ["raised 1", "raised 2", "ended 1", "ended 2"]
     notes = "\n".join(caught.value.__notes__)
-    assert "besides, LookupError: raised 1 fails" in notes
-    assert "besides, LookupError: ended 1 fails" in notes
+    assert "another error: LookupError: raised 1 fails" in notes
+    assert "another error: LookupError: ended 1 fails" in notes
 
 
 def test_an_error_in_ended_alone_leaves_after_the_others_have_run() -> None:

@@ -87,7 +87,7 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
     Example:
         >>> check_function("Reporting", "report", lambda value: None, "value", "step")
         Traceback (most recent call last):
-        TypeError: Reporting(report=...): the function is called as report(value, step): too many positional arguments
+        TypeError: Reporting(report=...): the function cannot be called as report(value, step): too many positional arguments
     """
     if optional and function is None:
         return function
@@ -101,7 +101,8 @@ def check_function(owner: object, argument: str, function: F, *takes: str, optio
     try:
         signature.bind(*takes)
     except TypeError as error:
-        raise TypeError(f"{_call(owner, argument, function)}: the function is called as {call}: {error}") from None
+        wrong = f"{_call(owner, argument, function)}: the function cannot be called as {call}: {error}"
+        raise TypeError(wrong) from None
     return function
 
 

@@ -70,7 +70,7 @@ TABLE: Mapping[str, Mapping[DeviceFeature, Support]] = {
         **dict.fromkeys(_F, _EXPECTED),
         _F.PREFETCH: _PREFETCH,
         _F.STATISTICS: Support("expected", "current memory, because torch records no peaks"),
-        _F.FLOAT64: Support("refused", "MPS has no float64; convert it to float32, or train on the CPU"),
+        _F.FLOAT64: Support("refused", "MPS has no float64; convert the tensors to float32, or train on the CPU"),
         _F.COLLECTIVES: Support(
             "refused", "torch.distributed has no backend for MPS; train in a single process, or on the CPU with gloo"
         ),
@@ -116,9 +116,9 @@ def refusal(device: str | torch.device, *features: DeviceFeature) -> str | None:
     for feature in features:
         cell = support(device, feature)
         if cell.status == "refused":
-            return f"{feature.value} does not work on {device}: {cell.note}"
+            return f"{device} does not support {feature.value}: {cell.note}"
         if device.type == "xpu" and feature in (_F.SCALER, _F.FLOAT64) and not _xpu_has_float64(device):
-            return f"{feature.value} does not work on {device}: this GPU has no float64; use bfloat16 or float32"
+            return f"{device} does not support {feature.value}: this GPU has no float64; use bfloat16 or float32"
     return None
 
 

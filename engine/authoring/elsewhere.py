@@ -72,7 +72,7 @@ RUN = {
     "callbacks": "attach the handlers: engine.attach(...)",
     "accumulate_grad_batches": "attach GradientAccumulation(steps)",
     "ckpt_path": "attach Checkpoint(folder, resume=True)",
-    "dataloader": "give the data first: run(data, ...)",
+    "dataloader": "pass the data as the first argument: run(data, ...)",
     "epochs": "write max_epochs=",
     "device": "attach DeviceTransfer(device)",
     "devices": "attach DistributedDataParallel()",
@@ -82,7 +82,7 @@ RUN = {
     "iterations": "write max_iters=",
     "limit_train_batches": "attach LimitBatches(...), or write epoch_length=",
     "limit_val_batches": "attach LimitBatches(...)",
-    "loader": "give the data first: run(data, ...)",
+    "loader": "pass the data as the first argument: run(data, ...)",
     "logger": "attach a logger, such as CSVLogger(path)",
     "max_grad_norm": "attach GradientClipping(max_norm)",
     "max_iterations": "write max_iters=",
@@ -97,9 +97,9 @@ RUN = {
     "steps": "write max_steps=",
     "strategy": "attach DistributedDataParallel(), or FullyShardedDataParallel()",
     "steps_per_epoch": "write epoch_length=",
-    "train_dataloader": "give the data first: run(data, ...)",
-    "train_dataloaders": "give the data first: run(data, ...)",
-    "train_loader": "give the data first: run(data, ...)",
+    "train_dataloader": "pass the data as the first argument: run(data, ...)",
+    "train_dataloaders": "pass the data as the first argument: run(data, ...)",
+    "train_loader": "pass the data as the first argument: run(data, ...)",
     "val_data": "attach Validation(data)",
     "val_dataloader": "attach Validation(data)",
     "val_dataloaders": "attach Validation(data)",
@@ -111,20 +111,20 @@ RUN = {
 CONSTRUCTOR = {
     "accelerator": "attach DeviceTransfer(device)",
     "callbacks": "attach the handlers: engine.attach(...)",
-    "criterion": "give it to the update: Update.supervised(loss, optimizer)",
-    "data": "give it to run: engine.run(data, ...)",
+    "criterion": "pass it to the update: Update.supervised(loss, optimizer)",
+    "data": "pass the data to run: engine.run(data, ...)",
     "device": "attach DeviceTransfer(device)",
     "gradient_clip_val": "attach GradientClipping(max_norm)",
     "handlers": "attach the handlers: engine.attach(...)",
     "logger": "attach a logger, such as CSVLogger(path)",
-    "loss": "give it to the update: Update.supervised(loss, optimizer)",
-    "loss_fn": "give it to the update: Update.supervised(loss, optimizer)",
-    "lr": "give it to the update: Update.supervised(loss, optimizer, lr=...)",
+    "loss": "pass it to the update: Update.supervised(loss, optimizer)",
+    "loss_fn": "pass it to the update: Update.supervised(loss, optimizer)",
+    "lr": "pass it to the update: Update.supervised(loss, optimizer, lr=...)",
     "module": "write model=",
     "net": "write model=",
     "network": "write model=",
-    "optimizer": "give it to the update: Update.supervised(loss, optimizer)",
-    "optimizers": "give it to the update: Update.supervised(loss, optimizer)",
+    "optimizer": "pass it to the update: Update.supervised(loss, optimizer)",
+    "optimizers": "pass it to the update: Update.supervised(loss, optimizer)",
     "precision": "attach MixedPrecision(), or TruePrecision()",
     "random_state": "write seed=",
     "train": "write training=",
@@ -208,7 +208,7 @@ def unknown_name(package: str, name: str) -> str:
         >>> unknown_name("signalfire", "Checkpoint")
         '; it is in signalfire.handlers'
         >>> unknown_name("signalfire", "ModelCheckpoint")
-        '; here it is Checkpoint, in signalfire.handlers'
+        '; use Checkpoint, in signalfire.handlers'
     """
     if name.startswith("_"):
         return ""
@@ -269,6 +269,6 @@ def instead(name: str, table: dict[str, str]) -> str:
 
     Example:
         >>> instead("fit", ENGINE)
-        '; here it is engine.run(data, max_epochs=...)'
+        '; use engine.run(data, max_epochs=...)'
     """
-    return f"; here it is {table[name]}" if name in table else ""
+    return f"; use {table[name]}" if name in table else ""

@@ -263,7 +263,7 @@ class _FractionOfEpoch:
         connections = [one for signal in engine.signals.all() for one in signal.connections]
         whose = next((repr(one) for one in connections if one.when is self), "an interval")
         return (
-            f"{whose}: {self}: the epoch length is unknown, because the data has no length; pass epoch_length= to "
+            f"{whose} ({self}): the epoch length is unknown, because the data has no length; pass epoch_length= to "
             "run(), or use an interval in iterations, such as '500it'"
         )
 

@@ -173,7 +173,7 @@ class Log(Part["Engine"]):
             pixels, problem = as_pixels(image, layout)
         except (ValueError, RuntimeError) as error:
             way_out = "pass 1 or 3 channels, and layout= if the channels do not come first"
-            self._report("image", name, f"it is not logged: {error}", way_out)
+            self._report("image", name, f"the image is not logged: {error}", way_out)
             return
         if problem is not None:
             self._report("image", name, *problem)
@@ -208,12 +208,12 @@ class Log(Part["Engine"]):
         try:
             histogram = Histogram.of(torch.as_tensor(values))
         except (ValueError, RuntimeError) as error:  # of a layout or a kind of tensor that torch cannot count
-            self._report("histogram", name, f"it is not logged: {error}", "pass a dense tensor of numbers")
+            self._report("histogram", name, f"no histogram is logged: {error}", "pass a dense tensor of numbers")
             return
         if histogram.left_out or not histogram.counts:
-            what = f"{histogram.left_out} values are not finite" if histogram.left_out else "there are no values"
-            way_out = "find the source of these values, or do not log them"
-            self._report("histogram", name, f"{what}, which the histogram leaves out", way_out)
+            left_out = f"the histogram leaves out {histogram.left_out} values that are not finite"
+            what = left_out if histogram.left_out else "there are no values, so no histogram is logged"
+            self._report("histogram", name, what, "find the source of these values, or do not log them")
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)
 
@@ -314,17 +314,17 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(pixels.dim(), "") if layout is None else layout
     if layout not in get_args(Layout) or len(layout) != pixels.dim():
         raise ValueError(
-            f"an image of shape {tuple(pixels.shape)} with layout={layout!r}, but the layout needs one letter for each "
-            "dimension"
+            f"its shape {tuple(pixels.shape)} does not match layout={layout!r}, because a layout has one letter for "
+            "each dimension"
         )
     pixels = pixels.permute([layout.index(letter) for letter in "NHWC" if letter in layout])
     pixels = pixels if "N" in layout else pixels.unsqueeze(0)
     pixels = pixels if "C" in layout else pixels.unsqueeze(-1)
     count, height, width, channels = pixels.shape
     if channels not in (1, 3) or pixels.numel() == 0:
-        raise ValueError(f"an image of {height} x {width} with {channels} channels ({layout})")
+        raise ValueError(f"an image of {height} x {width} pixels with {channels} channels ({layout}) cannot be shown")
     if pixels.is_complex():
-        raise ValueError("an image of complex numbers")
+        raise ValueError("complex numbers cannot be shown")
     real, most = pixels.is_floating_point(), 1 if pixels.is_floating_point() or pixels.dtype is torch.bool else 255
     problem = _out_of_range(widened(pixels), real)
     pixels = pixels if pixels.dtype in (torch.float32, torch.float64) else widened(pixels)
@@ -341,8 +341,8 @@ def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:
     if low >= -slack and high <= most + slack:
         return None
     return (
-        f"its values go from {low:.4g} to {high:.4g}; {'floats' if real else 'integers'} are shown from 0 to {most}, "
-        "and other values are clamped",
+        f"its values range from {low:.4g} to {high:.4g}, but {'floats' if real else 'integers'} are shown from 0 to "
+        f"{most}, and other values are clamped",
         "scale the image, e.g. (x - x.min()) / (x.max() - x.min())",
     )
 

@@ -95,8 +95,8 @@ def no_direction(metric: str, by: str, mode_of: str = "") -> ValueError:
     """The error for a metric whose direction nobody knows; ``mode_of`` is what takes mode=, if not the handler itself."""
     taker = f"{mode_of} " if mode_of else ""
     return ValueError(
-        f"{by} monitors {metric!r}, but it is not known whether smaller or greater values are better; give "
-        f"{taker}mode='min' or mode='max', or declare the direction with the metric: Average(function, "
+        f"{by} monitors {metric!r}, but it is not known whether smaller or greater values are better; pass "
+        f"{taker}mode='min' or mode='max', or declare the direction in the metric: Average(function, "
         "higher_is_better=True)"
     )
 
@@ -303,8 +303,8 @@ class Monitor:
             engine.findings.report(
                 "W02",
                 f"{self.handler}: the monitored metric {self.metric!r} is NaN, {effect}",
-                "find the source of the NaN: NonFiniteGuard skips steps whose loss or gradients are not finite, and "
-                "EarlyStopping stops at the first such value",
+                "find the source of the NaN; NonFiniteGuard can skip steps with a non-finite loss or gradients, and "
+                "EarlyStopping can stop the run at the first non-finite value of its metric",
                 name,
             )
 
@@ -331,9 +331,9 @@ class Monitor:
             if _differ(first, other):
                 raise ValueError(
                     f"{self.handler} monitors {self.metric!r}, which differs between the ranks: rank 0 has "
-                    f"{_shown(first)}, rank {rank} has {_shown(other)}, so the ranks would decide differently; measure "
-                    "the metric with Metrics or Validation, which merge over all ranks, or average it with "
-                    "engine.processes.sum"
+                    f"{_shown(first)}, rank {rank} has {_shown(other)}, so the ranks would make different decisions; "
+                    "measure the metric with Metrics or Validation, which combine the values of all ranks, or average "
+                    "it with engine.processes.sum"
                 )
 
     def better(self, value: float, best: float | None) -> bool:

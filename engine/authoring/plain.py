@@ -82,7 +82,7 @@ def plain_value(where: str, value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return [plain_value(f"{where}[{place}]", one) for place, one in enumerate(value)]
     raise TypeError(
-        f"{where}={value!r}): a {type(value).__name__} is not a plain value; give a str, a number, True, False, None, "
+        f"{where}={value!r}): a {type(value).__name__} is not a plain value; pass a str, a number, True, False, None, "
         "or a list or mapping of such values"
     )
 

@@ -48,7 +48,7 @@ class Needed(NamedTuple):
 
 
 NEEDED: Mapping[str, Needed] = {
-    "FullyShardedDataParallel": Needed((2, 13), "FSDP2 then frees gathered weights after an evaluation"),
+    "FullyShardedDataParallel": Needed((2, 13), "older versions do not free gathered weights after evaluations"),
 }
 """Handlers that need a newer torch than the oldest one."""
 

@@ -214,7 +214,7 @@ class Boundary(Part["Kernel"]):
         if state.stop_reason is not None:
             return f"the run was stopped ({state.stop_reason})"
         if left is not None and left <= 0:
-            return f"its max_time of {state.max_seconds:g} s ended during the start,"
+            return f"max_time={state.max_seconds:g} s ran out before the first iteration,"
         return "the run reached its bounds"
 
     def stops_now(self) -> bool:
@@ -241,8 +241,8 @@ class Boundary(Part["Kernel"]):
         self._empty_epochs = 0 if state.epoch_iteration else self._empty_epochs + 1
         if self._empty_epochs >= _MOST_EMPTY and state.max_epochs is state.max_seconds is None:
             raise RuntimeError(
-                f"{_MOST_EMPTY} epochs in a row ended before their first iteration ({self.epoch_stop!r}), so the run "
-                "would never end; call terminate_epoch() at ITERATION_COMPLETED, or pass max_epochs= to run()"
+                f"{_MOST_EMPTY} epochs in a row ended before their first iteration (reason: {self.epoch_stop!r}), so "
+                "the run would never end; call terminate_epoch() at ITERATION_COMPLETED, or pass max_epochs= to run()"
             )
 
     def _may_stop(self) -> bool:

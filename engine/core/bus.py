@@ -41,7 +41,7 @@ class Bus(blinker.Namespace):
         if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
             raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
         if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
-            raise ValueError(f"register_events({catalogue!r}): two catalogues have this name; rename one of them")
+            raise ValueError(f"register_events({catalogue!r}): another catalogue has this name; rename one of them")
         self._catalogues.add(catalogue)
 
     def of(self, event: EventEnum) -> Signal:
@@ -52,7 +52,7 @@ class Bus(blinker.Namespace):
         """
         if not isinstance(event, EventEnum):
             resolve(event)
-            raise TypeError(f"{event} has a filter; only an event without a filter has a signal")
+            raise TypeError(f"{event} has a filter, but only an event without a filter has a signal")
         if type(event) not in self._catalogues:
             raise ValueError(
                 f"{event} is not registered with this engine; call engine.register_events({type(event).__name__}) first"

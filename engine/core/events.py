@@ -134,7 +134,7 @@ class EventEnum(Enum, metaclass=_Catalogue):
         """Raise an error for a filter that selects nothing, or everything."""
         if chosen.once is not None and chosen.every is not None:
             raise ValueError(
-                f"{self}: every={chosen.every} and once={sorted(chosen.once)} contradict each other; give only one"
+                f"{self}: every={chosen.every} and once={sorted(chosen.once)} contradict each other; pass only one"
             )
         if chosen == Filter():
             raise TypeError(

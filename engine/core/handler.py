@@ -174,7 +174,7 @@ class Handler:
     def __init__(self, *, name: str | None = None) -> None:
         if name is not None and (not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_.-]+", name)):
             raise ValueError(
-                f"{type(self).__name__}: name={name!r}: expected ASCII letters, digits, '_', '-' and '.' only"
+                f"{type(self).__name__}: name={name!r}: expected only ASCII letters, digits, '_', '-' and '.'"
             )
         self._name = name
 

@@ -79,7 +79,7 @@ class Kernel:
 
     def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
         """The error for arguments that `run` does not take; rooms also suggest the right ones."""
-        return f"run() takes the data, and its bounds by name, but got {[*unnamed, *unknown]}"
+        return f"run() takes only the data by position and the bounds as keywords, but got {[*unnamed, *unknown]}"
 
     def _furnish(self) -> None:
         self.boundary = Boundary(self)

@@ -144,10 +144,10 @@ class Overrides(Part["Kernel"]):
         """
         engine = self.engine
         if not isinstance(what, Override):
-            raise ValueError(f"{by!r} replaces {what!r}: expected one of {', '.join(map(str, Override))}")
+            raise ValueError(f"{by!r} replaces {what!r}; expected one of {', '.join(map(str, Override))}")
         if what is Override.GRADIENTS and not engine.training:
             raise ValueError(
-                f"{by!r} replaces the computation of gradients, but this engine only evaluates, so it has none"
+                f"{by!r} replaces the computation of gradients, but this engine only evaluates and computes none"
             )
         if what is Override.WINDOW:
             for target in engine.updates if update is None else (engine.find_update(update),):

@@ -113,8 +113,8 @@ class Recomputation:
         """`average` of gradients that were computed again."""
         if not losses:
             raise RuntimeError(
-                f"update {update.name!r} returned a loss at first, but none when the step computed its gradients again "
-                f"(evaluation {update.evaluation}); forward and loss must return the same each time"
+                f"update {update.name!r} returned a loss at first, but none in evaluation {update.evaluation}, when "
+                "the step computed the gradients again; forward and loss must give the same result in every evaluation"
             )
         if not update.window.average(update.parameters):
             update.skip(NO_WEIGHT)

@@ -85,7 +85,7 @@ class Regions:
                 if leaving is None or (isinstance(leaving, Exception) and not isinstance(problem, Exception)):
                     leaving = problem  # an interrupt is never swallowed
                 elif problem is not leaving:
-                    leaving.add_note(f"besides, {type(problem).__name__}: {problem}")
+                    leaving.add_note(f"another error: {type(problem).__name__}: {problem}")
         if leaving is not error and leaving is not None:
             raise leaving
 
@@ -102,6 +102,6 @@ def note_problems(problems: list[BaseException], error: BaseException | None) ->
     for problem in problems:
         if leaving is not None and problem is not leaving:
             notes = "; ".join(getattr(problem, "__notes__", ()))
-            leaving.add_note(f"besides, {type(problem).__name__}: {problem} ({notes})")
+            leaving.add_note(f"another error: {type(problem).__name__}: {problem} ({notes})")
     if leaving is not None and leaving is not error:
         raise leaving

@@ -77,8 +77,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"engine.handlers has no attribute {name!r}: handlers are found by name, engine.handlers[{name!r}], or by class, "
-            "engine.find(EMA)"
+            f"engine.handlers has no attribute {name!r}; find a handler by its name, engine.handlers[{name!r}], or by "
+            "its class, engine.find(EMA)"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -119,9 +119,9 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             hint = (
                 f"pass an instance: {handler.__name__}(...)"
                 if isinstance(handler, type)
-                else "pass the handlers one by one, or in a list: attach(*handlers)"
+                else "pass the handlers as separate arguments, or in a single list that is not nested"
                 if isinstance(handler, list | tuple | dict | set)
-                else ("for a plain function use engine.on(event) or engine.connect(event, function)")
+                else ("for a plain function, use engine.on(event) or engine.connect(event, function)")
             )
             raise TypeError(f"attach({handler!r}): expected a Handler; {hint}")
         if isinstance(handler, Service) and handler.name not in self._services:
@@ -129,7 +129,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             return
         self._refuse_name(handler)
         if handler.engine is not None:
-            raise ValueError(f"{handler!r} is attached to a different engine; detach it there first")
+            raise ValueError(f"{handler!r} is attached to a different engine; detach it from that engine first")
         if handler.trains and not self.engine.training:
             raise ValueError(
                 f"{handler!r} is for training, but this engine only evaluates, because its updates have no optimizer"
@@ -258,8 +258,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             services = [record.handler for record in self._services.values()]
             optional = ", ".join(repr(one.name) for one in services if isinstance(one, Service) and not one.essential)
             raise ValueError(
-                f"{handler.name!r} is a service that every run depends on, so it can be neither disabled nor detached; "
-                f"the services that can be are {optional}"
+                f"{handler.name!r} is a service that every run depends on, so it cannot be disabled or detached; among "
+                f"the services, only {optional} can be"
             )
 
     def _refuse_setup(self, handler: Handler) -> None:
@@ -269,7 +269,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             ):
                 raise RuntimeError(
                     f"{handler!r} sets up the model or the optimizers before a run, so it cannot join or leave a run "
-                    "that has started; attach, detach or toggle the handler between two runs"
+                    "that has started; attach, detach, enable or disable it between two runs"
                 )
 
     # ---- joining and leaving --------------------------------------------------------------------------------------
@@ -355,7 +355,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
                 if not hasattr(handler, event):
                     raise AttributeError(
                         f"{kind}.{subscription.method} is declared with @on({event!r}), but the handler has no "
-                        "attribute of this name; set it in __init__ to an event, an interval or None"
+                        f"attribute {event!r}; set self.{event} in __init__ to an event, an interval or None"
                     )
                 if (every := getattr(handler, event)) is None:
                     continue
@@ -454,8 +454,8 @@ class _Without:
         self._entered = True
         if (engine := self._engine()) is not None and engine.running:
             raise RuntimeError(
-                f"without({', '.join(map(repr, self._names))}) was called during a run, where a disabled handler stays "
-                "disabled at least until the next iteration boundary; set handler.enabled instead"
+                f"without({', '.join(map(repr, self._names))}) was called during a run, but in a run, a disabled "
+                "handler stays disabled at least until the next iteration boundary; set handler.enabled instead"
             )
         with ExitStack() as stack:
             for handler in [handler for handler in self._handlers if handler.enabled]:

@@ -51,7 +51,7 @@ def check_arguments(kind: type, given: Mapping[str, Any], other_names: Mapping[s
         return
     for name in given:
         if name not in parameters:
-            hint = f"; here it is {other_names[name]}" if name in other_names else did_you_mean(name, parameters)
+            hint = f"; use {other_names[name]}" if name in other_names else did_you_mean(name, parameters)
             raise TypeError(f"{kind.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 

@@ -60,8 +60,8 @@ def build_optimizers(engine: Kernel) -> None:
             update.window.kept = []
         if own and set(own).isdisjoint(update.parameters):
             raise ValueError(
-                f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters; the "
-                "optimizer was built for a different model, or before the model's parameters were replaced; pass a "
+                f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters, "
+                "because it was built for a different model, or before the model's parameters were replaced; pass a "
                 f"factory instead, such as partial(torch.optim.{type(update.optimizer).__name__}, lr=...)"
             )
 

@@ -118,8 +118,8 @@ class Signal(blinker.NamedSignal):
         """
         if sender is not ANY:
             raise ValueError(
-                f"{self.event}: sender={sender!r}: a signal belongs to one engine and takes no sender; connect to the "
-                "signal of that engine"
+                f"{self.event}: sender={sender!r}: signals take no sender, because each signal belongs to one engine; "
+                "connect to that engine's signal"
             )
         if weak:
             raise ValueError(

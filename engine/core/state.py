@@ -85,7 +85,7 @@ class MetricStore(dict[str, Any]):
         if name in self.owners:
             raise KeyError(
                 f"the metric {name!r} has no value yet: {self.owners[name]!r} writes it later, for example at the end "
-                "of an epoch or after a validation; read the metric after that, or with metrics.get()"
+                "of an epoch or after a validation; read the metric at that point, or use metrics.get()"
             )
         there = ", ".join(f"{one} (by {self.owners[one]!r})" if one in self.owners else one for one in known)
         raise KeyError(
@@ -341,7 +341,7 @@ class State:
         else:
             return
         raise ValueError(
-            f"{changed}, but only the engine counts; to end a run or an epoch, call engine.terminate() or "
+            f"{changed}, but only the engine may change it; to end a run or an epoch, call engine.terminate() or "
             "terminate_epoch(); to return to an earlier state, call engine.snapshots.restore(state)"
         )
 

@@ -46,7 +46,8 @@ class CombinedData:
         self.parts = list(parts.values() if isinstance(parts, Mapping) else parts)
         if all(length is None for length in self._measure()):
             raise TypeError(
-                "CombinedData(mode='min'): no part has a length; the length of the epoch needs at least one"
+                "CombinedData(mode='min'): no part has a length, so the epoch has none; pass at least one part that "
+                "has a length"
             )
 
     def _measure(self) -> list[int | None]:
@@ -101,7 +102,9 @@ class CombinedData:
         while times == 0 or self.mode == "cycle":
             yield from _from(self.parts[place], offset, derived_seed(key, place, times), times)
             if length is None:
-                raise ValueError(f"CombinedData: part {place} ended before the shortest part that has a length")
+                raise ValueError(
+                    f"CombinedData: part {place}, which has no length, ended before the shortest part that has a length"
+                )
             times, offset = times + 1, 0
         while True:
             yield None
@@ -136,7 +139,7 @@ class ReloadedData:
 
     def __init__(self, load: Callable[[int], Any], *, every: int = 1) -> None:
         if not callable(load):
-            raise TypeError(f"ReloadedData(load={load!r}): expected a function that takes the number of the epoch")
+            raise TypeError(f"ReloadedData(load={load!r}): expected a function that takes the epoch number")
         self.load = load
         self.every = check_int(self, "every", every)
         self._loaded: tuple[int, Any] | None = None

@@ -71,6 +71,7 @@ def check_same_extent(saved: Mapping[str, Any], now: Mapping[str, Any], place: s
         if name in saved and name in now and saved[name] != now[name]:
             raise ValueError(
                 f"the loaded state was saved inside an epoch ({place}) over data with {saved[name]} {words}, but this "
-                f"data ({kind}) has {now[name]}, so the position does not apply; resume with the data of that run, "
-                "load a state saved at the end of an epoch, or load only the weights with engine.load_weights(state)"
+                f"data ({kind}) has {now[name]}, so the saved position does not apply to it; resume with the data of "
+                "the saved run, load a state saved at the end of an epoch, or load only the weights with "
+                "engine.load_weights(state)"
             )

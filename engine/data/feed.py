@@ -106,8 +106,8 @@ class Feed(PlainFeed):
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
                 f"run(): the previous run stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} "
-                f"iterations, but this data is a different {type(data).__name__}, so it is read from its beginning. To "
-                "continue where the run stopped, pass the same object",
+                f"iterations, but this data is a different {type(data).__name__}, so it is read from the beginning. To "
+                "continue where that run stopped, pass the same data object",
             )
         return bool(same)
 
@@ -261,7 +261,7 @@ class Feed(PlainFeed):
                 raise DataError(f"the data ({kind}) is empty: it yielded no batch{again}")
             return False
         if taken == 0:
-            raise DataError(f"the data ({kind}) is empty: it yielded no batch, or cannot be iterated again")
+            raise DataError(f"the data ({kind}) yielded no batch: it is empty, or it cannot be iterated again")
         if source.continues:
             return True  # with epoch_length=, the data may be as long as it is
         if source.evaluates and not source.processes.distributed:
@@ -269,9 +269,10 @@ class Feed(PlainFeed):
             return False
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__, or, "
-            f"if the length is an estimate, pass run(epoch_length={taken}) or a number that differs from the length"
+            f"if the length is an estimate, pass run(epoch_length={taken}), or any epoch_length= that differs from the "
+            "length"
             + (
-                f"; with epoch_length={source.length}, each epoch is one pass of that length"
+                f"; because epoch_length={source.length} equals the length, each epoch is one pass over the data"
                 if source.given_length
                 else ""
             )

@@ -77,7 +77,7 @@ def _refuse_endless(engine: Engine, data: Any) -> None:
     if endless and engine.feed.current.epoch_length is None and not bounded and not may_end:
         raise ValueError(
             f"run(): the data (itertools.{type(data).__name__}) never ends, so the first epoch would never end; pass "
-            "epoch_length=, max_iters= or max_steps=, or pass the data itself, which is read again in each epoch"
+            "epoch_length=, max_iters= or max_steps=, or pass data that ends, which is read again in each epoch"
         )
 
 
@@ -99,9 +99,9 @@ def _refuse_unknown_to_workers(data: Any) -> None:
     for what, one in given:
         if getattr(one, "__module__", None) == "__main__":
             raise ValueError(
-                f"run(): the data's {what} ({getattr(one, '__qualname__', one)}) was defined in an interactive session, where "
-                f"its {data.num_workers} worker processes, started by {method!r}, cannot find it; move it into a module and "
-                "import it, or use DataLoader(num_workers=0)"
+                f"run(): the data's {what} ({getattr(one, '__qualname__', one)}) was defined in an interactive "
+                f"session, so the {data.num_workers} worker processes (start method {method!r}) cannot import it; move "
+                "it into a module, or use DataLoader(num_workers=0)"
             )
 
 
@@ -117,8 +117,9 @@ def _compare_ranks(engine: Engine, data: Any) -> None:
         same = isinstance(engine.group.data, SameData)
         lengths = ", ".join(f"rank {rank}: {_in_words(one)}" for rank, (one, _) in enumerate(others))
         raise ValueError(
-            f"the data ({type(data).__name__}) is {use_of_data(same)} ranks, but differs in length: {lengths}; give all ranks "
-            "the same data" + ("" if same else ", or let each rank keep its own data with shard_policy='own'")
+            f"the data ({type(data).__name__}) is {use_of_data(same)} ranks, but its length differs between them: "
+            f"{lengths}; give all ranks the same data"
+            + ("" if same else ", or let each rank keep its own data with shard_policy='own'")
         )
     engine.feed.contents = [content for _, content in others]
 

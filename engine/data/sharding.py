@@ -40,8 +40,8 @@ def shard_policy(data: Any, processes: Processes, wanted: str) -> ShardPolicy:
         return "all"
     if isinstance(processes, VirtualShards) and _sampler_of_rank(data) is not None:
         raise ValueError(
-            f"the data ({type(data).__name__}) has a sampler that gives each rank its part, but with shards, each "
-            "process reads the batches of its shards; omit the sampler"
+            f"the data ({type(data).__name__}) has a sampler that splits the data over the ranks, but with shards, "
+            "each process already reads only the batches of its own shards; omit the sampler"
         )
     if wanted != "auto":
         return "round_robin" if wanted == "round_robin" else "own"

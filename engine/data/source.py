@@ -86,8 +86,8 @@ class Source:
         data = inner(self.data)
         if isinstance(data, Iterator):
             raise DataError(
-                f"restore(): the data ({type(data).__name__}) is an iterator, which cannot go back; pass an iterable "
-                "to run(), such as a DataLoader or a list"
+                f"restore(): the data ({type(data).__name__}) is an iterator, which cannot be rewound; pass an "
+                "iterable to run(), such as a DataLoader or a list"
             )
         if keeps_position(data) and "random" not in (position or {}):
             raise DataError(
@@ -414,8 +414,8 @@ class Source:
         for taken in range(wanted):
             if next(iterator, END) is END:
                 raise DataError(
-                    f"the saved run had read {wanted} batches, but this data ends after {taken}; "
-                    "resume with the data of that run"
+                    f"the saved run had read {wanted} batches, but this data ends after {taken}; resume with the data "
+                    "of the saved run"
                 )
         return iterator
 
@@ -481,7 +481,7 @@ class Source:
         if len(generators) != len(states):
             raise DataError(
                 f"the data of the saved run had {len(states)} generator(s), but this data "
-                f"({type(self.data).__name__}) has {len(generators)}; resume with the data of that run"
+                f"({type(self.data).__name__}) has {len(generators)}; resume with the data of the saved run"
             )
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)

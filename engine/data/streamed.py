@@ -64,8 +64,8 @@ class Streamed:
         except Exception as error:
             self.refused = True
             warnings.warn(
-                f"the data ({type(self.data).__name__}) has no position, because its state_dict() raised {error!r}. A "
-                "resumed run reads the batches of the epoch again",
+                f"the data ({type(self.data).__name__}) cannot save its position, because its state_dict() raised "
+                f"{error!r}. A resumed run reads the batches of the epoch again",
                 RereadingWarning,
                 stacklevel=2,
             )

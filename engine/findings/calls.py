@@ -26,7 +26,7 @@ __all__ = ["FirstCalls", "MetricCalls"]
 _SAMPLES = 64  # of a batch whose values are looked at
 _PADDED = 0.05  # share of targets from which on they are padding, and not a class
 _ABOVE_GUESSING = 5.0
-_PADDING = "the last step of the longest sequence, which is padding in the others"
+_PADDING = "the last step of the longest sequence, which is padding in the shorter sequences"
 
 
 @dataclass(frozen=True)
@@ -179,9 +179,10 @@ class FirstCalls(EagerMode):
         if repeated and target.dim() > 1 and bool((target != target.flatten()[0]).any()):
             yield (
                 "W98",
-                "the targets are equal to an input of the same batch, so a model that copies this input has no loss",
-                "for a language model, the target is the next token: inputs[:, :-1] and inputs[:, 1:]; for a model "
-                "that should reconstruct its inputs, allow W98",
+                "the targets are equal to an input of the same batch, so a model that copies this input has a loss of "
+                "zero",
+                "in a language model, the targets are the next tokens: use inputs[:, :-1] as inputs and inputs[:, 1:] "
+                "as targets; for a model that should reconstruct its inputs, allow W98",
             )
 
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
@@ -236,7 +237,8 @@ class FirstCalls(EagerMode):
         ):
             yield (
                 "W93",
-                f"a softmax is over dimension 0 of shape {shape}, so the samples of a batch compete with each other",
+                f"a softmax is applied over dimension 0 of a tensor of shape {shape}, so the samples of a batch "
+                "compete with each other",
                 "apply the softmax over the classes, or over the positions of each sample: dim=-1",
             )
 
@@ -250,7 +252,7 @@ class FirstCalls(EagerMode):
                 "W93",
                 f"a tensor of shape {before} is reshaped to {after}, which keeps the order of the values and so "
                 "mixes the dimensions",
-                "swap dimensions with transpose or permute",
+                "to swap dimensions, use transpose or permute",
             )
 
     def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
@@ -281,9 +283,9 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 def _term_without_gradient(value: float) -> Problem:
     return (
         "W99",
-        f"a term of the loss ({value:.3g}) has no gradient, so it changes nothing in training",
-        "compute the term from the parameters without .data, .detach(), .item() and no_grad(); second-order gradients "
-        "need create_graph=True",
+        f"a term of the loss ({value:.3g}) has no gradient, so it has no effect on training",
+        "compute the term from the parameters without .data, .detach(), .item() or no_grad(); second-order gradients "
+        "also need create_graph=True",
     )
 
 
@@ -291,16 +293,18 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
     """The only step that is taken of a recurrent layer, if it has seen no other one, or padding."""
     if one.length < 2 or one.taken != {0 if one.kind == "forward" else one.length - 1}:
         return
-    steps = f"of {one.length} steps of a"
+    steps = f"of the {one.length} output steps of a"
     if one.kind == "forward":
-        what = f"{steps} recurrent layer, only the first is used, and it has seen no other step"
+        what = f"{steps} recurrent layer, only the first one is used, which depends on no other step"
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
-        what = f"{steps} bidirectional layer, only the last is used, but its backward direction has seen no other step"
+        what = (
+            f"{steps} bidirectional layer, only the last one is used, whose backward direction depends on no other step"
+        )
         way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
     else:
         what, way_out = (
-            f"the model uses one step of padded sequences: {one.kind}",
+            f"the model uses only one step of padded sequences: {one.kind}",
             "use the hidden state that the layer returns",
         )
     yield "W94", what, way_out
@@ -319,7 +323,7 @@ def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
         yield (
             "W98",
             f"the targets are equal to column {int(same.nonzero()[0])} of the inputs, so a model that copies this "
-            "column has no loss",
+            "column has a loss of zero",
             "remove this column from the inputs",
         )
 
@@ -368,7 +372,7 @@ class MetricCalls(EagerMode):
         what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
         return (
             "W04",
-            f"its values are averaged over batches, but {what} over all samples is not the mean of its batch values",
+            f"its values are averaged over batches, but {what} over all samples differs from the mean over the batches",
             "use a torchmetrics metric, which accumulates over batches; or average the inner value and apply exp or "
             "sqrt afterwards, as Perplexity() does",
         )

@@ -29,8 +29,8 @@ _TEXTS = {
     "batch like a full one.",
     "W04": "A metric is not the mean over the samples, or may not be: it is the value of the last batch, or a mean "
     "of values that cannot be averaged.",
-    "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores are outside 0 to 1, as "
-    "logits are.",
+    "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores lie outside the range from "
+    "0 to 1, as logits do.",
     "W06": "A handler monitors a metric of the training data although a validation also measures metrics. Overfitting "
     "goes undetected.",
     "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop the run.",
@@ -43,27 +43,28 @@ _TEXTS = {
     "optimizer was built. They do not train.",
     "W12": "Optimizer steps ran, but no parameter received a gradient, so the model does not learn. Usually the "
     "graph is cut between the parameters and the loss.",
-    "W13": "Some parameters in the optimizer received no gradient in an epoch, so they do not train. It is "
-    "information if they are the smaller part.",
+    "W13": "Some parameters in the optimizer received no gradient in an epoch, so they do not train. The finding is "
+    "only informational if these are a minority.",
     "W14": "Modules were set to eval mode during training and stayed there, so dropout is off and batch statistics "
     "are frozen.",
     "W15": "Weights or the loss are NaN. Training cannot recover from NaN weights.",
-    "W16": "Gradients were cleared inside an accumulation window, so the step uses only the batches after that.",
+    "W16": "Gradients were cleared inside an accumulation window, so the step uses only the batches after that point.",
     "W17": "Your code calls `optimizer.step()`. The engine also calls it, so the engine does not count all steps.",
     "W18": "The learning rate is 0 for a whole epoch, so nothing is learned, or it is negative, so steps increase the "
     "loss.",
-    "W19": "A guard skipped steps, because their gradients or losses are not finite or far above the usual.",
+    "W19": "A guard skipped steps, because their gradients or losses were not finite, or were far above the usual "
+    "values.",
     # W2x: data
     "W20": "An evaluation draws its samples with replacement, so some count several times and others not at all.",
-    "W21": "The data yields more batches than its length says, or the data of an evaluation yields fewer. Schedules "
-    "and progress rely on the length.",
+    "W21": "The data yields more batches than its length says, or the evaluation data yields fewer. Schedules and "
+    "progress rely on the length.",
     "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so its tensors stay on their "
     "device.",
     "W23": "The data yields single samples or whole arrays, and each is treated as a batch.",
     "W24": "Workers of the `DataLoader` draw from generators that a resumed run does not restore, so the resume is "
     "not exact.",
-    "W25": "Ranks that should share the same data have different data. With splitting by rank, a part of it is never "
-    "used.",
+    "W25": "Ranks that should share the same data have different data. If the data is split by rank, part of it is "
+    "never used.",
     "W26": "Every worker reads the whole iterable dataset, so each sample appears once per worker in an epoch.",
     "W27": "BatchNorm normalizes over the batch, but each batch has one sample, so its statistics are those of that "
     "sample.",
@@ -72,12 +73,12 @@ _TEXTS = {
     # W3x: checkpoints and resuming
     "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
     "W31": "The run resumes from a saved state. It continues at the saved epoch and iteration.",
-    "W32": "The run resumes with other options, handlers or data than the run that saved the state, so it does not "
-    "continue that run exactly.",
+    "W32": "The run resumes with options, handlers or data that differ from those of the saved run, so it does not "
+    "continue the saved run exactly.",
     "W33": "Entries of the checkpoint folder cannot be read and are skipped.",
     "W34": "A log on disk is not the one that the loaded state continues, so rows may be missing.",
-    "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights of the "
-    "loaded state.",
+    "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights in the loaded "
+    "state.",
     "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
     "W37": "A run ended and its `Checkpoint` wrote nothing: its interval never occurred, or its metric never had a "
     "value.",
@@ -96,13 +97,13 @@ _TEXTS = {
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
     "process, so every rank writes the same files.",
-    "W47": "A saved state cannot be resumed from, or not exactly: a handler has no `load_state_dict`, `torch.load` "
-    "rejects an object, or what the forward or a handler changes is not saved.",
+    "W47": "A run cannot resume from a saved state, or not exactly, because a handler has no `load_state_dict`, "
+    "`torch.load` rejects an object, or a value that the forward or a handler changes is not saved.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation
-    "W50": "The samples of an evaluation change from one read to the next, as if random augmentation applied to "
-    "them. The metrics are noisy.",
+    "W50": "The evaluation samples change from one read to the next, as if random augmentation were applied to them, "
+    "so the metrics are noisy.",
     "W51": "An evaluator measures a model that is not the one being trained, so its metrics never change with the "
     "training.",
     "W52": "Parts of the model are in eval mode when a training run begins, so their dropout is off and their batch "
@@ -112,12 +113,11 @@ _TEXTS = {
     "W55": "After this run, an average of the weights still consists mostly of the initial weights, so the "
     "evaluation is worse than training was.",
     "W56": "An evaluator that runs separately measures the last weights instead of their averages (EMA, SWA).",
-    "W57": "An evaluation runs with modules in training mode, or computes dropout. Its metrics may be random, and batch "
-    "statistics may change.",
+    "W57": "An evaluation runs with modules in training mode, or applies dropout. Its metrics may be random, and "
+    "batch statistics may change.",
     "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",
-    "W59": "`drop_last=True` leaves out samples of an evaluation or of the training.",
-    "W60": "The inputs of an evaluation are on a different scale than the training inputs, so the normalization "
-    "differs.",
+    "W59": "`drop_last=True` leaves out evaluation samples or training samples.",
+    "W60": "The evaluation inputs are on a different scale than the training inputs, so the normalization differs.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar should show a metric that nothing measures.",
     "W62": "A logger is attached to an evaluator, so its log starts again with each evaluation.",
@@ -127,14 +127,15 @@ _TEXTS = {
     "W65": "A loss depends on the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, "
     "so it computes a different loss.",
     "W66": "Other code replaced the signal handler of `Preemption`, so a preemption signal does not save the run.",
-    "W67": "`load_state_dict` received the model's own tensors. `state_dict()` returns references, which changed with "
-    "the training.",
+    "W67": "`load_state_dict` received the model's own tensors. `state_dict()` returns references, so these tensors "
+    "changed during training.",
     "W68": "A function changes the trained weights when a run continues, because it initializes them at `STARTED`, "
     "which every `run()` emits.",
     "W69": "With `TruncatedBPTT`, the forward never carries the hidden state over, so each chunk starts from zero.",
     "W70": "Ranks that should each have their own data have the same data, so all train on the same samples.",
     # W7x: losses and gradients
-    "W71": "Two updates train the same parameters, so each loss changes what the other one trains.",
+    "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
+    "one trains.",
     "W72": "The loss receives the wrong kind of output, such as probabilities where it expects logits. It trains "
     "slowly, or not at all.",
     "W73": "Output and targets have different shapes and broadcast in the loss, so every output is compared with "
@@ -153,8 +154,8 @@ _TEXTS = {
     "times.",
     "W82": "The runs of a study start with different handlers, weights or data than earlier runs with the same seed, "
     "so the runs depend on each other.",
-    "W83": "The loss is a sum over the batch, but the engine averages the batches of a window, so a short batch has "
-    "less weight than its samples.",
+    "W83": "The loss is a sum over the batch, but the engine averages the batches of a window, so the step matches "
+    "neither the sum nor the mean over the window.",
     "W84": "Optimizer steps ran, but no weight changed, because gradients are zero, or steps are below the precision "
     "of the weights.",
     "W85": "A function returns a batch or a loss, but return values of connected functions are ignored.",
@@ -168,13 +169,13 @@ _TEXTS = {
     "W90": "The loss is a negated distance, so minimizing it increases the distance.",
     "W91": "A function evaluates the model in training mode, where dropout and batch normalization behave differently.",
     "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
-    "W93": "Values of different samples or positions are mixed, by a reshape instead of a transpose, or a softmax "
-    "over the batch.",
+    "W93": "A reshape in place of a transpose, or a softmax over the batch, mixes the values of different samples or "
+    "positions.",
     "W94": "The forward uses a time step of a recurrent layer that is padding, or that has seen only one step of the "
     "sequence.",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
-    "W96": "The loss is a mean over targets, but the batches of a window have different numbers of them and count "
-    "equally.",
+    "W96": "The loss is a mean over targets, but the batches of a window count equally although their numbers of "
+    "targets differ.",
     "W97": "The first loss is far above the loss of guessing, because the inputs or the initial weights are too large.",
     "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
     "W99": "A term of the loss has no gradient, so it changes the reported loss but trains nothing.",
@@ -193,7 +194,7 @@ _TEXTS = {
     "C09": "Parameters are frozen (`requires_grad=False`).",
     "C10": "Two handlers write to the same file.",
     "C11": 'A checkpoint is named "best", but keeps the latest states, because it monitors no metric.',
-    "C12": "Batches and model are on different devices, and nothing moves the batches.",
+    "C12": "The batches and the model are on different devices, and nothing moves the batches.",
     "C13": "The training data is not shuffled.",
     "C14": "The validation data contains training samples, so it cannot show overfitting.",
     "C15": "An evaluator has a different model, which shares no parameters with the one being trained.",
@@ -210,8 +211,8 @@ _TEXTS = {
     "C26": "A function clips gradients at an event where no gradients exist, or before the accumulation window is "
     "complete.",
     "C27": "The model keeps trainable tensors or layers in a plain list or attribute, where PyTorch does not find "
-    "them: they are neither trained, moved nor saved.",
-    "C28": "An optimizer has an option with which no training converges. Use values such as `lr=1e-3, "
+    "them, so they are not trained, moved or saved.",
+    "C28": "An optimizer option has a value with which no training converges. Use values such as `lr=1e-3, "
     "weight_decay=1e-2` with AdamW.",
     "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
     "C30": "The process was launched as one of several, such as by `torchrun`, but no handler connects the processes, "
@@ -223,18 +224,18 @@ _TEXTS = {
     "C34": "A BatchNorm layer keeps the statistics of almost no batch, or only of the last one, because its `momentum` "
     "is reversed.",
     "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
-    "C36": "The same layer object appears at several places in the model, so they share its weights. `[layer] * n` "
-    "does this.",
+    "C36": "The same layer object appears in several places in the model, so these places share its weights. `[layer] "
+    "* n` does this.",
     "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
     "C38": "A handler for several processes is attached in a notebook, which is a single process.",
     "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
-    "C40": "A metric name without prefix was taken for the validation metric.",
+    "C40": "A metric name without a prefix was taken for the validation metric.",
     "C41": "There are more processes than compute shards, so some are idle.",
     "C42": "A function is called only for the shards of its own process, so its result depends on the number of "
     "processes.",
     # G: what `handlers.Guards` finds in a run
-    "G01": "Parameters in the optimizer have no gradient, so they do not train. It is information if they are the "
-    "smaller part.",
+    "G01": "Parameters in the optimizer have no gradient, so they do not train. The finding is only informational if "
+    "these are a minority.",
     "G02": "All gradients are zero, so the step changes nothing.",
     "G03": "An optimizer step does not change the weights.",
     "G04": "The learning rate is 0.",
@@ -249,7 +250,7 @@ _TEXTS = {
     "G12": "Labels are outside the range of the classes, from 0 to one less than their number.",
     "G13": "The inputs have large values, so they do not seem normalized.",
     "G14": "The inputs or the loss are NaN or infinite.",
-    "G15": "Each batch has labels of a single class. It is information if it is always the same class.",
+    "G15": "Each batch has labels of a single class. The finding is only informational if it is always the same class.",
     "G16": "The model gives the same output for all samples of a batch.",
     "G17": "The loss is exactly the same for different batches, so it does not depend on the data.",
     "G18": "The learning rate is almost 0 before the middle of the run, because the schedule counts in the wrong unit.",
@@ -260,7 +261,7 @@ _TEXTS = {
     "classes.",
     "G23": "A spectral norm is evaluated before its first power iteration, so the weights are divided by a random "
     "number.",
-    "G24": "The mean loss of an epoch is that of guessing.",
+    "G24": "The mean loss of an epoch equals the loss of guessing.",
 }
 
 CODES: dict[str, tuple[Severity, str]] = {

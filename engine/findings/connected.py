@@ -52,8 +52,8 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
             and not _is_named(kind, name)
         ):
             return (
-                f"{kind.__name__}.{name} is never called, because it is named after an event but not decorated with "
-                "@on(...)",
+                f"{kind.__name__}.{name} is never called, because it has the name of an event but is not decorated "
+                "with @on(...)",
                 f"put @on(Events.{label.upper()}) above the method, or rename it",
             )
     if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
@@ -78,7 +78,7 @@ def report_double(engine: Engine, event: object, added: Connection, others: Iter
         if added.of(other.receiver):
             what = f"{added!r} is connected to {event} twice, so it is called twice"
         elif _replaces(added.receiver, other.receiver):
-            what = f"a second {added!r} is connected to {event} while the first one still is, so both are called"
+            what = f"a second {added!r} is connected to {event} while the first is still connected, so both are called"
         else:
             continue
         engine.remark(

@@ -56,8 +56,8 @@ def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> Non
     if any(one != contents[0] for one in contents):
         engine.findings.report(
             "W25",
-            f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but they "
-            f"have different data" + ("" if same else ", and a part of it is never used"),
+            f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but the "
+            "ranks have different data" + ("" if same else ", and part of it is never used"),
             "give all ranks the same data"
             if same
             else "give all ranks the same data, or let each rank keep its own data with shard_policy='own'",
@@ -119,8 +119,8 @@ def _report_workers(engine: Engine, data: Any) -> None:
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(
             "W24",
-            f"{', '.join(held)}: each worker has a copy of this generator, so workers and epochs draw the same "
-            "numbers, and a resumed run draws different ones",
+            f"{', '.join(held)}: each worker has its own copy of this generator, so all workers draw the same numbers "
+            "in every epoch, and a resumed run draws different numbers",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
@@ -174,7 +174,7 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
             if norm and any(parameter.requires_grad for parameter in module.parameters()):
                 engine.findings.report(
                     "W27",
-                    f"the batches have one sample, and {name}.{place} ({type(module).__name__}) normalizes over the "
+                    f"each batch has a single sample, but {name}.{place} ({type(module).__name__}) normalizes over the "
                     "batch",
                     "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
                 )
@@ -234,7 +234,7 @@ def report_length(engine: Engine, more: bool) -> None:
     """Report data that gives another number of batches than its length says: more, or so many as the epoch has."""
     data, length, given = engine.feed.current.data, engine.feed.current.length, engine.state.epoch_iteration
     if length is not None and (more or given != length):
-        what = f"gives more than {length} batches, which are not used" if more else f"gave {given} batches"
+        what = "it yields more batches, which are not used" if more else f"it yielded {given} batches"
         engine.findings.report(
             "W21",
             f"the data ({type(data).__name__}) has length {length}, but {what}",
@@ -268,7 +268,7 @@ def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
 def _report_no_loss(engine: Engine, began: int) -> None:
     state, update = engine.state, engine.updates[0]
     if state.batch is None and engine.feed.has_data:
-        who, way_out = "the data as its batches", "return the batch from the dataset or collate_fn"
+        who, way_out = "the data", "return the batch from the dataset or collate_fn"
     elif update.function is not None:
         who, way_out = f"the function {_name(update.function)}", "let it return the loss"
     elif update.output is None:
@@ -277,8 +277,8 @@ def _report_no_loss(engine: Engine, began: int) -> None:
         who, way_out = f"the loss {_name(update.loss_function)}", "let it return the loss"
     engine.findings.report(
         "W29",
-        f"update {update.name!r} ran no step in {state.completed - began} iterations, because None, which skips a "
-        f"batch, was returned by {who}",
+        f"update {update.name!r} ran no step in {state.completed - began} iterations, because {who} returned None, "
+        "which skips the batch",
         way_out,
     )
 

@@ -64,7 +64,8 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
             return  # each step is made with all samples, in whatever order
         yield finding(
             "C13",
-            f"the training data is not shuffled{', and sorted by class' if by_class else ': all epochs have the same batches'}",
+            "the training data is not shuffled"
+            + (" and is sorted by class" if by_class else ", so all epochs have the same batches"),
             "use DataLoader(..., shuffle=True)",
             severity="warning" if by_class else "info",
         )
@@ -123,7 +124,7 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
         trained, evaluated = _places(own), _places(other)
         shared = evaluated if trained is None else trained if evaluated is None else trained & evaluated
         if shared and other is not own:
-            yield _training_data(one.handler.name, f"has {len(shared)} samples of the training data")
+            yield _training_data(one.handler.name, f"contains {len(shared)} samples of the training data")
 
 
 def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
@@ -133,7 +134,7 @@ def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
         if one.data is it.data or type(one.data) is not list or _is_of_training(one) or _has_masks(one.data):
             continue
         if shared := sum(id(batch) in own for batch in one.data):
-            yield _training_data(one.handler.name, f"has {shared} of the {len(own)} batches of the training data")
+            yield _training_data(one.handler.name, f"contains {shared} of the {len(own)} batches of the training data")
 
 
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
@@ -148,7 +149,7 @@ def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
             continue  # few different samples, which are equal by chance
         shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
         if shared > 0.1 * len(other):
-            what = f"has {shared} samples that are equal to samples of the training data"
+            what = f"contains {shared} samples that are equal to samples of the training data"
             yield _training_data(one.handler.name, what)
 
 
@@ -265,8 +266,9 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
     for path, generator in held.items():
         yield finding(
             "C16",
-            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has a copy of it, "
-            f"so a run that resumes from {saves[0].name!r} draws different numbers if samples use it",
+            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has its own copy "
+            f"of it, so if samples use this generator, a run that resumes from {saves[0].name!r} draws different "
+            "numbers",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

@@ -104,7 +104,8 @@ class EpochChecks:
         if made > 1 and update.omitted_in == made and update.steps == 0 and update.raw_loss is None and not limited:
             engine.findings.report(
                 "C17",
-                f"update {update.name!r} ran in none of the {made} iterations of this run, because no plan included it",
+                f"update {update.name!r} did not run in any of the {made} iterations of this run, because no "
+                "iteration's plan included it",
                 "choose a smaller n for UpdateFrequency, or a longer run",
                 key=update.name,
             )
@@ -140,8 +141,8 @@ class EpochChecks:
             engine.remark(
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
-                + ("got a gradient" if before.counts_versions else "changed"),
-                "use engine.model in the forward, not an older model or a copy, without no_grad(), detach() or "
+                + ("received a gradient" if before.counts_versions else "changed"),
+                "in the forward, use engine.model, not an older model or a copy; do not call no_grad(), detach() or "
                 "item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
             )
@@ -183,13 +184,12 @@ class EpochChecks:
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
                 f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained, "
                 + (
-                    "because it was unfrozen after the optimizer was built"
+                    "because requires_grad was set to True after the optimizer was built"
                     if set(new) <= {*self._known} - known
                     else "because a layer was created or replaced after the optimizer was built"
                 ),
                 "create all layers before run() and pass the Update an optimizer factory, such as "
-                "partial(torch.optim.AdamW, lr=1e-3); or "
-                "call optimizer.add_param_group() for new ones",
+                "partial(torch.optim.AdamW, lr=1e-3); or call optimizer.add_param_group() for the new parameters",
             )
 
     def _check_modes(self) -> None:
@@ -202,7 +202,7 @@ class EpochChecks:
             engine.remark(
                 "W14",
                 f"{what} was set to eval mode during training and stayed there (seen at the end of epoch "
-                f"{engine.state.epoch}), so dropout and batch statistics are off",
+                f"{engine.state.epoch}), so dropout is off and batch statistics do not update",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
 
@@ -252,7 +252,7 @@ class EpochChecks:
                 "W17",
                 f"the optimizer of update {update.name!r} ran {counted_now - before.counted} steps in epoch "
                 f"{engine.state.epoch}, but the engine ran only {steps}",
-                "remove your optimizer.step(), because the engine calls it once per accumulation window",
+                "remove your call to optimizer.step(), because the engine calls it once per accumulation window",
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
@@ -260,7 +260,7 @@ class EpochChecks:
             engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} was 0 at the start and the end of epoch {engine.state.epoch}",
-                "check lr= and the schedule: its warm-up, and the unit of its length (steps or epochs)",
+                "check lr=, the warm-up of the schedule, and the unit of its length (steps or epochs)",
                 key=update.name,
             )
         if any(rate < 0 for rate in rates):
@@ -268,7 +268,7 @@ class EpochChecks:
                 "W18",
                 f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: "
                 f"{min(rates):.3g}, so steps increase the loss",
-                "check the schedule: its factor falls below zero",
+                "check the schedule, whose factor falls below 0",
                 key=update.name,
             )
 

@@ -48,8 +48,8 @@ def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int],
         engine.state.metrics.last_values.add(prefix + name)
         engine.findings.report(
             "W04",
-            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches. Unless the function "
-            "computes the mean, the value is that of the last batch, not the mean over the evaluation",
+            f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches. Unless your function "
+            "computes the mean, the metric has the value of the last batch, not the mean over the evaluation",
             f"let Metrics compute the mean: evaluator.attach(Metrics({name}=Average(function)))",
             key=prefix + name,
             severity="info",
@@ -86,7 +86,7 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
         engine.findings.report(
             "W51",
             f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not "
-            "change, so its metrics are not those of the model being trained",
+            "change, so its metrics do not describe the model being trained",
             "build the evaluator on the same module: Engine(update.evaluation(), model=trainer.model); or copy the "
             "weights at EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
@@ -126,7 +126,8 @@ def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[st
             "W53",
             f"the evaluator {evaluator!r} measures nothing, because no handler is attached and no function is "
             "connected",
-            "attach Metrics to the evaluator, such as Metrics(loss=Average()); on the trainer, they measure the training",
+            "attach Metrics to the evaluator, such as Metrics(loss=Average()); attached to the trainer, they measure "
+            "the training",
             key=id(evaluator),
         )
 
@@ -206,7 +207,7 @@ def report_drawn_samples(engine: Engine) -> None:
             "W20",
             f"the evaluation draws its samples with replacement ({type(sampler).__name__}), so some appear twice and "
             "others not at all",
-            "evaluate each sample once: DataLoader(dataset, batch_size) without a sampler",
+            "to evaluate each sample once, use DataLoader(dataset, batch_size) without a sampler",
             key=id(data),
         )
 
@@ -253,9 +254,9 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
     if others:
         evaluator.findings.report(
             "W60",
-            f"the first inputs of an evaluation have a mean of {found.mean:.3g} and a standard deviation of "
-            f"{found.spread:.3g}, but those of the training have {trained.mean:.3g} and {trained.spread:.3g}",
-            "normalize both with the mean and the standard deviation of the training inputs",
+            f"the first evaluation inputs have mean {found.mean:.3g} and standard deviation {found.spread:.3g}, but "
+            f"the training inputs have mean {trained.mean:.3g} and standard deviation {trained.spread:.3g}",
+            "normalize both with the mean and standard deviation of the training inputs",
         )
 
 
@@ -295,8 +296,10 @@ def report_random_samples(engine: Engine) -> None:
     if not engine.training and draws_at_random(data) and not _seeds_itself(data.dataset):
         engine.findings.report(
             "W50",
-            f"the samples of an evaluation ({type(data.dataset).__name__}) depend on random numbers, as if they were augmented",
-            "use no random transform for evaluation data; two splits of one dataset share its transform",
+            f"the evaluation samples ({type(data.dataset).__name__}) depend on random numbers, as if they were "
+            "augmented",
+            "do not apply random transforms to evaluation data; note that two splits of one dataset share its "
+            "transform",
             key=id(data),
         )
 
@@ -315,7 +318,7 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
         if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
             engine.findings.report(
                 "W56",
-                f"the state contains weight averages of its handler {name!r}, but the weights of the last step are "
+                f"the state contains the weight averages of the handler {name!r}, but the weights of the last step are "
                 "loaded",
                 "load trainer.weights() instead; or load the state into a trainer with this handler, and evaluate with "
                 "trainer.evaluate(evaluator, data)",
@@ -357,7 +360,7 @@ def report_raw_weights(engine: Engine) -> None:
             continue
         engine.findings.report(
             "W56",
-            f"run() of an evaluator measures the weights of the last step, not the averages that {handler.name!r} "
+            f"run() on an evaluator measures the weights of the last step, not the averages that {handler.name!r} "
             "keeps",
             "evaluate with the trainer: trainer.evaluate(evaluator, data); or load the averages as the weights: "
             "trainer.load_weights(trainer.weights())",

@@ -128,8 +128,8 @@ class FirstEvaluation:
         if dropout.seen and not any(part.training for _, part in engine.modules.parts()):  # else the end reports it
             engine.findings.report(
                 "W57",
-                f"the forward of update {update.name!r} computes dropout in an evaluation, because it calls a dropout "
-                "function without the mode",
+                f"the forward of update {update.name!r} applies dropout in an evaluation, because it calls a dropout "
+                "function without passing the mode",
                 "pass the mode: F.dropout(x, training=self.training); allow W57 if the randomness is intended",
                 key=update.name,
             )
@@ -151,8 +151,8 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
     for owner, events in unheard.items():
         engine.findings.report(
             "W49",
-            f"update {update.name!r}: {owner} receives {' and '.join(events)}, but {by!r} computes the gradients "
-            f"without compute(), which emits these events, so {owner} has no effect there",
+            f"update {update.name!r}: {owner} relies on {' and '.join(events)}, which only compute() emits, but {by!r} "
+            f"computes the gradients without calling compute(), so {owner} has no effect on this update",
             f"detach one of the two, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
@@ -313,7 +313,7 @@ class _Look:
                 "W76",
                 f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
                 "held with their graphs, so memory grows with each iteration",
-                "store loss.item() or output.detach(), even in sums over batches",
+                "store loss.item() or output.detach() instead, also when you sum over batches",
                 key=update.name,
             )
         nodes.append(weakref.ref(node))

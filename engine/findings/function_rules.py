@@ -87,11 +87,11 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
             if not is_users(one) or not _clips(one.receiver):
                 continue
             if signal.event not in _WITH_GRADIENTS:
-                what = f"the function {one!r} clips gradients at an event where no gradients exist, or not all of them"
+                what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
                 yield finding("C26", what, way_out)
             elif signal.event is Events.BACKWARD_COMPLETED and max(lengths) > 1:
-                what = f"the function {one!r} clips the gradients of each part of a window of {max(lengths)} batches"
-                yield finding("C26", f"{what}, not those of the whole step", way_out)
+                what = f"the function {one!r} clips gradients after each batch of a window of {max(lengths)} batches"
+                yield finding("C26", f"{what}, not the gradients of the whole step", way_out)
 
 
 def steps_of_their_own(it: Composition) -> Iterator[Finding]:
@@ -182,7 +182,8 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                     yield finding(
                         "W65",
                         f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine "
-                        "that calls it. Each evaluation counts from 1, so its loss differs from that of the training",
+                        "that calls it, which counts from 1 in each evaluation, so the evaluation computes a different "
+                        "loss than the training",
                         "read the position from trainer.state, not from the engine that is passed to the function",
                         [one.handler.name],
                     )

@@ -35,7 +35,7 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
         if first.shape[1] > 1 or loaded:  # another batch may be one sequence, with a target for each step
             engine.findings.report(
                 "W88",
-                f"the layer {layers[layer]!r} ({type(layer).__name__}) takes inputs of shape {list(first.shape)} as "
+                f"the layer {layers[layer]!r} ({type(layer).__name__}) reads inputs of shape {list(first.shape)} as "
                 f"{samples} time steps of {first.shape[1]} samples, but the batch has {samples} samples",
                 "build the layer with batch_first=True, or transpose its inputs",
                 key=layers[layer],

@@ -239,15 +239,15 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
     if result.dim() == 2 and _dimension(node) == 0 and result.shape[1] not in (1, result.shape[0]):
         yield (
             "W72",
-            f"log_softmax is over dimension 0 of shape {list(result.shape)}, so the samples of a batch compete with "
-            "each other, not the classes",
+            f"log_softmax is applied over dimension 0 of a tensor of shape {list(result.shape)}, so the samples of a "
+            "batch compete with each other, not the classes",
             "apply log_softmax over the classes: dim=1",
         )
     if result.shape[_dimension(node)] == 1:
         yield (
             "W79",
-            f"the softmax of the loss is over a single class (its input has shape {list(result.shape)}), so the loss "
-            "is the same whatever the model does",
+            f"the softmax in the loss is over a single class (its input has shape {list(result.shape)}), so the loss "
+            "is constant, whatever the model returns",
             "give the model one output per class, or use binary_cross_entropy_with_logits for one output",
         )
 
@@ -267,7 +267,7 @@ def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
         yield (
             "W72",
             f"{what} expects logits, but receives probabilities, the output of {found}",
-            f"remove the {found}, because the loss applies it",
+            f"remove the {found}, because the loss already applies it",
         )
 
 
@@ -282,8 +282,8 @@ def _nll_loss(node: Any) -> Iterator[Problem]:
     if sums.numel() and not torch.allclose(sums, torch.ones_like(sums), atol=0.02):
         yield (
             "W72",
-            "nll_loss expects log-probabilities, but the probabilities of its input add up to "
-            f"{float(sums.flatten()[0]):.3g}",
+            "nll_loss expects log-probabilities, but the exponentials of its input add up to "
+            f"{float(sums.flatten()[0]):.3g} instead of 1",
             "use cross_entropy for logits, or apply log_softmax",
         )
 
@@ -354,9 +354,9 @@ def _broadcast(node: Any) -> Iterator[Problem]:
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
     yield (
         "W73",
-        f"in the loss, the output, of shape {list(before)}, meets a tensor of shape {other}, and both are broadcast to "
-        f"{list(own)}, so every sample meets the targets or weights of all samples",
-        "give both the same shape, for example with squeeze(-1) or unsqueeze(-1)",
+        f"in the loss, the output of shape {list(before)} is combined with a tensor of shape {other}, and both are "
+        f"broadcast to {list(own)}, so every sample is combined with the targets or weights of all samples",
+        "give both tensors the same shape, for example with squeeze(-1) or unsqueeze(-1)",
     )
 
 

@@ -43,20 +43,20 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
     if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
         return (
             "C27",
-            f"computed from a parameter of shape {made_of} that is not part of the model, so it is neither trained, "
-            "moved nor saved, and the first backward frees its graph",
+            f"computed from a parameter of shape {made_of} that is not part of the model, so the parameter is not "
+            "trained, moved or saved, and the first backward frees the graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):
-        what = "a tensor that requires a gradient but is not a parameter, so it is neither trained, moved nor saved"
+        what = "a tensor that requires gradients but is not a parameter, so it is not trained, moved or saved"
         return "C27", what, "wrap the tensor in nn.Parameter(...)"
     if hidden:
         return (
             "C27",
             f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters that are not part of the "
-            "model, so they are neither trained, moved nor saved",
-            "use nn.ModuleList or nn.ModuleDict; or freeze layers that should not train with requires_grad_(False)",
+            "model, so they are not trained, moved or saved",
+            "use nn.ModuleList or nn.ModuleDict; or call requires_grad_(False) on layers that should not train",
         )
     return None
 
@@ -95,8 +95,8 @@ def attributes_without_effect(it: Composition) -> Iterator[Finding]:
         if "requires_grad" in vars(part) and "requires_grad" not in names_in(type(part).forward):
             yield finding(
                 "C35",
-                f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect, because a module has no "
-                "such attribute",
+                f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect, because only parameters "
+                "have this attribute, not modules",
                 "call module.requires_grad_(False), which freezes all of its parameters, or attach Freezing",
             )
 
@@ -110,8 +110,8 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
         if (places := _most_places(layers)) > 1:
             yield finding(
                 "C36",
-                f"{name or 'the model'} ({type(part).__name__}) uses one layer object at {places} places, so they "
-                "share its weights",
+                f"{name or 'the model'} ({type(part).__name__}) uses the same layer object in {places} places, so "
+                "these places share its weights",
                 "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
             )
         if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):
@@ -185,10 +185,10 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
                  "use a learning rate such as 1e-3"),
                 (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients and outweighs them",
                  "use AdamW, which applies the decay directly to the weights, or weight_decay=1e-4"),
-                (momentum >= 1, f"momentum={momentum:g} never decays, so the steps grow without bounds",
+                (momentum >= 1, f"momentum={momentum:g} never decays past gradients, so the steps grow without bound",
                  "use a momentum below 1, such as 0.9"),
                 (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
-                 f"lr={lr:g} and weight_decay={decay:g} take {min(1.0, lr * decay):.0%} from each weight in every step",
+                 f"lr={lr:g} and weight_decay={decay:g} shrink each weight by {min(1.0, lr * decay):.0%} in every step",
                  "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW"),
             )  # fmt: skip
             for found, what, way_out in unusual:
@@ -237,10 +237,10 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
         if not 0 < part.momentum < 0.9:
-            keeps = "the initial values" if part.momentum <= 0 else "almost only those of the last batch"
+            keeps = "stay at their initial values" if part.momentum <= 0 else "come almost only from the last batch"
             yield finding(
                 "C34",
-                f"the running statistics of the layer {name!r} are {keeps}, because momentum={part.momentum:g}",
+                f"the running statistics of the layer {name!r} {keeps}, because momentum={part.momentum:g}",
                 "in PyTorch, momentum is the weight of the new batch, such as 0.1, or 0.01 where other libraries use "
                 "0.99; to freeze the statistics, put the layer in eval mode",
             )

@@ -51,11 +51,11 @@ class OwnSchedulers:
             way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
             if all(one.last_epoch == before for one, before in found):
-                what = f"{optimizer} was given a scheduler ({names}) before the run, but nothing has called its step()"
+                what = f"a scheduler ({names}) was built for {optimizer} before the run, but nothing calls its step()"
                 engine.remark("W86", f"{what}, so the learning rate stays constant", way_out, key=update.name)
             elif engine.signal(Events.CHECKPOINT_SAVED).fired:
                 what = f"a function steps the scheduler ({names}) of {optimizer}"
-                effect = "checkpoints lack its position, and a resumed run would restart it"
+                effect = "checkpoints lack its position, and a resumed run would restart the schedule"
                 engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
 
 

@@ -53,8 +53,8 @@ def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: s
     if all(one.data_ptr() == own[name].data_ptr() for name, one in given.items() if one.numel()):
         engine.findings.report(
             "W67",
-            "load_state_dict() received the model's own tensors. state_dict() does not return copies, so they have "
-            "changed with the model",
+            "load_state_dict() received the model's own tensors, because state_dict() returns references instead of "
+            "copies, so these tensors have changed with the model",
             "keep a copy: copy.deepcopy(model.state_dict()); or attach EarlyStopping(restore_best=True), or a Checkpoint",
         )
 
@@ -70,7 +70,7 @@ def changed_at_start(engine: Engine, before: list[float] | None) -> None:
     if before is not None and before != _sums(engine):
         engine.findings.report(
             "W68",
-            f"the run continues after iteration {engine.state.iteration}, and a function at STARTED "
+            f"the run continues after iteration {engine.state.iteration}, and a function connected to STARTED "
             f"({' or '.join(map(repr, _functions(engine)))}) overwrites the trained weights",
             "initialize the weights before the first run(), because each run() emits STARTED",
         )

@@ -28,9 +28,9 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
         if foreign:
             yield finding(
                 "C07",
-                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that are not the model's, of "
-                f"shape {listed(str(tuple(one.shape)) for one in foreign)}, so they are neither moved nor averaged "
-                "with the model",
+                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that do not belong to the "
+                f"model, of shape {listed(str(tuple(one.shape)) for one in foreign)}, so they are not moved or "
+                "averaged with the model",
                 "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
                 severity="warning" if replaced and update.spec.parameters is None else "info",
             )
@@ -151,8 +151,9 @@ def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
     if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
         yield finding(
             "C30",
-            f"this process was launched as one of {launched.world_size}, but nothing connects the processes, so each "
-            f"one trains alone{'' if shares else ' on all of the data'}, and all write the same files",
+            f"this process was launched as one of {launched.world_size} processes, but no handler connects the "
+            f"processes, so each one trains alone{'' if shares else ' on all of the data'}, and all write the same "
+            "files",
             "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch a single process, without "
             "torchrun",
         )
@@ -166,8 +167,8 @@ def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
         if length is not None and longest > length and update.one_step_per_batch:  # time chunks count, too
             yield finding(
                 "C22",
-                f"update {update.name!r} accumulates {longest} batches for a step, but an epoch has {length}. Windows "
-                "end with the epoch, so each step uses fewer batches",
+                f"update {update.name!r} accumulates {longest} batches per step, but an epoch has only {length}. "
+                "Windows end with the epoch, so each step uses fewer batches",
                 "accumulate at most one epoch of batches, or make epochs longer than the data with run(epoch_length=)",
             )
 

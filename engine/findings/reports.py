@@ -72,8 +72,8 @@ def failed_look(name: str, error: Exception) -> Finding:
     text = str(error).partition("\n")[0][:200]
     return finding(
         "W09",
-        f"the check {name} raised {type(error).__name__}: {text}; the check is skipped",
-        "the run does not depend on the check; please report the error, with the kind of data and model",
+        f"the check {name} is skipped, because it raised {type(error).__name__}: {text}",
+        "the run does not depend on the check; please report the error, and describe the data and the model",
     )
 
 

@@ -34,9 +34,9 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     if changed:
         engine.findings.report(
             "W35",
-            "the weights were changed after load_state_dict(), but the weights of the loaded state overwrite the "
-            "changes",
-            "to start with different weights, do not load the state; to change weights in a resumed run, change them "
+            "the weights were changed after load_state_dict(), but the weights in the loaded state will overwrite "
+            "these changes",
+            "to start from different weights, do not load the state; to change weights in a resumed run, change them "
             "at CHECKPOINT_LOADED",
         )
     position, origin = saved["engine"], saved.get("origin")
@@ -44,7 +44,7 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     engine.findings.report(
         "W31",
         f"the run resumes from {source}: epoch {position['epoch']}, iteration {position['iteration']}",
-        "to start a new run with its weights, call engine.load_weights(state)",
+        "to start a new run with the saved weights, call engine.load_weights(state)",
     )
     before = saved.get("composition", {})
     differences = [
@@ -61,9 +61,9 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     if differences:
         engine.findings.report(
             "W32",
-            f"the setup differs from that of the run that saved the state: {'; '.join(differences)}",
-            "use the setup of that run; to change an option, set it in optimizer.param_groups at CHECKPOINT_LOADED; "
-            "or start a new run with its weights: engine.load_weights(state)",
+            f"the setup differs from the setup of the run that saved the state: {'; '.join(differences)}",
+            "use the same setup; to change an optimizer option, set it in optimizer.param_groups at CHECKPOINT_LOADED; "
+            "or start a new run with the saved weights: engine.load_weights(state)",
         )
     _report_draws_in_workers(engine, saved)
 
@@ -80,9 +80,9 @@ def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
         return
     engine.findings.report(
         "W24",
-        f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers do "
-        "not continue their random numbers, so augmented samples differ from those of the uninterrupted run",
-        "use a DataLoader, which seeds each sample, or num_workers=0, or save at the end of epochs",
+        f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers "
+        "restart their random numbers, so augmented samples differ from those of an uninterrupted run",
+        "use a DataLoader, for which each sample is seeded, use num_workers=0, or save only at the end of an epoch",
         key="resumed",
     )
 
@@ -98,9 +98,9 @@ def say_left_out(engine: Engine) -> None:
         return
     if all(one.requires_grad for one in engine.modules.parameters()):
         engine.findings.say(
-            f"load_weights() received a whole state, of epoch {position['epoch']} and iteration "
-            f"{position['iteration']}, but loaded only its weights. The optimizer is new, and the run starts at epoch "
-            "1. To continue the saved run, call engine.load_state_dict(state)"
+            f"load_weights() received a whole state (epoch {position['epoch']}, iteration {position['iteration']}), "
+            "but loaded only its weights. The optimizer is new, and the run starts at epoch 1. To continue the saved "
+            "run, call engine.load_state_dict(state)"
         )
 
 
@@ -127,7 +127,7 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
     left_out = [f"{name!r} ({kind})" for name, kind in before.items() if name not in now and name not in allowed]
     added = [f"{name!r} ({kind})" for name, kind in now.items() if name not in before and name not in allowed]
     other = [
-        f"{name!r} is a {kind}, but was a {before[name]}"
+        f"{name!r} is now of class {kind}, but was of class {before[name]}"
         for name, kind in now.items()
         if before.get(name, kind) != kind
     ]
@@ -181,9 +181,9 @@ def report_frozen(engine: Engine, before: list[str]) -> None:
     if different := _different_frozen(engine, before):
         engine.findings.report(
             "W32",
-            f"the setup differs from that of the run that saved the state: {'; '.join(different)}",
-            "freeze and unfreeze parameters before the run, with Freezing, or at every EPOCH_STARTED depending on the "
-            "epoch's number",
+            f"the setup differs from the setup of the run that saved the state: {'; '.join(different)}",
+            "freeze and unfreeze parameters before the run, with Freezing, or at every EPOCH_STARTED, depending on the "
+            "epoch number",
             key="frozen",
         )
 

@@ -64,7 +64,7 @@ def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:
     for name, metrics in sorted(unread.items()):
         yield finding(
             "C02",
-            f"{name!r} produces {listed(metrics)}, but no handler monitors, logs or shows it during the run",
+            f"{name!r} produces {listed(metrics)}, but no handler monitors, logs or shows these values during the run",
             "attach a logger, ProgressBar or History to see every value; the last value is in engine.state.metrics",
             [name],
         )
@@ -87,9 +87,9 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                     if thing is not None:
                         yield finding(
                             "C03",
-                            f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in {one.phase.name} "
-                            f"and with rank {one.rank}, and at least one writes it, so the order in which you attach "
-                            "them matters",
+                            f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in phase "
+                            f"{one.phase.name} with rank {one.rank}, and at least one of them writes it, so the order "
+                            "in which you attach them matters",
                             "give one of the two a different phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
                         )
@@ -175,7 +175,7 @@ def one_file_for_two(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C10",
                 f"{' and '.join(map(repr, names))} write to {place!r}",
-                "give each its own file or folder",
+                "give each handler its own file or folder",
                 names,
             )
 

@@ -49,12 +49,13 @@ def report_parts_in_eval(engine: Engine, found: tuple[Parts, Parts] | None) -> N
     """Report parts of the model that were in eval mode before a training: frozen ones, and others, which it has changed."""
     frozen, others = found if found is not None and engine.training else ({}, {})
     others = {path: part for path, part in others.items() if part.training}
-    for parts, what in ((frozen, "frozen, and stay in it"), (others, "not frozen, and are set to training mode")):
+    for parts, what in ((frozen, "frozen and stay in eval mode"), (others, "not frozen, and are set to training mode")):
         if parts:
             engine.findings.report(
                 "W52",
-                f"parts of the model are in eval mode, {what}: {', '.join(parts)}",
-                "freeze a part (requires_grad_(False)) to keep it in eval mode in training, or call train() before run()",
+                f"parts of the model that are in eval mode are {what}: {', '.join(parts)}",
+                "to keep a part in eval mode during training, freeze it with requires_grad_(False); otherwise, call "
+                "train() before run()",
                 key=what,
                 severity="warning" if parts is others and any(map(_knows_modes, parts.values())) else "info",
             )
@@ -75,8 +76,8 @@ def report_shared_parameters(engine: Engine) -> None:
             if shared := len({*update.parameters} & {*other.parameters}):
                 engine.findings.report(
                     "W71",
-                    f"updates {update.name!r} and {other.name!r} both train {shared} parameters, so each loss "
-                    "changes what the other trains",
+                    f"updates {update.name!r} and {other.name!r} both train the same {shared} parameters, so the loss "
+                    "of each update also changes parameters that the other one trains",
                     "build each optimizer with the parameters of its own module",
                     key=(update.name, other.name),
                 )
@@ -91,8 +92,8 @@ def report_never_emitted(engine: Engine) -> None:
         if never.keys() >= set(events):
             engine.findings.report(
                 "W49",
-                f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits: "
-                f"{never[events[0]]}",
+                f"{connection!r} is connected to {' and '.join(map(str, events))}, which this engine never emits, "
+                f"because {never[events[0]]}",
                 "connect it to a different event, such as Events.ITERATION_COMPLETED, or to the trainer",
                 key=repr(connection),
             )
@@ -141,7 +142,8 @@ def report_loss_parameters(engine: Engine) -> None:
         if missing:
             engine.findings.report(
                 "W42",
-                f"the loss {kind} has parameters that no optimizer holds and that are not trained: {', '.join(missing)}",
+                f"the loss {kind} has parameters that no optimizer holds, so they are not trained: "
+                f"{', '.join(missing)}",
                 "pass the optimizer as a factory, or include these parameters: [*model.parameters(), "
                 f"*{name}.parameters()]; if these are constant, call requires_grad_(False) on them",
                 key=name,

@@ -117,17 +117,17 @@ class TargetCounts:
         own = float(update.weight)
         count = "equally" if own == weight else f"with weights {weight:.3g} and {own:.3g}"
         ranks = engine.group.data.world_size
-        alike = f"they count {count}" if ranks == 1 else f"those of {ranks} ranks count {count}"
+        alike = f"the two count {count}" if ranks == 1 else f"the batches of {ranks} ranks count {count}"
         over, number = (
-            ("the class weights of its targets", "weights[targets].sum()")
+            ("the sum of the class weights of its targets", "weights[targets].sum()")
             if other.weight is not None
-            else (f"the targets that are not {other.ignored}", f"(targets != {other.ignored}).sum()")
+            else (f"the number of targets that are not {other.ignored}", f"(targets != {other.ignored}).sum()")
         )
         engine.findings.report(
             "W96",
-            f"update {update.name!r}: the loss is a mean over {over}. Two {what} have {one.number:.6g} and "
-            f"{other.number:.6g}, but {alike}",
-            f"weight the batches by that number: GradientAccumulation({update.window.length}, weight=lambda engine: "
+            f"update {update.name!r}: the loss is divided by {over}, which is {one.number:.6g} and "
+            f"{other.number:.6g} in two {what}, but {alike}",
+            f"weight the batches by this number: GradientAccumulation({update.window.length}, weight=lambda engine: "
             f"{number})",
             key=update.name,
         )

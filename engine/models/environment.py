@@ -57,8 +57,8 @@ def check_modules(engine: Engine) -> None:
         meta = next((key for key, p in root.named_parameters() if p.device.type == "meta"), None)
         if meta is not None:
             raise ValueError(
-                f"the model {name!r} is on the meta device, where parameters ({meta!r} among them) have no "
-                "values; materialize it with model.to_empty(device=...) and initialize it"
+                f"the model {name!r} is on the meta device, where parameters such as {meta!r} have no values; "
+                "materialize the model with model.to_empty(device=...), and initialize it"
             )
 
 

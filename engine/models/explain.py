@@ -79,7 +79,7 @@ def _meaning_of_dtypes(error: Exception, engine: Engine) -> str | None:
     if not batch or not weights or batch == weights:
         return None
     return (
-        f"the batch is {', '.join(sorted(batch))} and the model is {', '.join(sorted(weights))}; attach "
+        f"the batch has dtype {', '.join(sorted(batch))} and the model has dtype {', '.join(sorted(weights))}; attach "
         "TruePrecision() with the model's dtype, or evaluate with the trainer: trainer.evaluate(evaluator, data)"
     )
 
@@ -90,11 +90,11 @@ def _meaning_in_backward(update: UpdateState) -> str | None:
         return f"the loss of update {update.name!r} is {loss!r}; return a scalar tensor or None"
     if isinstance(weight, Tensor) and weight.numel() != 1:
         shape = tuple(weight.shape)
-        return f"the weight of update {update.name!r} has shape {shape}; set one number, such as the sum of its tokens"
+        return f"the weight of update {update.name!r} has shape {shape}; set a single number, such as a count of tokens"
     if loss.dim() > 0 and loss.numel() != 1:
         return f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; return a scalar, such as its mean"
     if not any(p.requires_grad for p in update.parameters):
-        return f"no parameter of update {update.name!r} requires a gradient; unfreeze one of them"
+        return f"no parameter of update {update.name!r} requires a gradient; unfreeze at least one of them"
     if not loss.requires_grad:
         return f"the loss of update {update.name!r} does not depend on any parameter that requires a gradient"
     return None

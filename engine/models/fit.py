@@ -20,7 +20,8 @@ __all__ = ["check_parameters", "parameter_names"]
 _MOST_NAMED = 3
 
 _WAY_OUT = (
-    "build the optimizer as in the run that saved the state, or start a new run with its weights: load_weights(state)"
+    "build the optimizer as in the run that saved the state, or start a new run with the saved weights: "
+    "load_weights(state)"
 )
 
 
@@ -98,7 +99,7 @@ def _different_groups(
                 f"{_listed(before, then)}, but now holds {_listed(now, here)}"
             )
         if sorted(then) == sorted(here) and {then[place] for place in before} != {here[place] for place in now}:
-            return f"had different parameters in group {number}: {_listed(before, then)}, but now {_listed(now, here)}"
+            return f"had the parameters {_listed(before, then)} in group {number}, but now has {_listed(now, here)}"
     return ""
 
 

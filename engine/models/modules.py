@@ -59,7 +59,7 @@ class Modules(dict[str, nn.Module]):
             name = "loss" if len(updates) == 1 else f"{update.name}_loss"
             if name in self:
                 raise ValueError(
-                    f"Engine: the model {name!r} has the name of the loss {type(loss).__name__} of update "
+                    f"Engine: the model {name!r} has the same name as the loss {type(loss).__name__} of update "
                     f"{update.name!r}, whose parameters are also trained; rename the model, or also pass the loss in "
                     "model="
                 )

@@ -40,14 +40,14 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
         )
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Mapping | Sequence)):
         raise TypeError(
-            f"{where}: {given} with optimizer={optimizer!r}, which is not an optimizer; pass the optimizer's class, "
-            "such as torch.optim.AdamW"
+            f"{where}: {given} requires an optimizer, but optimizer={optimizer!r} is not one; pass the optimizer's "
+            "class, such as torch.optim.AdamW"
         )
     _check_options(where, optimizer, options, own)
     if (why := _why_not_a_factory(optimizer)) is not None:
-        raise TypeError(f"{where}: {given} with {why}")
+        raise TypeError(f"{where}: {given} cannot be combined with {why}")
     if isinstance(optimizer, partial) and (twice := [name for name in options if name in optimizer.keywords]):
-        raise TypeError(f"{where}: {twice[0]}= is given twice, in the partial and as an argument; omit one of them")
+        raise TypeError(f"{where}: {twice[0]}= is passed twice, in the partial and as an argument; omit one of the two")
     return partial(optimizer, **options)
 
 
@@ -57,7 +57,7 @@ def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iter
     unknown = None if names is None else next((name for name in options if name not in names), None)
     if unknown is None:
         return
-    there = f"its options are {', '.join(names)}" if names else "it has no options; set them inside the factory"
+    there = f"the options are {', '.join(names)}" if names else "it takes no options; set them inside it"
     hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {there}"
     raise TypeError(f"{where}: {unknown}= is neither an option of {_name_of(optimizer)} nor an argument{hint}")
 
@@ -65,7 +65,7 @@ def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iter
 def _why_not_a_factory(optimizer: Any) -> str | None:
     """What an optimizer is that takes no options, and what to write; None for a factory."""
     if isinstance(optimizer, Optimizer):
-        return "an optimizer that is already built; give the options where you build it"
+        return "an optimizer that is already built; set the options where you build the optimizer"
     if not callable(optimizer):
         return "several optimizers; give each optimizer its own options: partial(torch.optim.AdamW, lr=1e-3)"
     return None
@@ -153,8 +153,8 @@ def _refuse_part_called_all(engine: Engine) -> None:
         return
     part = 'engine.modules["all"]' if "all" in engine.modules else 'engine.model.get_submodule("all")'
     raise ValueError(
-        "Update(parameters='all'): this could mean all parameters, or the module 'all'; omit parameters= for all of them, or "
-        f"write parameters=lambda engine: {part}.parameters()"
+        "Update(parameters='all'): this could mean all parameters, or the module 'all'; omit parameters= for all "
+        f"parameters, or write parameters=lambda engine: {part}.parameters()"
     )
 
 

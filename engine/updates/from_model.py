@@ -74,6 +74,6 @@ def loss_in_output(engine: Kernel, output: Any, batch: Any) -> Tensor | None:
         return None
     raise ValueError(
         f"update {engine.state.update.name!r} takes the loss from the model's output, but {described(output)} has no "
-        f"loss, for {described(batch)}; put the targets into the batch under the name that the model expects, such as "
-        "'labels', or pass Update.from_model(loss=)"
+        f"loss (the batch is {described(batch)}); put the targets into the batch under the name that the model "
+        "expects, such as 'labels', or pass Update.from_model(loss=)"
     )

@@ -167,8 +167,8 @@ class JointFactory:
         if not isinstance(parameters, Mapping) or set(parameters) != set(self.factories):
             found = f"the names {', '.join(map(str, parameters))}" if isinstance(parameters, Mapping) else "no mapping"
             raise TypeError(
-                f"{self.where}: parameters= returned {found}; expected parameters for the optimizers "
-                f"{', '.join(self.factories)}, by name: lambda engine: groups(engine.model, {{...}})"
+                f"{self.where}: parameters= returned {found}; expected a mapping from the names of the optimizers, "
+                f"{', '.join(self.factories)}, to their parameters: lambda engine: groups(engine.model, {{...}})"
             )
         made = {}
         for name, factory in self.factories.items():
@@ -194,7 +194,7 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
         return optimizers
     named = dict(optimizers) if isinstance(optimizers, Mapping) else {str(i): one for i, one in enumerate(optimizers)}
     if not named:
-        raise ValueError(f"{where}: optimizer={optimizers!r} is empty; give at least one optimizer")
+        raise ValueError(f"{where}: optimizer={optimizers!r} is empty; pass at least one optimizer")
     built = [isinstance(one, Optimizer) for one in named.values()]
     if all(built):
         return JointOptimizer(named)
@@ -206,8 +206,8 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
         )
     if not with_parameters:
         raise ValueError(
-            f"{where}: with several optimizer factories, give the parameters of each one: parameters=lambda engine: "
-            f"groups(engine.model, {{{', '.join(f'{name!r}: ...' for name in named)}}})"
+            f"{where}: with several optimizer factories, pass the parameters of each optimizer: parameters=lambda "
+            f"engine: groups(engine.model, {{{', '.join(f'{name!r}: ...' for name in named)}}})"
         )
     return JointFactory(where, named)
 
@@ -250,8 +250,8 @@ def groups(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, list[nn.Para
             found[name].append(parameter)
     if unmatched:
         raise ValueError(
-            f"groups(): no rule matches {', '.join(unmatched[:8])}{' ...' if len(unmatched) > 8 else ''}, which would not be "
-            "trained; end with a rule for the rest: 'rest': '*'"
+            f"groups(): no rule matches {', '.join(unmatched[:8])}{' ...' if len(unmatched) > 8 else ''}, so these "
+            "parameters would not be trained; add a last rule for the rest: 'rest': '*'"
         )
     if empty := [name for name, parameters in found.items() if not parameters]:
         raise ValueError(

@@ -104,7 +104,7 @@ class Update:
         for argument in ("forward", "loss", "optimizer", "parameters", "function"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
-                hint = "; give a factory: partial(torch.optim.SGD, lr=0.1)" if argument == "optimizer" else ""
+                hint = "; pass a factory: partial(torch.optim.SGD, lr=0.1)" if argument == "optimizer" else ""
                 raise TypeError(f"{where}: {argument}={value!r} is not callable{hint}")
         for argument, places in (("forward", 2), ("loss", 3), ("function", 2)):
             if (value := getattr(self, argument)) is not None:
@@ -153,10 +153,10 @@ class Update:
         try:
             return value_at(value, place)
         except PlaceError as error:
-            what = "the value that its forward returned" if argument == "output" else "a batch"
+            what = "the value that its forward returned" if argument == "output" else "the batch"
             raise TypeError(
-                f"update {self.name!r} has no {argument} in {what}: {error}; tell Update where to find it: Update(..., "
-                f"{argument}=)"
+                f"update {self.name!r} found no {argument} in {what}: {error}; tell Update where to find it: "
+                f"Update(..., {argument}=)"
             ) from None
 
     @classmethod
@@ -327,8 +327,9 @@ def _model_of_input(engine: Kernel, batch: Any) -> Any:
     ):
         raise TypeError(
             f"update {engine.state.update.name!r} takes batches of (input, target), but this batch is "
-            f"{described(batch)}; for other batches, pass the places of both: Update.supervised(..., input='image', "
-            "target='label'), or pass forward(engine, batch) and loss(engine, output, batch) to Update"
+            f"{described(batch)}; for other batches, tell Update where to find the input and the target: "
+            "Update.supervised(..., input='image', target='label'), or pass forward(engine, batch) and loss(engine, "
+            "output, batch) to Update"
         )
     return engine.model(batch[0])
 

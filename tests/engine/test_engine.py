@@ -142,7 +142,7 @@ def test_handlers_are_attached_from_lists_and_found_by_name_or_class() -> None:
         _ = engine["ema"]
     with pytest.raises(TypeError, match=r"engine\[0\]: expected the name or the class of a handler"):
         _ = engine[0]  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="one by one, or in a list"):
+    with pytest.raises(TypeError, match="separate arguments, or in a single list"):
         engine.attach({"ema": ema})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match="already attached"):
         engine.attach([history, history])

@@ -80,7 +80,7 @@ def test_an_interval_in_an_attribute_that_is_not_there() -> None:
 
     with pytest.raises(
         AttributeError,
-        match=r"Misspelt.act is declared with @on\('evry'\), but the handler has no attribute of this name",
+        match=r"Misspelt.act is declared with @on\('evry'\), but the handler has no attribute 'evry'",
     ):
         build().attach(Misspelt())
 

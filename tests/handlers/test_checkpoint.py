@@ -762,7 +762,7 @@ def test_an_error_while_writing_for_an_error_is_reported_and_the_first_one_leave
     engine.connect(Events.FORWARD_STARTED(once=3), fail)
     with pytest.raises(ArithmeticError, match="the first") as caught:
         engine.run(DATA, max_epochs=2)
-    assert any("besides, OSError" in note and "exception" in note for note in caught.value.__notes__)
+    assert any("another error: OSError" in note and "exception" in note for note in caught.value.__notes__)
     assert files(tmp_path) == []
 
 

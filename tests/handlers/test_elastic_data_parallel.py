@@ -649,7 +649,7 @@ def test_a_sampler_of_ranks_and_a_batch_that_is_replaced_for_the_whole_step_are_
     data = table().dataset
     engine = classifier()
     engine.attach(ElasticDataParallel(shards=2))
-    with pytest.raises(ValueError, match="a sampler that gives each rank its part"):
+    with pytest.raises(ValueError, match="a sampler that splits the data over the ranks"):
         engine.run(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)), max_epochs=1)
     engine.connect(Events.ITERATION_STARTED, lambda engine: setattr(engine.state, "batch", numbers()[0]))
     with pytest.raises(TypeError, match=r"state\.batch was set to a tuple outside a shard's events"):

@@ -419,7 +419,7 @@ def test_a_rewind_as_long_as_an_epoch_and_data_that_cannot_go_back_are_refused()
     with pytest.raises(ValueError, match="rewind=20 would leave out a whole epoch of 10 batches"):
         run(engine, data_of(10), max_epochs=5)
     engine = build(SpikeGuard("rewind", window=8, rewind=5))
-    with pytest.raises(ValueError, match=r"is an iterator, which cannot go back"):
+    with pytest.raises(ValueError, match=r"is an iterator, which cannot be rewound"):
         engine.run(iter(data_of(10)), max_epochs=1)
 
 

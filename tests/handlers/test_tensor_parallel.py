@@ -608,7 +608,7 @@ def other_data() -> None:
     ("function", "message"),
     [
         (smaller, "size=3 does not divide the number of ranks, 2"),
-        (other_data, "the data (DataLoader) is read by each of the ranks, but differs in length"),
+        (other_data, "the data (DataLoader) is read by each of the ranks, but its length differs between them"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -266,7 +266,7 @@ def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
         engine_of(Checkpoint(folder, name="last" if right else "newest", resume=True)).run(batches(4), max_epochs=2)
 
 
-@said("received a whole state, of epoch 1 and iteration 4, but loaded only its weights")
+@said("received a whole state .epoch 1, iteration 4., but loaded only its weights")
 def the_weights_of_a_state_that_was_to_be_resumed(right: bool) -> None:
     engine, state = engine_of(), saved()
     engine.load_state_dict(state) if right else engine.load_weights(state)

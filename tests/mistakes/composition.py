@@ -399,7 +399,7 @@ def batches_that_stay_where_they_are(right: bool) -> Findings:
     return build(net()).check(data)
 
 
-@said("C13: the training data is not shuffled: all epochs have the same batches")
+@said("C13: the training data is not shuffled, so all epochs have the same batches")
 def training_data_in_order(right: bool) -> None:
     build(net()).run(loader(shuffle=right), max_epochs=2)
 

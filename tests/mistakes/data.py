@@ -307,7 +307,7 @@ class Refusing:
         pass
 
 
-@mistake(RereadingWarning, "has no position, because its state_dict.. raised AttributeError")
+@mistake(RereadingWarning, "cannot save its position, because its state_dict.. raised AttributeError")
 def a_loader_whose_state_cannot_be_saved(right: bool) -> None:
     engine = build(linear(5, 1))
     engine.run(Refusing(right), max_iters=2)

@@ -236,7 +236,7 @@ def true_precision_on_the_trainer_alone(right: bool) -> Any:
     return with_precision(right, partial(TruePrecision, "bf16"))
 
 
-@mistake(RuntimeError, "the batch is torch.float32 and the model is torch.bfloat16; attach TruePrecision")
+@mistake(RuntimeError, "the batch has dtype torch.float32 and the model has dtype torch.bfloat16; attach TruePrecision")
 def a_test_in_another_precision_than_the_model(right: bool) -> None:
     model = net()
     engine = build(model, TruePrecision("bf16"))

@@ -137,7 +137,7 @@ def test_functions_are_refused_that_cannot_be_called_as_they_will_be() -> None:
     call = re.escape("report(value, step)")
     for function in (lambda: None, lambda value: None, lambda value, step, more: None, lambda value, *, step: None):
         with pytest.raises(
-            TypeError, match=rf"Reporting\(report=<function .*>\): the function is called as {call}: .*argument"
+            TypeError, match=rf"Reporting\(report=<function .*>\): the function cannot be called as {call}: .*argument"
         ):
             check_function("Reporting", "report", function, "value", "step")
     with pytest.raises(TypeError, match=rf"Reporting\(report=3\): expected a function, called as {call}"):
@@ -160,7 +160,7 @@ def test_a_decorated_function_is_checked_as_it_is_called_and_not_as_the_one_insi
     for wrapped in (fills_in, torch.no_grad()(fills_in)):
         assert check_function("Reporting", "report", wrapped, "value", "step") is wrapped
     with pytest.raises(
-        TypeError, match=r"the function is called as report\(value, step\): missing a required argument: 'more'"
+        TypeError, match=r"the function cannot be called as report\(value, step\): missing a required argument: 'more'"
     ):
         check_function("Reporting", "report", needs_more, "value", "step")
 

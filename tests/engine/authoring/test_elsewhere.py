@@ -20,7 +20,7 @@ def test_an_attribute_of_other_engines(name: str) -> None:
     assert not hasattr(Engine, name)
     with pytest.raises(AttributeError) as error:
         getattr(build(linear(5, 1)), name)
-    assert str(error.value) == f"Engine has no attribute {name!r}; here it is {ENGINE[name]}"
+    assert str(error.value) == f"Engine has no attribute {name!r}; use {ENGINE[name]}"
 
 
 def test_a_slip_in_an_attribute_and_a_private_one() -> None:
@@ -49,7 +49,7 @@ def test_a_slip_in_an_argument_of_run() -> None:
 
 @pytest.mark.parametrize("name", HANDLERS)
 def test_a_class_of_handlers(name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"no attribute {name!r}; here it is ") as error:
+    with pytest.raises(AttributeError, match=rf"no attribute {name!r}; use ") as error:
         getattr(handlers, name)
     assert HANDLERS[name] in str(error.value)
     first = HANDLERS[name].split(",")[0].split()[0]
@@ -57,18 +57,18 @@ def test_a_class_of_handlers(name: str) -> None:
 
 
 IMPORTS = {
-    "from signalfire.handlers import ModelCheckpoint": "here it is Checkpoint",
+    "from signalfire.handlers import ModelCheckpoint": "use Checkpoint",
     "from signalfire.handlers import Engine": "it is in signalfire",
-    "from signalfire.handlers import Trainer": "here it is Engine, in signalfire",
-    "from signalfire.handlers import Precision": "here it is MixedPrecision, or TruePrecision",
+    "from signalfire.handlers import Trainer": "use Engine, in signalfire",
+    "from signalfire.handlers import Precision": "use MixedPrecision, or TruePrecision",
     "from signalfire.handlers import Chekpoint": "did you mean 'Checkpoint'?",
     "from signalfire import Checkpoint": "it is in signalfire.handlers",
     "from signalfire import Engine, ProgressBar": "it is in signalfire.handlers",
     "from signalfire import EarlyStopping": "it is in signalfire.handlers",
-    "from signalfire import ModelCheckpoint": "here it is Checkpoint, in signalfire.handlers",
-    "from signalfire import Trainer": "here it is Engine",
-    "from signalfire import Callback": "here it is Handler",
-    "from signalfire import set_seed": "here it is seed_everything",
+    "from signalfire import ModelCheckpoint": "use Checkpoint, in signalfire.handlers",
+    "from signalfire import Trainer": "use Engine",
+    "from signalfire import Callback": "use Handler",
+    "from signalfire import set_seed": "use seed_everything",
     "from signalfire import Claim": "it is in signalfire.authoring",
     "from signalfire import Chekpoint": "did you mean 'Checkpoint'? It is in signalfire.handlers",
     "from signalfire.authoring import Checkpoint": "it is in signalfire.handlers",
@@ -186,7 +186,7 @@ OTHER_NAMES = [
 def test_an_argument_of_a_handler(kind: Any, name: str, here: str) -> None:
     with pytest.raises(TypeError) as error:
         kind(**{name: 3})
-    assert str(error.value) == f"{kind.__name__}() got an unexpected keyword argument {name!r}; here it is {here}"
+    assert str(error.value) == f"{kind.__name__}() got an unexpected keyword argument {name!r}; use {here}"
 
 
 def test_arguments_of_other_libraries() -> None:

@@ -305,7 +305,7 @@ def test_a_start_that_takes_all_of_max_time_is_reported(clock: Clock) -> None:
     trainer = make_trainer()
     trainer.connect(Events.STARTED, lambda engine: clock.sleep(0.05))
     with pytest.warns(
-        UserWarning, match=r"nothing to do, because its max_time of 0\.05 s ended during the start, at epo"
+        UserWarning, match=r"nothing to do, because max_time=0\.05 s ran out before the first iteration, at epo"
     ):
         assert trainer.run(max_time="0.05s", epoch_length=3).iteration == 0
 

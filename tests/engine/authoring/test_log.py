@@ -291,7 +291,7 @@ def test_an_image_has_the_values_of_its_pixels() -> None:
 
 
 X = torch.tensor([[-1.0, 0.25], [0.5, 3.0]])
-RANGE = r"log.image\('x'\): its values go from .*\(x - x.min\(\)\) / \(x.max\(\) - x.min\(\)\)"
+RANGE = r"log.image\('x'\): its values range from .*\(x - x.min\(\)\) / \(x.max\(\) - x.min\(\)\)"
 
 
 @pytest.mark.parametrize(
@@ -303,7 +303,7 @@ RANGE = r"log.image\('x'\): its values go from .*\(x - x.min\(\)\) / \(x.max\(\)
         (torch.tensor([[0.5, torch.nan], [torch.inf, -torch.inf]]), {}, [[128, 0], [255, 0]], "are NaN"),
         (torch.tensor([[torch.inf, -torch.inf]]), {}, [[255, 0]], RANGE),
         (torch.tensor([[300, -4]]), {}, [[255, 0]], RANGE),
-        (torch.rand(4, 6, 3), {}, None, "not logged: an image of 6 x 3 with 4 channels"),
+        (torch.rand(4, 6, 3), {}, None, "not logged: an image of 6 x 3 pixels with 4 channels"),
         (torch.rand(4, 6, 3), {"layout": "NCHW"}, None, "one letter for each dimension"),
         (torch.rand(4), {}, None, "one letter for each dimension"),
         (torch.rand(3, 0, 4), {}, None, "0 x 4"),

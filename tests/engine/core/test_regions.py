@@ -50,7 +50,7 @@ def test_an_error_leaves_all_and_problems_of_leaving_are_in_its_notes() -> None:
     with pytest.raises(ArithmeticError) as caught:
         fail()
     assert log == ["enter a", "enter b", "leave b", "leave a"]
-    assert caught.value.__notes__ == ["besides, LookupError: gone"]
+    assert caught.value.__notes__ == ["another error: LookupError: gone"]
 
 
 def test_an_interrupt_while_leaving_is_not_swallowed() -> None:
@@ -68,5 +68,5 @@ def test_an_interrupt_while_leaving_is_not_swallowed() -> None:
 def test_of_several_problems_the_first_is_raised_and_the_others_are_noted() -> None:
     with pytest.raises(LookupError) as caught:
         note_problems([LookupError("one"), ArithmeticError("two")], None)
-    assert caught.value.__notes__ == ["besides, ArithmeticError: two ()"]
+    assert caught.value.__notes__ == ["another error: ArithmeticError: two ()"]
     note_problems([], None)

@@ -530,7 +530,7 @@ def test_all_receivers_of_ended_run_and_their_errors_are_reported_together() -> 
         engine.run(max_iters=1)
     assert log == ["cleaned up"]
     assert caught.value.__notes__[0] == "raised by one at Events.ENDED, epoch 1, iteration 1"
-    assert "besides, LookupError: second (raised by two at Events.ENDED" in caught.value.__notes__[1]
+    assert "another error: LookupError: second (raised by two at Events.ENDED" in caught.value.__notes__[1]
 
 
 # ---- the base class -------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_data_with_an_estimated_length_trains_as_the_message_says(data: Callable
     with pytest.raises(DataError, match=r"has length 5 but ended after 3 batches.*run\(epoch_length=3\)"):
         small().run(data(), max_epochs=2)
     with pytest.raises(
-        DataError, match=r"epoch_length=3\) or .*; with epoch_length=5, each epoch is one pass of that length"
+        DataError, match=r"epoch_length=3\), or .*; because epoch_length=5 equals the length, each epoch is one pass"
     ):
         small().run(data(), max_epochs=2, epoch_length=5)
     engine = small()
@@ -358,7 +358,7 @@ def test_where_nobody_can_tell_the_run_says_that_it_begins_with_the_first_batch(
     engine = small()
     engine.run(DataLoader(Numbered(0), batch_size=2), max_iters=3)
     seen = read(engine)
-    with pytest.warns(UserWarning, match="stopped inside epoch 1, after 3 iterations.*pass the same object"):
+    with pytest.warns(UserWarning, match="stopped inside epoch 1, after 3 iterations.*pass the same data object"):
         engine.run(DataLoader(Numbered(50), batch_size=2), max_iters=5)
     assert seen == [101, 105]
 

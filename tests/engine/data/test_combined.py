@@ -182,7 +182,7 @@ def test_data_is_made_anew_every_few_epochs_and_may_change_its_length() -> None:
 
 
 def test_what_loads_data_has_to_be_a_function() -> None:
-    with pytest.raises(TypeError, match="a function that takes the number of the epoch"):
+    with pytest.raises(TypeError, match="a function that takes the epoch number"):
         ReloadedData([1, 2])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="every=0"):
         ReloadedData(lambda epoch: [1], every=0)

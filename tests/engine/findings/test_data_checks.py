@@ -29,7 +29,7 @@ def on_data_of_another_length() -> str:
 def test_ranks_with_data_of_different_lengths_are_refused_on_all_of_them() -> None:
     one, other = run_together(on_data_of_another_length, 2)
     assert one == other
-    assert "differs in length: rank 0: 4 batches, rank 1: 5 batches; give all ranks the same data" in one
+    assert "its length differs between them: rank 0: 4 batches, rank 1: 5 batches; give all ranks the same data" in one
 
 
 def test_an_endless_iterator_is_trained_on_within_bounds() -> None:
@@ -103,11 +103,11 @@ else:
 @pytest.mark.parametrize(
     ("data", "printed"),
     [
-        ("dataset", "the data's dataset (Squares) was defined in an interactive session, where its 1 worker processes, started "
-                    "by 'spawn', cannot find it"),
+        ("dataset", "the data's dataset (Squares) was defined in an interactive session, so the 1 worker processes (start "
+                    "method 'spawn') cannot import it"),
         ("subset", "the data's dataset (Squares) was defined in an interactive session"),
-        ("collate", "the data's collate_fn (collate) was defined in an interactive session, where its 1 worker processes, "
-                    "started by 'forkserver'"),
+        ("collate", "the data's collate_fn (collate) was defined in an interactive session, so the 1 worker processes "
+                    "(start method 'forkserver')"),
         ("fork", "trained"),
         ("no workers", "trained"),
         ("importable", "trained"),

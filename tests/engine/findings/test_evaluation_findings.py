@@ -82,7 +82,7 @@ def averaged() -> tuple[Engine, Engine]:
 
 def test_averages_that_are_left_out_are_reported() -> None:
     engine, evaluator = averaged()
-    with pytest.warns(FindingWarning, match=r"W56: run\(\) of an evaluator measures .*'ema'.*trainer.evaluate"):
+    with pytest.warns(FindingWarning, match=r"W56: run\(\) on an evaluator measures .*'ema'.*trainer.evaluate"):
         evaluator.run(batches(2))
     assert engine.handlers["ema"].enabled
 

@@ -37,7 +37,7 @@ def data(steps: int = 6, samples: int = 4) -> list[tuple[Tensor, Tensor]]:
 
 def test_one_target_for_each_sample_tells_the_samples() -> None:
     with pytest.warns(
-        match=r"W88: the layer 'model.layer' \(GRU\) takes inputs of shape \[4, 6, 3\] as 4 time steps of 6"
+        match=r"W88: the layer 'model.layer' \(GRU\) reads inputs of shape \[4, 6, 3\] as 4 time steps of 6"
     ):
         trained(Last(batch_first=False), data())
 

@@ -42,7 +42,7 @@ FROZEN = linear(5, 1).requires_grad_(False)
         ([nn.Linear(5, 5), nn.Linear(5, 1)], "model.held is a list of layers with 4 trainable parameters"),
         ((nn.Linear(5, 5),), "model.held is a tuple of layers with 2 trainable parameters"),
         ({"one": nn.Linear(5, 5)}, "model.held is a dict of layers with 2 trainable parameters"),
-        (torch.ones(3, requires_grad=True), "model.held is a tensor that requires a gradient but is not a parameter"),
+        (torch.ones(3, requires_grad=True), "model.held is a tensor that requires gradients but is not a parameter"),
     ],
 )
 def test_what_is_held_where_torch_does_not_find_it_is_reported(held: Any, words: str) -> None:
@@ -79,8 +79,8 @@ def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
     ("optimizer", "words"),
     [
         (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "momentum=1 never decays"),
-        (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "take 50% from each weight in every step"),
-        (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "take 10% from each weight"),
+        (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "shrink each weight by 50% in every step"),
+        (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "shrink each weight by 10%"),
         (partial(torch.optim.AdamW, lr=1.0), "moves each weight by about 1 in every step"),
         (partial(torch.optim.Adam, lr=0.01, weight_decay=0.5), "outweighs them"),
     ],

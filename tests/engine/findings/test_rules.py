@@ -153,10 +153,10 @@ def test_samples_of_the_training_data_in_the_validation_data_are_counted() -> No
         found = split_engine(held_out).check(DataLoader(trained, 4, shuffle=True), max_epochs=1)
         return [one.sentence for one in found if one.code == "C14"]
 
-    assert "has 4 samples of the training data" in sentences(first, both)[0]
-    assert "has 8 samples" in sentences(whole, last)[0]
-    assert "has 12 samples" in sentences(first, whole)[0]
-    assert "has 2 samples" in sentences(first, Subset(both, [2, 3, 4, 5]))[0]
+    assert "contains 4 samples of the training data" in sentences(first, both)[0]
+    assert "contains 8 samples" in sentences(whole, last)[0]
+    assert "contains 12 samples" in sentences(first, whole)[0]
+    assert "contains 2 samples" in sentences(first, Subset(both, [2, 3, 4, 5]))[0]
     assert sentences(first, last) == []
     assert sentences(*torch.utils.data.random_split(whole, [12, 8])) == []
     other = torch.Generator().manual_seed(1000)

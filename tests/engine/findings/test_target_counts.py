@@ -64,10 +64,15 @@ def test_what_is_weighted_by_its_targets_or_has_as_many_is_no_mistake(
             [1, 2],
             GradientAccumulation(2),
             cross_entropy,
-            "Two batches of a window have 3 and 2, but they count equally",
+            "which is 3 and 2 in two batches of a window, but the two count equally",
         ),
-        ([1, 1], MicroBatching(2), cross_entropy, "Two pieces of a batch have 1 and 2, but they count equally"),
-        ([0, 0], MicroBatching(2), weighted, "Two pieces of a batch have 3 and 6, but they count equally"),
+        (
+            [1, 1],
+            MicroBatching(2),
+            cross_entropy,
+            "which is 1 and 2 in two pieces of a batch, but the two count equally",
+        ),
+        ([0, 0], MicroBatching(2), weighted, "which is 3 and 6 in two pieces of a batch, but the two count equally"),
     ],
 )
 def test_means_over_different_numbers_are_reported_with_these(

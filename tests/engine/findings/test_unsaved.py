@@ -310,7 +310,7 @@ def saving_each(interval: str, what: str, folder: Path) -> list[str]:
 @pytest.mark.parametrize("what", ["count", "window", "best", "rng"])
 def test_what_a_handler_carries_and_does_not_save_is_reported_once(what: str, tmp_path: Path) -> None:
     (found,) = saving_each("1ep", what, tmp_path)
-    assert found.startswith(f"W47: 'carrying' changes self.{what}, but its state_dict() does not return them")
+    assert found.startswith(f"W47: 'carrying' changes self.{what}, but its state_dict() does not return these values")
     assert "Carrying.state_dict()" in found
 
 

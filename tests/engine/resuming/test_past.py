@@ -289,7 +289,7 @@ def test_mistakes_name_the_way_out() -> None:
     engine.connect(Events.ITERATION_COMPLETED(once=7), partial(_rewind, to=1))
     with pytest.raises(RuntimeError, match="iteration 2 cannot be repeated: the oldest stored state is from it"):
         run(engine, kit.batches(8), max_epochs=1)
-    with pytest.raises(DataError, match="is an iterator, which cannot go back"):
+    with pytest.raises(DataError, match="is an iterator, which cannot be rewound"):
         run(build(Rewindable()), iter(kit.batches(3)), max_epochs=1)
     engine = build(Rewindable())
     with pytest.raises(ValueError, match="both 'rewindable' and 'other' override which earlier states are kept"):

@@ -206,7 +206,7 @@ def test_a_snapshot_may_be_put_back_more_than_once_and_from_a_later_epoch() -> N
 def test_data_that_cannot_go_back_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.snapshots.restore(engine.state_dict()))
-    with pytest.raises(DataError, match="is an iterator, which cannot go back"):
+    with pytest.raises(DataError, match="is an iterator, which cannot be rewound"):
         engine.run(iter(list(loader())), max_epochs=1)
 
 
@@ -437,7 +437,7 @@ def test_an_evaluator_takes_the_weights_of_a_trainers_state_and_evaluates_all_of
     expected = dict(evaluator_of(engine).run(loader(shuffle=False)).metrics)
     fresh = make_engine()
     evaluator = evaluator_of(fresh)
-    with pytest.warns(FindingWarning, match="W56: the state contains weight averages"):
+    with pytest.warns(FindingWarning, match="W56: the state contains the weight averages"):
         evaluator.load_state_dict(state)
     found = evaluator.run(loader(shuffle=False))
     assert (found.epoch, found.iteration) == (1, BATCHES)

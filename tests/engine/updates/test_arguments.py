@@ -50,18 +50,22 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
         (
             SGD,
             {"learning_rate": 0.1},
-            "learning_rate= is neither an option of SGD nor an argument; its options are lr, momentum",
+            "learning_rate= is neither an option of SGD nor an argument; the options are lr, momentum",
         ),
         (
             lambda p: SGD(p),
             {"lr": 0.1},
-            "lr= is neither an option of <lambda> nor an argument; it has no options; set them inside the factory",
+            "lr= is neither an option of <lambda> nor an argument; it takes no options; set them inside it",
         ),
-        ("adamw", {"lr": 0.1}, "lr=0.1 with optimizer='adamw', which is not an optimizer; pass the optimizer's class"),
+        (
+            "adamw",
+            {"lr": 0.1},
+            "lr=0.1 requires an optimizer, but optimizer='adamw' is not one; pass the optimizer's class",
+        ),
         (None, {"lr": 0.1}, "lr=0.1 needs an optimizer"),
-        (BUILT, {"lr": 0.2}, "lr=0.2 with an optimizer that is already built"),
-        (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is given twice"),
-        ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 with several optimizers"),
+        (BUILT, {"lr": 0.2}, "lr=0.2 cannot be combined with an optimizer that is already built"),
+        (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is passed twice"),
+        ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 cannot be combined with several optimizers"),
     ],
 )
 def test_options_that_nobody_takes_are_refused(optimizer: Any, options: dict[str, Any], message: str) -> None:
@@ -191,7 +195,7 @@ class WithParts(nn.Module):
     ("parameters", "readings"),
     [
         ("model", ["parameters='model.model' for the part", "engine.modules['model'].parameters() for the module"]),
-        ("all", ["omit parameters= for all of them", 'engine.model.get_submodule("all").parameters()']),
+        ("all", ["omit parameters= for all parameters", 'engine.model.get_submodule("all").parameters()']),
     ],
 )
 def test_a_name_that_could_mean_two_parts_is_refused_with_both(parameters: str, readings: list[str]) -> None:

@@ -312,26 +312,32 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
         lambda: trainer(MixUp(), loss=F.cross_entropy).run(MAPPINGS, max_epochs=1),
     ),
     (
-        "has no target in a batch: there is no 'label' in a dict with 'x', 'labels'; .*target=",
+        "found no target in the batch: there is no 'label' in a dict with 'x', 'labels'; .*target=",
         lambda: measured(target="label").run(MAPPINGS, max_epochs=1),
     ),
     (
-        "has no output in the value that its forward returned: there is no 'scores' in a Output with 'logits', 'loss'",
+        "found no output in the value that its forward returned: there is no 'scores' in a Output with 'logits', 'loss'",
         lambda: measured(output="scores").run(MAPPINGS, max_epochs=1),
     ),
-    (r"pass the places of both: Update\.supervised", lambda: supervised().run(MAPPINGS, max_epochs=1)),
-    (r"pass the places of both: Update\.supervised", lambda: supervised().run([Encoding(MAPPINGS[0])], max_epochs=1)),
+    (
+        r"tell Update where to find the input and the target: Update\.supervised",
+        lambda: supervised().run(MAPPINGS, max_epochs=1),
+    ),
+    (
+        r"tell Update where to find the input and the target: Update\.supervised",
+        lambda: supervised().run([Encoding(MAPPINGS[0])], max_epochs=1),
+    ),
     (r"target=1\.5: expected an index, a key or name", lambda: Update.from_model(ADAM, target=1.5)),  # type: ignore[arg-type]
     (r"Predictions\(inputs=1\.5\)", lambda: Predictions(inputs=1.5)),  # type: ignore[arg-type]
     (r"'predictions': inputs='y': there is no 'y' in a dict", lambda: predicted(inputs="y")),
-    (r"has no input in a batch: there is no 0 in a dict .*input=", lambda: predicted(inputs=True)),
+    (r"found no input in the batch: there is no 0 in a dict .*input=", lambda: predicted(inputs=True)),
     (
         r"replaces the targets, but update 'main' uses a function to find them",
         lambda: mixing(loss=F.cross_entropy, target=lambda batch: batch["labels"]).run(MAPPINGS, max_epochs=1),
     ),
     (r"LabelSmoothing\(dim=0\)", lambda: LabelSmoothing(dim=0)),
     (
-        "has no samples in a batch: there is no 'n'",
+        "found no samples in the batch: there is no 'n'",
         lambda: trainer(Metrics(loss=Average()), samples="n").run(MAPPINGS, max_epochs=1),
     ),
 ]

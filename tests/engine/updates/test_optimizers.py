@@ -235,7 +235,7 @@ def test_what_no_rule_matches_and_a_rule_that_matches_nothing_are_errors() -> No
 
 def test_mistakes_are_refused_where_they_are_made() -> None:
     model = network()
-    with pytest.raises(ValueError, match=r"give the parameters of each one: parameters=lambda engine: groups"):
+    with pytest.raises(ValueError, match=r"pass the parameters of each optimizer: parameters=lambda engine: groups"):
         Update.supervised(F.cross_entropy, {"matrices": MUON, "rest": ADAM})
     with pytest.raises(TypeError, match="expected built optimizers, or a mapping from names to factories"):
         Update.supervised(F.cross_entropy, [MUON, ADAM])  # type: ignore[list-item]
