@@ -200,7 +200,7 @@ def test_an_invalid_variant_of_the_last_task_is_an_error_before_the_first_one_ru
     with pytest.raises(ValueError, match="build attaches no handler 'gradient_clipping'"):
         one.run(DESIGN, workers=0)
     assert not (tmp_path / "s.jsonl").exists()
-    with pytest.raises(ValueError, match="'steep' and 'plain' .* because only one of them has - gradient_noise"):
+    with pytest.raises(ValueError, match=r"'steep' and 'plain' .* because only one of them has - gradient_noise"):
         one.plan(LeaveOneOut())
 
 
