@@ -205,15 +205,8 @@ def main() -> None:
         history.plot(arguments.folder / "learning_curve.png", ",".join(curves))
         print(f"  {arguments.folder / 'learning_curve.png'}\n")
     with trainer.evaluating():
-        print(
-            sample(
-                trainer.modules["model"],
-                alphabet,
-                start="The ",
-                length=600,
-                seed=arguments.seed,
-            )
-        )  # type: ignore[arg-type]
+        trained: Any = trainer.modules["model"]
+        print(sample(trained, alphabet, start="The ", length=600, seed=arguments.seed))
 
 
 if __name__ == "__main__":

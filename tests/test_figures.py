@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.benchmarks import figures
-
 ROOT = Path(__file__).parent.parent
-FIGURES: dict[str, Any] = json.loads(figures.FILE.read_text())
+FIGURES: dict[str, Any] = json.loads((ROOT / "tests" / "benchmarks" / "figures.json").read_text())
 PAGES = {
     "frameworks": "costs.md",
     "loop": "costs.md",
