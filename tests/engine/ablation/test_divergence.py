@@ -323,7 +323,7 @@ def test_models_that_are_built_otherwise_part_by_name_and_by_shape() -> None:
     assert "shapes (3, 8) and (4, 8)" in str(wide)
     more = divergence(build(3), build(3, nn.Linear(3, 3)), run=train)
     assert place(more) == ("MODEL_SETUP", 0, "parameters", "model.2.weight")
-    assert "only run 'b' has this file" in str(more)
+    assert "only run 'b' has one" in str(more)
 
 
 # ---- around it ---------------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         return Engine(Update.supervised(cross_entropy, Adam), model=model, seed=0)
 
     with pytest.raises(
-        ValueError, match=r"share the parameter 'model\.1\.weight'; create a separate one in each build"
+        ValueError, match=r"both builds use the same parameter 'model\.1\.weight'; create a separate one in each build"
     ):
         divergence(shared, shared, run=train)
     with pytest.raises(RuntimeError, match=r"'preemption': Python delivers signals to the main thread only"):

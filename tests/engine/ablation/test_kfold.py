@@ -225,7 +225,7 @@ def test_predictions_of_another_shape_are_refused() -> None:
         return ["one"] * len(test)
 
     assert "returned list; expected a tensor or an array of numbers" in str(validation(predict=words).run(folds=[0]))
-    with pytest.raises(TypeError, match=r"KFold\(predict=3\): expected a function of the engine"):
+    with pytest.raises(TypeError, match=r"KFold\(predict=3\): expected a function that takes the engine"):
         validation(predict=3)
 
 

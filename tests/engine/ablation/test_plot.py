@@ -62,7 +62,7 @@ def test_dollars_in_names_begin_no_formula(tmp_path: Path) -> None:
     found.plot(tmp_path / "found.svg")
     text = (tmp_path / "found.svg").read_text()
     assert r"$\nothing$" in text
-    assert r"difference in $\neither$ to baseline" in text
+    assert r"difference in $\neither$ from baseline" in text
 
 
 @pytest.mark.moderate

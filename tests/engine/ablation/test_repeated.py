@@ -95,7 +95,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
     "an argument": (built(clipped), r"handler 'gradient_clipping'\.max_norm was 2 in one call and 3 in the next"),
     "off": (
         built(lambda engine, number: setattr(engine.handlers["gradient_clipping"], "enabled", number % 2 == 1)),
-        r"handler 'gradient_clipping'\.enabled was False in one call, and True",
+        r"handler 'gradient_clipping'\.enabled was False in one call and True",
     ),
     "attached every other time": (
         built(lambda engine, number: engine.attach(EMA(0.5)) if number % 2 == 1 else None),
@@ -106,7 +106,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
         "handler '(other|scaled)' is in only one of the runs",
     ),
     "an attribute": (built(lambda engine, number: engine.attach(Scaled(by=number))), r"handler 'scaled'\.by was 2"),
-    "a schedule": (built(scheduled), r"variable 'factor' was 0\.5 in one call, and 0\.33"),
+    "a schedule": (built(scheduled), r"variable 'factor' was 0\.5 in one call and 0\.33"),
     "a learning rate": (built(lr=lambda number: 0.1 * number), r"optimizer\.keywords\['lr'\] was 0\.2"),
     "a loss": (built(loss=lambda number: partial(weighted, number)), r"args\[0\] was 2"),
     "layers": (built(layer=lambda number: nn.Linear(2, 1, bias=number % 2 == 1)), r"module 'model'\.\(bias\)"),
