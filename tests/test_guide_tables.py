@@ -45,8 +45,8 @@ def test_each_argument_of_timms_program_has_one_row_and_nine_of_ten_about_traini
     )
     assert len({*trains, *absent, *theirs}) == len([*trains, *absent, *theirs]) == 175
     assert len(trains) >= 0.9 * len([*trains, *absent])
-    assert f"{len([*trains, *absent])} are about training: {len(trains)} have an equivalent" in text
-    assert f"{len(absent)} have none. The other {len(theirs)} are arguments" in text
+    equivalent = f"{len(trains)} of the {len([*trains, *absent])} about training have an equivalent"
+    assert f"{equivalent}, the other {len(absent)} have none, and {len(theirs)} are arguments" in text
 
 
 # ---- ours, without them ------------------------------------------------------------------------------------------------------

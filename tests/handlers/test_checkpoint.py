@@ -527,14 +527,15 @@ def test_a_second_value_in_one_iteration_under_another_name_takes_the_place_of_t
 def test_a_template_with_an_unknown_metric_is_refused_at_the_first_look(tmp_path: Path) -> None:
     engine = engine_of(Checkpoint(tmp_path, every="1it", filename="{acuracy:.2f}"), Metrics(accuracy=Accuracy()))
     with pytest.raises(
-        KeyError, match=r"no 'acuracy'; available names: accuracy, epoch, iteration, name, step; did you mean 'accu"
+        KeyError,
+        match=r"no value is named 'acuracy'; available names: accuracy, epoch, iteration, name, step; did you mean",
     ):
         engine.run(DATA, max_epochs=2)
     assert engine.state.iteration == 0
     # Where code of the user may write it, at the end of the first epoch at the latest: before it would be in a name.
     engine = engine_of(Checkpoint(tmp_path, every="3ep", filename="{epcoh}"))
     engine.connect(Events.STARTED, lambda engine: None)
-    with pytest.raises(KeyError, match=r"no 'epcoh'.*did you mean 'epoch'"):
+    with pytest.raises(KeyError, match=r"no value is named 'epcoh'.*did you mean 'epoch'"):
         engine.run(DATA, max_epochs=3)
     assert engine.state.epoch == 1
 

@@ -334,7 +334,7 @@ def test_a_plateau_without_a_direction_names_what_takes_it() -> None:
     engine, _ = engine_of(network(), LRScheduling(ReduceLROnPlateau, monitor="score"))
     engine.connect(Events.EPOCH_COMPLETED, score)
     with pytest.raises(
-        ValueError, match=r"LRScheduling monitors 'score'.*give ReduceLROnPlateau mode='min' or mode='max'"
+        ValueError, match=r"LRScheduling monitors 'score'.*pass ReduceLROnPlateau mode='min' or mode='max'"
     ):
         engine.run(batches(2), max_epochs=1)
 
@@ -448,7 +448,7 @@ def linear_decay(optimizer: Optimizer, num_warmup_steps: int, num_training_steps
 def test_a_run_that_is_made_longer_names_the_argument_that_the_factory_takes(factory: Any, way_out: str) -> None:
     engine, rates = engine_of(network(), LRScheduling(factory))
     engine.run(batches(), max_epochs=2)
-    with pytest.raises(ValueError, match=rf"extends to 18; .*as in {re.escape(way_out)}, or start"):
+    with pytest.raises(ValueError, match=rf"extends to 18 steps; .*as in {re.escape(way_out)}\. To start"):
         engine.run(batches(), max_epochs=3)
     assert len(rates) == 12
 
@@ -573,7 +573,10 @@ def test_a_monitor_goes_with_plateau_only() -> None:
             LRScheduling(partial(StepLR, step_size=1), monitor="loss"),
             "monitor= is for schedulers that are stepped with a metric",
         ),
-        (LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)), "ReduceLROnPlateau; name its metric"),
+        (
+            LRScheduling(lambda optimizer: ReduceLROnPlateau(optimizer)),
+            "ReduceLROnPlateau, which is stepped with a metric; pass the name",
+        ),
     ):
         engine, rates = engine_of(network(), handler)
         with pytest.raises(ValueError, match=reported):
@@ -705,7 +708,7 @@ def test_a_schedule_is_drawn(tmp_path: Path) -> None:
 
 def test_drawing_without_matplotlib_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"plot\(\) needs matplotlib: pip install.*simulate\(\)"):
+    with pytest.raises(ImportError, match=r"plot\(\) needs matplotlib \(pip install.*simulate\(\)"):
         LRScheduling(partial(StepLR, step_size=1)).plot(tmp_path / "rates.png", 6, lr=0.1)
 
 

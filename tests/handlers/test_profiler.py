@@ -133,7 +133,7 @@ def test_the_table_is_printed_when_the_run_ends() -> None:
     make(Profiler(file=reported), GradientClipping(max_norm=1.0)).run(data(), max_epochs=2)
     title, header, *rows = reported.getvalue().splitlines()
     assert title.startswith("12 iterations in ")
-    assert header.split() == ["event", "calls", "seconds", "us", "a", "call", "longest", "%"]
+    assert header.split() == ["event", "calls", "seconds", "us", "per", "call", "longest", "%"]
     assert rows[-1].startswith("the rest")
     clip = next(row for row in rows if row.startswith("gradient_clipping.clip"))
     assert clip.split()[1:3] == ["GRADIENTS_READY", "12"]

@@ -460,7 +460,7 @@ def test_the_data_is_not_turned_into_text_unless_it_is_wrong() -> None:
         Validation(evaluator, data)
     for wrong, message in (
         ([], r"Validation\(data=\[\]\): the data is empty"),
-        ({"a": []}, r"Validation\(data={'a': \[\]}\): it"),
+        ({"a": []}, r"Validation\(data={'a': \[\]}\): the data is empty"),
     ):
         with pytest.raises(ValueError, match=message):
             Validation(evaluator, wrong)

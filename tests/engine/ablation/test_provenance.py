@@ -451,8 +451,7 @@ def test_a_run_that_comes_to_another_number_is_named_with_both(tmp_path: Path) -
     file.write_text("1.0000000000000002")  # the next number
     with pytest.raises(StoreError) as caught:
         study.verify(2, DESIGN, workers=0)
-    assert (
-        f"'baseline' with seed 0: val_loss is {values[0]!r} in the store, but {values[0] * 1.0000000000000002!r} in the repeated run"
-        in str(caught.value)
-    )
-    assert "2 of 2 runs" in str(caught.value)
+    repeated = values[0] * 1.0000000000000002
+    stored = f"'baseline' with seed 0: val_loss is {values[0]!r} in the store"
+    assert f"{stored}, but {repeated!r} in the repeated run" in str(caught.value)
+    assert "2 of 2 repeated runs" in str(caught.value)

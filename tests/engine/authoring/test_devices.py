@@ -192,7 +192,7 @@ def test_float64_on_mps_is_refused_with_the_name_of_the_tensor(mps: torch.Genera
     engine.attach(DeviceTransfer("mps"))
     engine.connect(Events.GET_BATCH_STARTED, lambda engine: seen.append(1))
     with pytest.raises(
-        ValueError, match=r"'device_transfer': 'scale' of the model 'model' is float64.* MPS has no float64"
+        ValueError, match=r"'device_transfer': 'scale' in the model 'model' is float64.* MPS has no float64"
     ):
         engine.run(batches(2), max_epochs=1)
     assert seen == []

@@ -444,7 +444,7 @@ def test_a_handler_attached_in_the_middle_acts_at_the_same_parts() -> None:
 def test_a_part_of_an_epoch_of_unknown_length_is_an_error_before_the_first_batch_that_names_the_handler() -> None:
     trainer = make_trainer()
     trainer.attach(Recorder("0.25ep", name="watcher"))
-    with pytest.raises(ValueError, match=r"watcher\.note: every 0\.25 epochs: .*epoch_length="):
+    with pytest.raises(ValueError, match=r"watcher\.note \(every 0\.25 epochs\): .*epoch_length="):
         trainer.run((None for _ in range(3)), max_epochs=1)
     assert trainer.state.epoch == 0
     trainer.run((None for _ in range(3)), max_epochs=1, epoch_length=3)

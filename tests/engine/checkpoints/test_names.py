@@ -63,7 +63,9 @@ def test_a_template_that_is_well_may_still_be_given_a_value_that_is_too_long() -
 def test_a_metric_that_is_only_announced_is_there() -> None:
     metrics = MetricStore()
     template = NameTemplate("{accuracy:.2f}", "best")
-    with pytest.raises(KeyError, match=r"no value is named 'accuracy'; available names: epoch, iteration, name, step\W*$"):
+    with pytest.raises(
+        KeyError, match=r"no value is named 'accuracy'; available names: epoch, iteration, name, step\W*$"
+    ):
         template.require(metrics)
     metrics.announce("metrics", ["accuracy"])
     template.require(metrics)

@@ -317,7 +317,9 @@ def test_epochs_that_all_end_before_their_first_iteration_are_an_error(event: Ev
     # Without an error the run would never end.
     engine.connect(Events.EPOCH_STARTED(once=100), lambda engine: engine.terminate("the test gives up"))
     engine.connect(event, lambda engine: engine.terminate_epoch("enough"))
-    with pytest.raises(RuntimeError, match=r"10 epochs in a row ended before their first iteration \('enough'\)"):
+    with pytest.raises(
+        RuntimeError, match=r"10 epochs in a row ended before their first iteration \(reason: 'enough'\)"
+    ):
         engine.run(kit.batches(4, inputs=3), **bounds)
 
 

@@ -210,7 +210,7 @@ def test_with_an_epoch_length_each_pass_is_as_long_as_it_is() -> None:
 
 def test_an_evaluation_ends_where_such_data_does() -> None:
     evaluator = evaluator_of(linear(1, 1))
-    with pytest.warns(UserWarning, match=r"W21.*has length 5, but gave 3 batches"):
+    with pytest.warns(UserWarning, match=r"W21.*has length 5, but it yielded 3 batches"):
         state = evaluator.run(Estimated(3))
     assert state.epoch_iteration == 3
 

@@ -94,6 +94,6 @@ def test_ranks_of_two_scripts_that_spawn_them_are_told_apart(monkeypatch: pytest
     assert job.difference(first, second) is None
     found = job.difference(first, other)
     starters = first["spawner"][2], other["spawner"][2]
-    assert found == f"process {starters[0]} started this process, but process {starters[1]} started the other"
+    assert found == f"process {starters[0]} started this process, but process {starters[1]} started the other process"
     [node] = spawned(("2", "0"))
     assert job.difference(first, node) is None, "a node of its own, though on this machine"

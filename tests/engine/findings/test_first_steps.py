@@ -79,11 +79,11 @@ def test_what_a_handler_leaves_out_that_computes_gradients_alone_is_reported() -
     with pytest.warns(FindingWarning) as caught:
         trained(Alone(calls=False), L2(0.1), MixedPrecision("bf16"), function=True)
     messages = sorted(str(one.message) for one in caught)
-    assert [message.split(" receives ")[0] for message in messages] == [
+    assert [message.split(" relies on ")[0] for message in messages] == [
         f"W49: update 'main': {name}" for name in ("l2", "mixed_precision", "own")
     ]
     assert (
-        "own receives Events.LOSS_COMPUTED and Events.BACKWARD_STARTED, but 'alone' computes the gradients without"
+        "own relies on Events.LOSS_COMPUTED and Events.BACKWARD_STARTED, which only compute() emits, but 'alone'"
         in messages[2]
     )
     for handlers in ((Alone(calls=True), L2(0.1)), (Alone(calls=False),), (MicroBatching(2), L2(0.1))):
@@ -118,7 +118,7 @@ def test_each_update_is_looked_at_and_named() -> None:
         )
 
     engine = Engine([update("one"), update("other")], model=models, seed=0)
-    with pytest.warns(FindingWarning, match=r"W73: update 'other': .* the output, of shape \[4\], meets") as caught:
+    with pytest.warns(FindingWarning, match=r"W73: update 'other': .* the output of shape \[4\] is combined") as caught:
         engine.run(batches(4), max_epochs=1)
     assert len(caught) == 1
 

@@ -92,7 +92,9 @@ def test_a_handler_may_not_take_the_name_of_a_service(name: str) -> None:
 @pytest.mark.parametrize("name", ["resuming", "random_streams", "environment", "data_refusals"])
 def test_what_a_run_depends_on_is_neither_disabled_nor_detached(name: str) -> None:
     engine = build(nn.Linear(5, 1))
-    sentence = f"'{name}' is a service that every run depends on, .* among the services, only 'error_hints' can be"
+    sentence = (
+        f"'{name}' is a service that every run depends on, .* among the services, only 'error_hints', 'findings' can be"
+    )
     with pytest.raises(ValueError, match=sentence):
         engine.detach(name)
     with pytest.raises(ValueError, match=sentence), engine.without(name):

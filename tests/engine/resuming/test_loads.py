@@ -191,7 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], Engine], Callable[[], Engine], str]] = {
     "groups of other parameters": (
         partial(deep, split((0, 1, 2), (3, 4, 5))),
         partial(deep, split((0, 1, 3), (2, 4, 5))),
-        "had different parameters in group 0: model.0.weight, model.0.bias, model.1.weight, but now",
+        "had the parameters model.0.weight, model.0.bias, model.1.weight in group 0, but now",
     ),
 }
 

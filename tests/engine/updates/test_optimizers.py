@@ -246,7 +246,7 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
     with pytest.raises(ValueError, match=r"'1' \(LBFGS\) computes gradients inside its step"):
         Update.supervised(F.cross_entropy, [ADAM(model[0].parameters()), torch.optim.LBFGS(model[1].parameters())])
     wrong = Update.supervised(F.cross_entropy, {"matrices": MUON, "rest": ADAM}, parameters=lambda engine: {"rest": []})
-    with pytest.raises(TypeError, match=r"returned the names rest; expected .* matrices, rest, by name"):
+    with pytest.raises(TypeError, match=r"returned the names rest; expected .* the optimizers, matrices, rest, to"):
         Engine(wrong, model=model).run(data(1), max_epochs=1)
     joint = JointOptimizer({"a": ADAM(model.parameters())})
     with pytest.raises(TypeError, match=r"update\.optimizer\.optimizers"):
