@@ -23,7 +23,7 @@ class Reporting(MetricReports):
         report: Function called as ``report(value, step)`` with the value and the number of values before it. It returns whether
             to stop.
         monitor: Name of the metric in ``state.metrics``.
-        mode: Better direction of the metric, "min" or "max"; by default the metric's own.
+        mode: Whether smaller ("min") or larger ("max") values are better; by default, the direction that the metric declares.
 
     Raises:
         TypeError: if ``report`` cannot be called.

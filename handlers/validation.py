@@ -42,7 +42,8 @@ class Validation(Handler):
         data: The validation data, iterable more than once, with or without a length. Or a mapping from names to data sets,
             evaluated in this order; the metrics of each are prefixed with its name: "val_clean_loss". `ReloadedData` is loaded
             for the trainer's epoch.
-        metrics: Without an evaluator, metrics to measure besides the loss, by name; as for `Metrics`.
+        metrics: Without an evaluator, metrics to measure besides the loss, by name, such as ``accuracy=Accuracy()``: all that
+            `Metrics` accepts.
         update: Without an evaluator, the name of the trainer's update that is measured; required if there are several.
         every: Interval between evaluations, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
         prefix: Prefix of the metrics' names, to distinguish several validations; by default ``"val_"``, and none with an
