@@ -226,7 +226,7 @@ class FullyShardedDataParallel(Distribution):
             if not any(_matches(unit, path, module) for path, module in paths.items()):
                 known_paths = ", ".join(list(paths)[:8])
                 raise ValueError(
-                    f"{self.name!r}: units={unit!r} matches no module; the modules are {known_paths or 'none'}"
+                    f"{self.name!r}: units={unit!r} matches no module; available modules: {known_paths or 'none'}"
                 )
 
     def _shard(self, root: nn.Module, name: str, mesh: Any) -> None:

@@ -102,7 +102,7 @@ class LimitBatches(Handler):
             raise ValueError(f"{where}: this run has no data; pass a smaller epoch_length= to run()")
         if isinstance(data, Iterator):
             raise TypeError(
-                f"{where}: an iterator ({type(data).__name__}) cannot restart in every epoch; pass an iterable, such "
+                f"{where}: an iterator ({type(data).__name__}) cannot be restarted for each epoch; pass an iterable, such "
                 "as a list or a DataLoader"
             )
         if isinstance(limit, float):

@@ -195,9 +195,9 @@ class Store:
     def _check_one_name(self, names: int) -> None:
         if names > 1:
             raise StoreError(
-                f"the store {str(self.path)!r} is a file with {names} names (hard links). A study that uses another of "
-                "these names would not see the lock of this study, and rewriting the file would break the links; use a "
-                "copy or a symbolic link instead"
+                f"the store {str(self.path)!r} has {names} hard links. A study that opens the file through another link "
+                "would not see the lock of this study, and rewriting the file would break the links; use a copy or a "
+                "symbolic link instead"
             )
 
     @contextlib.contextmanager

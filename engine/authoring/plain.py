@@ -124,7 +124,7 @@ def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in mapping.items():
         name = plain_value(where, key)
         if not isinstance(name, _ATOMS):
-            raise TypeError(f"{where}={mapping!r}): the key {key!r} is not a name")
+            raise TypeError(f"{where}={mapping!r}): the key {key!r} is neither a string nor a number")
         name = str(name)
         if name in found:
             raise TypeError(f"{where}={mapping!r}): two keys become {name!r} as strings; rename one of them")

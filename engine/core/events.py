@@ -277,8 +277,8 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
     except TypeError as error:
         name, own = getattr(receiver, "__name__", repr(receiver)), "self, " * inspect.ismethod(receiver)
         raise TypeError(
-            f"{where}: {name}{signature} is called with only the engine: {error}; write {name}({own}engine), and bind "
-            "other arguments with functools.partial"
+            f"{where}: {name}{signature} cannot be called with only the engine: {error}; define {name}({own}engine), and "
+            "bind other arguments with functools.partial"
         ) from None
 
 

@@ -114,7 +114,7 @@ def _report_workers(engine: Engine, data: Any) -> None:
             "W26",
             f"each of {data.num_workers} workers reads the whole dataset ({type(dataset).__name__}), so each sample "
             f"appears {data.num_workers} times in an epoch",
-            "in __iter__, yield only the samples of the worker that torch.utils.data.get_worker_info() returns",
+            "in __iter__, use torch.utils.data.get_worker_info() to yield only the samples of the current worker",
         )
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(

@@ -313,7 +313,7 @@ class _Look:
                 "W76",
                 f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
                 "held with their graphs, so memory grows with each iteration",
-                "store loss.item() or output.detach() instead, also when you sum over batches",
+                "store loss.item() or output.detach() instead, even when you sum over batches",
                 key=update.name,
             )
         nodes.append(weakref.ref(node))

@@ -123,8 +123,8 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
             continue  # an evaluation is as long as its data; a default is meant for longer runs
         yield finding(
             "C17",
-            f"{handler.name!r} runs every {every}, which does not occur in this run{_extent(it)}",
-            "choose a shorter interval, or a longer run",
+            f"{handler.name!r} runs every {every}, so it never runs in this run{_extent(it)}",
+            "use a shorter interval, or a longer run",
             [handler.name],
             severity,  # type: ignore[arg-type]
         )

@@ -359,8 +359,8 @@ class Snapshots(Part["Engine"]):
             return
         if engine.current_run is not None and engine.current_run.over:
             raise RuntimeError(
-                "restore() was called after the last iteration of a run, when the run can no longer go back; call "
-                "load_state_dict() after run() returns"
+                "restore() was called after the last iteration of a run, when it is too late to rewind the run; call "
+                "load_state_dict() after run() returns instead"
             )
         _check_is_state(state, "restore()")
         check_complete(state, "restore()")

@@ -35,7 +35,7 @@ def check_matches(handler: Handler, argument: str, patterns: Iterable[str], name
         if not any(matches(path, pattern) for path in named):
             some = ", ".join(map(repr, list(named)[:8])) + (", ..." if len(named) > 8 else "")
             where = f"{handler.name!r}: {argument}={pattern!r}"
-            raise ValueError(f"{where} matches no module; the modules are {some}")
+            raise ValueError(f"{where} matches no module; available modules: {some}")
 
 
 def check_not_compiled(handler: Handler, engine: Engine) -> None:

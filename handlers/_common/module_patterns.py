@@ -56,7 +56,7 @@ def find_modules(owner: str, named: dict[str, nn.Module], patterns: list[Pattern
         matching = {path: module for path, module in named.items() if path and _matches(pattern, path, module)}
         if not matching:
             shown = ", ".join(map(repr, [path for path in named if path][:8]))
-            raise ValueError(f"{owner!r}: modules={pattern!r} matches no module; the modules are {shown or 'none'}")
+            raise ValueError(f"{owner!r}: modules={pattern!r} matches no module; available modules: {shown or 'none'}")
         for path, module in matching.items():
             found.update(_items(path, module))
     return outermost(found)

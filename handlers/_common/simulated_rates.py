@@ -39,8 +39,8 @@ def steps_of_scheduler(
         return list(range(int(every.value), steps + 1, int(every.value)))
     if epochs is None or steps % epochs:
         raise ValueError(
-            f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped after epochs; pass a "
-            "number of epochs that divides the number of steps"
+            f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped at the end of each "
+            "epoch; pass a number of epochs that divides the number of steps"
         )
     length = steps // epochs * int(every.value)
     return list(range(length, steps + 1, length))

@@ -325,7 +325,7 @@ def test_statistics_of_other_layers_are_updated_once_too() -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused_as_the_run_starts() -> None:
     engine = build(Network(), ActivationCheckpointing("layers.*"))
-    with pytest.raises(ValueError, match=r"modules='layers.\*' matches no module; the modules are 'blocks', 'b"):
+    with pytest.raises(ValueError, match=r"modules='layers.\*' matches no module; available modules: 'blocks', 'b"):
         engine.run(data(1), max_epochs=1)
 
 

@@ -144,7 +144,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         ValueError, match=r"'activation_statistics': the model has no activation modules such as nn\.ReLU"
     ):
         build(ActivationStatistics(), model=mlp(5, 8, 1)).run(batches(1), max_epochs=1)
-    with pytest.raises(ValueError, match=r"modules='relu' matches no module; the modules are '0', '1', '2'"):
+    with pytest.raises(ValueError, match=r"modules='relu' matches no module; available modules: '0', '1', '2'"):
         build(ActivationStatistics(modules="relu")).run(batches(1), max_epochs=1)
     with pytest.raises(
         ValueError, match=r"'1' has 4 units in one output, but 3 units in a later output; set the unit dim"

@@ -407,7 +407,7 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> Non
 
 def test_a_pattern_that_matches_nothing_is_refused_as_the_run_starts() -> None:
     engine = build(network(), Compile("layers.*", backend="eager"))
-    with pytest.raises(ValueError, match=r"modules='layers.\*' matches no module; the modules are '0', '1'"):
+    with pytest.raises(ValueError, match=r"modules='layers.\*' matches no module; available modules: '0', '1'"):
         engine.run(batches(1), max_epochs=1)
 
 

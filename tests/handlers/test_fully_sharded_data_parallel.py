@@ -1096,7 +1096,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "several updates (a, b)" in reported["several"]
     assert "parameter 8" in reported["free"]
     assert "micro_batching" in reported["pieces"]
-    assert "units='blcks.*' matches no module; the modules are first, blocks" in reported["units"]
+    assert "units='blcks.*' matches no module; available modules: first, blocks" in reported["units"]
     assert "'blocks' is a ModuleList, which is never called" in reported["list"]
     assert "on_exception=True cannot save a sharded model" in reported["exception"]
     assert "numbers of batches in it differ between ranks ([1, 0])" in reported["sam"]

@@ -689,7 +689,7 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     with pytest.raises(ValueError, match=r"simulate\(epochs=0\)"):
         epochs.simulate(4, lr=0.1, epochs=0)
     for count in (None, 3):
-        with pytest.raises(ValueError, match=rf"epochs={count}\): this schedule is stepped after epochs"):
+        with pytest.raises(ValueError, match=rf"epochs={count}\): this schedule is stepped at the end of each"):
             epochs.simulate(4, lr=0.1, epochs=count)
     with pytest.raises(ValueError, match=r"pass metric_values="):
         plateau.simulate(4, lr=0.1)

@@ -450,7 +450,7 @@ def test_what_is_no_penalty_is_refused(function: Any, error: type[Exception], me
 
 
 def test_a_function_that_cannot_be_called_with_the_engine_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match=r"Penalty\(function=\): .*\(\) is called with only the engine"):
+    with pytest.raises(TypeError, match=r"Penalty\(function=\): .*\(\) cannot be called with only the engine"):
         Penalty(lambda: torch.ones(()))  # type: ignore[arg-type, misc]
 
 

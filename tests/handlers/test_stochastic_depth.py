@@ -246,7 +246,7 @@ def test_shares_are_those_that_were_asked_for_and_the_mean_stays() -> None:
 
 def test_what_cannot_be_meant_is_refused() -> None:
     with pytest.raises(
-        ValueError, match=r"blocks='layers\.\*' matches no module; the modules are 'blocks', 'blocks\.0'"
+        ValueError, match=r"blocks='layers\.\*' matches no module; available modules: 'blocks', 'blocks\.0'"
     ):
         build(StochasticDepth("layers.*")).run(batches(1), max_epochs=1)
     with pytest.raises(

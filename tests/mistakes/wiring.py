@@ -130,7 +130,7 @@ def a_declaration_without_its_event(right: bool) -> None:
         def count(self, engine: Engine) -> None: ...
 
 
-@mistake(TypeError, "Counter.count at .* is called with only the engine")
+@mistake(TypeError, "Counter.count at .* cannot be called with only the engine")
 def a_method_that_takes_no_engine(right: bool) -> None:
     class Counter(Handler):
         @on(Events.EPOCH_COMPLETED)

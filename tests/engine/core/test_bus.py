@@ -98,7 +98,7 @@ REFUSED: list[tuple[Any, str]] = [
     (generator, "is a generator function"),
     (GeneratorCall(), "is a generator function"),
     (takes_nothing, "takes_nothing() -> 'None'"),
-    (takes_two, "is called with only the engine"),
+    (takes_two, "cannot be called with only the engine"),
     (needs_a_keyword, "missing a required argument: 'name'"),
     ("not callable", "'not callable' is not callable"),
     (None, "None is not callable"),

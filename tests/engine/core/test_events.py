@@ -497,7 +497,7 @@ def test_a_decorated_receiver_is_checked_as_it_is_called() -> None:
 
     engine.connect(Events.STARTED(when=fills_in), fills_in)
     engine.connect(Events.STARTED, of_an_object)
-    with pytest.raises(TypeError, match="is called with only the engine: missing a required argument: 'extra'"):
+    with pytest.raises(TypeError, match="cannot be called with only the engine: missing a required argument: 'extra'"):
         engine.connect(Events.STARTED, needs_more)
     engine.run(kit.batches(1), max_epochs=1)
     assert sorted(seen) == [3, 3, 4]

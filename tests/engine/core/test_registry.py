@@ -451,5 +451,5 @@ def test_a_method_that_takes_no_engine_is_refused_also_where_it_would_join_later
         @on("when")
         def act(self) -> None: ...
 
-    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* is called with only the engine"):
+    with pytest.raises(TypeError, match=r"Wrong\.act at when: .* cannot be called with only the engine"):
         make_engine(Wrong())
