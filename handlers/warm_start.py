@@ -72,10 +72,10 @@ class WarmStart(Handler):
         >>> model.backbone.weight.tolist()
         [[1.0, 0.0], [0.0, 1.0]]
         >>> print(engine[WarmStart].plan)
-        2 of 4 tensors loaded from 'a mapping' (2 renamed, 1 missing, 1 of another shape)
+        2 of 4 tensors loaded from 'a mapping' (2 renamed, 1 missing, 1 with a different shape)
           renamed (2): encoder.weight -> backbone.weight, encoder.bias -> backbone.bias
           missing (1): head.bias
-          other shape (1): head.weight ([9, 2] in the file, [3, 2] in the model)
+          different shape (1): head.weight ([9, 2] in the file, [3, 2] in the model)
     """
 
     trains = True

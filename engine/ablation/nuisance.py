@@ -149,9 +149,8 @@ def tune(
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=lr)
         ...     trainer = Engine(update, model=torch.nn.Linear(2, 1), seed=seed)
         ...     trainer.attach(GradientClipping(max_norm=1.0), Metrics(loss=Average()))
-        ...     return trainer, lambda engine: engine.run(
-        ...         [(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=9
-        ...     )
+        ...     data = [(torch.ones(4, 2), torch.ones(4, 1))]
+        ...     return trainer, lambda engine: engine.run(data, max_epochs=9)
         >>> study = Study(build, metric="loss", seeds=range(3))
         >>> tune(
         ...     study, LeaveOneOut(), arguments={"lr": [0.001, 0.1]}, seeds=[100], workers=0
@@ -186,9 +185,8 @@ def tune(
             search.tell(name, score)
     chosen = {name: min(tried, key=lambda pair: pair[0])[1] for name, tried in scores.items()}
     budget = f"{search.budget}, over {count(len(found), 'seed')} ({numbers_in_words(found)}) that are not reported"
-    return Tuned(
-        designs, chosen, [_fact(study.metric, list(arguments), budget, chosen)], _limits(arguments, scores, chosen)
-    )
+    facts = [_fact(study.metric, list(arguments), budget, chosen)]
+    return Tuned(designs, chosen, facts, _limits(arguments, scores, chosen))
 
 
 class _Grid:

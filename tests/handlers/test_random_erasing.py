@@ -178,7 +178,7 @@ def test_whole_numbers_take_a_number_and_no_random_ones() -> None:
     ("options", "batch", "message"),
     [
         ({}, (torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\); expected \(N, C, H, W\) or"),
-        ({"value": (1, 2, 3)}, pictures()[0], r"has 3 numbers, but the inputs 2 channels"),
+        ({"value": (1, 2, 3)}, pictures()[0], r"has 3 numbers, but the inputs have 2 channels"),
         (
             {"input": 3},
             pictures()[0],

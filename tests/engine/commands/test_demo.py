@@ -31,7 +31,7 @@ def test_the_demo_prints_its_first_line_within_ten_seconds_of_work_also_into_a_p
     """Seconds of the processor, since other processes may keep this one waiting."""
     with python("-m", "signalfire", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
-        assert process.stdout.readline().startswith("1,000 one-dimensional digits")
+        assert process.stdout.readline().startswith("Training on 1,000 one-dimensional digits")
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 10
 
