@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -64,7 +64,6 @@ class Curve:
         lines: called with a size; gives what measures the cost, by line. Names of plain loops begin with
             "plain PyTorch".
         per: the table shows what so many more of the size cost.
-        aims: what is to be reached, by name: called with a size and the first line's cost at the smallest one.
         log: which axes are logarithmic: "xy", "x" or "".
     """
 
@@ -74,7 +73,6 @@ class Curve:
     sizes: tuple[float, ...]
     lines: Callable[[Any], Lines]
     per: int = 1
-    aims: dict[str, Callable[[float, float], float]] = field(default_factory=dict)
     log: str = "xy"
 
 
@@ -303,7 +301,7 @@ def of_resume(samples: int) -> Lines:
 
     return {
         "in the middle of an epoch": lambda: seconds_to_the_first_batch(data, state),
-        "begun anew": lambda: seconds_to_the_first_batch(data, None),
+        "at the start of an epoch": lambda: seconds_to_the_first_batch(data, None),
         "plain PyTorch: next(), once for each batch": read_again,
     }
 
@@ -399,10 +397,6 @@ SAMPLES = (1_000, 10_000, 100_000, 1_000_000)
 CURVES = {
     "handlers": Curve(
         "An iteration with an empty step", "handlers attached", "ns", (0, 1, 2, 5, 10, 20, 30, 40, 50), of_handlers,
-        aims={
-            "to reach: 60 ns a handler that is called": lambda n, none: none + 60 * n,
-            "to reach: 40 ns a handler that is not": lambda n, none: none + 40 * n,
-        },
         log="",
     ),
     "events": Curve(
@@ -422,6 +416,6 @@ CURVES = {
     ),
     "boundary": Curve(
         "An epoch boundary", "epochs made before", "us", (1, 10, 100, 1_000), of_boundaries,
-        aims={"to reach: 50 us without handlers": lambda n, none: 50}, log="x",
+        log="x",
     ),
 }  # fmt: skip

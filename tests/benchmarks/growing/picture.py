@@ -20,7 +20,7 @@ Costs = list[list[float]]
 
 
 def draw(machine: dict[str, Any], measured: dict[str, dict[str, Any]], path: Path) -> None:
-    """A panel for each curve: medians, and the quartiles as a band; plain torch is grey, what is to be reached dashed."""
+    """A panel for each curve: medians, and the quartiles as a band; plain torch is gray."""
     columns = min(2, len(measured))
     rows = -(-len(measured) // columns)
     figure = Figure(figsize=(6 * columns, 3.6 * rows), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.1))
@@ -47,9 +47,6 @@ def _panel(axes: Axes, curve: Curve, sizes: list[float], lines: dict[str, Costs]
         axes.fill_between(sizes, lows, highs, color=color, alpha=0.2, linewidth=0)
         marker = "s" if is_plain else "o"
         axes.plot(sizes, middles, marker=marker, markersize=4, color=color, label=name, zorder=1 if is_plain else 2)
-    first = statistics.median(next(iter(lines.values()))[0])
-    for (name, aim), color in zip(curve.aims.items(), ("tab:red", "tab:blue"), strict=False):
-        axes.plot(sizes, [aim(size, first) for size in sizes], "--", color=color, linewidth=1, label=name)
     for axis, letter in ((axes.xaxis, "x"), (axes.yaxis, "y")):
         if letter in curve.log:
             axes.set(**{f"{letter}scale": "log"})
