@@ -13,6 +13,7 @@ FIGURES: dict[str, Any] = json.loads((ROOT / "tests" / "benchmarks" / "figures.j
 PAGES = {
     "frameworks": "costs.md",
     "loop": "costs.md",
+    "costs": "costs.md",
     "checkpoint": "resuming.md",
     "processes": "processes.md",
 }
