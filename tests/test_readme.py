@@ -15,8 +15,9 @@ README = (ROOT / "README.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-def test_the_first_example_is_short() -> None:
-    assert len(PYTHON[0].splitlines()) <= 30
+def test_the_first_example_has_29_lines_of_88_columns_at_most() -> None:
+    assert len(PYTHON[0].splitlines()) == 29
+    assert max(map(len, "".join(PYTHON).splitlines())) <= 88
 
 
 @pytest.mark.slow

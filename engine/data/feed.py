@@ -261,7 +261,7 @@ class Feed(PlainFeed):
                 raise DataError(f"the data ({kind}) is empty: it yielded no batch{again}")
             return False
         if taken == 0:
-            raise DataError(f"the data ({kind}) yielded no batch: it is empty, or it cannot be iterated again")
+            raise DataError(f"the data ({kind}) is empty: it yielded no batch, or it cannot be iterated again")
         if source.continues:
             return True  # with epoch_length=, the data may be as long as it is
         if source.evaluates and not source.processes.distributed:

@@ -239,9 +239,9 @@ def test_empty_data_that_has_a_length_is_refused_before_the_run(data: Any, name:
 @pytest.mark.filterwarnings("ignore:C24:signalfire.FindingWarning")
 @pytest.mark.parametrize("bounds", [{"max_epochs": 2}, {"max_epochs": 2, "epoch_length": 3}], ids=str)
 def test_an_empty_generator_is_an_error(bounds: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"the data \(generator\) .*yielded no batch"):
+    with pytest.raises(DataError, match=r"the data \(generator\) is empty: it yielded no batch"):
         made_of((n for n in range(0)), **bounds)
-    with pytest.raises(DataError, match=r"the data \(Unsized\) .*yielded no batch"):
+    with pytest.raises(DataError, match=r"the data \(Unsized\) is empty: it yielded no batch"):
         made_of(Unsized(0), **bounds)
 
 
