@@ -9,9 +9,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
+from ..authoring.batches import tensors_in
 from ..core.connection import Connection, Phase, Receiver
 from ..core.events import EventEnum, Events
 from ..core.signals import Signal
@@ -161,24 +165,56 @@ class Operation(NamedTuple):
 
 
 class _Operations(TorchDispatchMode):
-    """Records the operations that are called."""
+    """Records the operations that are called.
+
+    The memory of an empty tensor has whatever was in it. Only an operation that reads it depends on that: not the one that makes
+    it, one that makes a view of it, or one that fills it, as dropout does.
+    """
 
     def __init__(self, modules: list[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Operation] = []
         self._modules = modules
+        self._empty: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        given = _digest([args, kwargs])
+        makes = "empty" in func._schema.name
+        shared = tensors_in([args, kwargs]) if makes else _shared(func, args, kwargs)
+        unread = {id(one) for one in shared if _memory(one) in self._empty}
+        given = _digest(_without([args, kwargs], unread))
         result = func(*args, **kwargs)
-        module = self._modules[-1] if self._modules else ""
-        # The memory of an empty tensor has whatever was in it.
-        left = "" if "empty" in func._schema.name else _digest([result, args])
-        self.found.append(Operation(str(func), module, given, left))
+        left = ""
+        if makes:
+            self._empty.update(memory for one in tensors_in(result) if (memory := _memory(one)) is not None)
+        elif not (func.is_view and unread):
+            self._empty.difference_update(_memory(one) for one in shared if _is_whole(one))
+            left = _digest([result, args])
+        self.found.append(Operation(str(func), self._modules[-1] if self._modules else "", given, left))
         return result
+
+
+def _shared(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments whose memory an operation writes to, or that its result shares."""
+    given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
+    names = [one.name for one in func._schema.arguments if one.alias_info is not None]
+    return tensors_in([given.get(name) for name in names])
+
+
+def _memory(tensor: Tensor) -> StorageWeakRef | None:
+    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether a tensor is all of its memory."""
+    return tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def _without(values: Any, unread: set[int]) -> Any:
+    """Values with nothing but the dtypes and the shapes of the tensors that are not read."""
+    return tree_map_only(Tensor, lambda one: one.to("meta") if id(one) in unread else one, values) if unread else values
 
 
 def _digest(value: Any) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +250,6 @@ def test_with_traces_the_runs_begin_at_the_newest_checkpoint_before_the_differen
 
 
 @pytest.mark.moderate
-@pytest.mark.moderate
 def test_a_difference_in_a_shard_is_found_within_its_iteration() -> None:
     def swap(engine: Engine) -> None:
         if engine.state.shard == 1:
@@ -261,12 +262,67 @@ def test_a_difference_in_a_shard_is_found_within_its_iteration() -> None:
     assert (found.iteration, found.event, found.receiver) == (1, "GET_BATCH_COMPLETED", "swap")
 
 
-def test_memory_that_dropout_leaves_as_it_was_is_no_difference() -> None:
+def test_the_memory_that_dropout_fills_is_no_difference() -> None:
     def with_dropout(middle: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
         return lambda: nn.Sequential(nn.Dropout(0.2), nn.Linear(16, 16), middle())
 
     found = bisect(lambda: build(middle=with_dropout(nn.GELU)), lambda: build(middle=with_dropout(Tanh)), until=1)
     assert (found.operation, found.module) == ("aten.gelu.default", "model.1.2")
+
+
+NUMBERS = count(1)
+
+
+class InEmptyMemory(nn.Module):
+    """Computes in memory that has something else in it each time, as that of ``torch.empty`` may."""
+
+    def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.empty(2, *x.shape)
+        ctypes.memset(memory.data_ptr(), 56 + next(NUMBERS) % 8, memory.nbytes)
+        return self.compute(memory, x)
+
+
+class Irregular(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 1e-3 * next(NUMBERS))
+
+
+FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "whole": lambda memory, x: memory.copy_(x)[0],
+    "a view of the whole": lambda memory, x: memory.view(-1).view_as(memory).copy_(x)[0],
+    "parts": lambda memory, x: (memory[0].copy_(x), memory[1].copy_(x), memory.sum(0))[2],
+    "another of its shape": lambda memory, x: torch.empty_like(memory).copy_(x)[0],
+    "by out": lambda memory, x: x + 0 * torch.mul(x.detach(), 2, out=memory[0]),
+}
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("fill", FILLED)
+def test_empty_memory_that_is_filled_does_not_hide_the_operation_that_differs(fill: str) -> None:
+    middle = lambda: nn.Sequential(InEmptyMemory(FILLED[fill]), Irregular())  # noqa: E731
+    found = bisect(lambda: build(middle=middle), until=1)
+    assert (found.operation, found.module) == ("aten.mul.Tensor", "model.1.1")
+    assert "different arguments" in found.cause
+
+
+READ: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
+    "as an argument": (lambda memory, x: x + memory[1], "aten.add.Tensor"),
+    "through a view": (lambda memory, x: x + memory.view(2, -1).view_as(memory)[1], "aten.add.Tensor"),
+    "in place": (lambda memory, x: memory.add_(1)[0] + x, "aten.add_.Tensor"),
+    "a part that was not filled": (lambda memory, x: memory[0].copy_(x) + memory[1], "aten.add.Tensor"),
+}
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("read", READ)
+def test_an_operation_that_reads_empty_memory_is_named(read: str) -> None:
+    compute, operation = READ[read]
+    found = bisect(lambda: build(middle=lambda: InEmptyMemory(compute)), until=1)
+    assert (found.operation, found.module) == (operation, "model.1")
 
 
 class Wrapped(nn.Module):
