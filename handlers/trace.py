@@ -22,6 +22,7 @@ __all__ = ["Trace"]
 
 _KEPT = ("parameters", "buffers", "optimizer", "random", "handlers", "metrics")
 _UNMEASURED = {"BACKWARD_COMPLETED", "OPTIMIZER_STEP_COMPLETED"}  # what is measured right after them
+_ENDS = {"STARTED", "ITERATION_COMPLETED", "EPOCH_COMPLETED"}  # whose record is written with those before it
 _OF_A_SHARD = {"GET_BATCH_COMPLETED", "FORWARD_COMPLETED", "LOSS_COMPUTED", "BACKWARD_COMPLETED"}
 
 
@@ -191,7 +192,7 @@ class Trace(Handler):
         key = state.iteration, event, None if update is None else update.name, state.shard if of_shard else None
         count = self._counts[key] = self._counts.get(key, 0) + 1
         record = Record(*key, count, found, digests.numbers)
-        self._open(engine).append(record.line())
+        self._open(engine).append(record.line(), now=event in _ENDS)
         self._place = Place.of(record)
 
     def _open(self, engine: Engine) -> TraceWriter:

@@ -129,16 +129,15 @@ def digests_of(engine: Engine, things: Iterable[str], *, by_tensor: bool = False
         measures: Whether the loss and norms are measured, too.
     """
     found = Digests()
-    with torch.no_grad():
-        for thing in things:
-            values = _named(CONTENTS[thing](engine), in_order=thing in BY_NAME)
-            if by_tensor or thing in BY_NAME:
-                for name, value in values.items():
-                    found.add(f"{thing}/{name}", value)
-            else:
-                found.add(thing, values)
-            if measures and thing in _MEASURED and (number := _MEASURED[thing](values)) is not None:
-                found.add_number(thing, number)
+    for thing in things:
+        values = _named(CONTENTS[thing](engine), in_order=thing in BY_NAME)
+        if by_tensor or thing in BY_NAME:
+            for name, value in values.items():
+                found.add(f"{thing}/{name}", value)
+        else:
+            found.add(thing, values)
+        if measures and thing in _MEASURED and (number := _MEASURED[thing](values)) is not None:
+            found.add_number(thing, number)
     return found
 
 

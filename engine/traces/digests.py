@@ -66,13 +66,18 @@ class Digests:
             plain, value = _without_plain(value, tensors)
         described = _hashed(_described(value, tensors))
         far = [one for one in tensors if not _is_near(one)]
-        self._contents[name] = plain + described + _hashed(map(_content, filter(_is_near, tensors)))
+        self._contents[name] = plain + described + _hashed(_contents([one for one in tensors if _is_near(one)]))
         self._sums[name] = [_positional_sum(bits) for bits in _flattened(far)]
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
-        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        number = widened(local_part(number)).reshape(())
+        if not isinstance(value, Tensor):
+            self.numbers[name] = float(value)
+            return
+        number = widened(local_part(value.detach())).reshape(())
+        if number.device.type == "cpu":
+            self.numbers[name] = float(number.numpy())
+            return
         self._wide[name] = number.dtype is torch.float64
         self._numbers[name] = number.view(torch.int64) if self._wide[name] else number.view(torch.int32).long()
 
@@ -122,6 +127,13 @@ def _is_near(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.numel() <= _SMALL
 
 
+def _contents(tensors: list[Tensor]) -> Iterable[Any]:
+    """The elements of tensors on the CPU, for a hash; those of one dtype are joined, which takes fewer operations."""
+    if len(tensors) > 1 and len({one.dtype for one in tensors}) == 1:
+        tensors = [torch.cat([one.detach().reshape(-1) for one in tensors])]
+    return map(_content, tensors)
+
+
 def _content(tensor: Tensor) -> Any:
     """The elements of a tensor on the CPU, for a hash: for small ones, this is faster than a sum."""
     tensor = tensor.detach().resolve_neg().contiguous()
@@ -164,7 +176,10 @@ def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
 def _described_parts(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
     """What a container consists of; of other objects, nothing but the class is known to be the same in another run."""
     yield f"{type(value).__qualname__}[".encode()
-    if isinstance(value, set | frozenset):
+    if type(value) in (list, tuple):
+        for one in value:
+            yield from _described(one, tensors)
+    elif isinstance(value, set | frozenset):
         yield from sorted(b"".join(_described(one, tensors)) for one in value)
     elif isinstance(value, Enum):
         yield value.name.encode()

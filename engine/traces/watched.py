@@ -77,15 +77,15 @@ def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def optimizers_of(engine: Engine) -> Iterator[tuple[str, Any]]:
-    names = {id(p): name for name, p in parameters_of(engine)}
-    for update in engine.updates:
-        if update.optimizer is None:
-            continue
-        for number, group in enumerate(update.optimizer.param_groups):
+    optimizers = [(update.name, update.optimizer) for update in engine.updates if update.optimizer is not None]
+    stateful = any(optimizer.state for _, optimizer in optimizers)
+    names = {id(p): name for name, p in parameters_of(engine)} if stateful else {}
+    for owner, optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key != "params":
-                    yield f"{key} of group {number} (update {update.name!r})", value
-        for p, state in update.optimizer.state.items():
+                    yield f"{key} of group {number} (update {owner!r})", value
+        for p, state in optimizer.state.items():
             for key, value in state.items():
                 yield f"{key} of {names.get(id(p), '?')}", value
 

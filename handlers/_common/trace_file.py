@@ -47,15 +47,18 @@ class TraceWriter:
         self.part = 1
         self._root, self._rank = path, rank
         self._file: LineFile | None = None
+        self._waiting = ""  # lines that are written with the next ones
 
     @property
     def length(self) -> int:
         """Bytes of the part that is written to."""
+        self._write()
         return 0 if self._file is None else self._file.length
 
     @property
     def digest(self) -> str:
         """The sha256 of the part that is written to."""
+        self._write()
         return "" if self._file is None else self._file.digest
 
     @property
@@ -101,17 +104,26 @@ class TraceWriter:
         self._file, self.part = file, part
         self._remove_after(part)
 
-    def append(self, lines: str) -> None:
-        """Append lines to the file, in one piece."""
+    def append(self, lines: str, *, now: bool = True) -> None:
+        """Append lines to the file, in one piece; unless ``now``, together with the next ones."""
+        self._waiting += lines
+        if now:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._waiting:
+            return
         assert self._file is not None
         if self._file.length > self.part_size:
             self._file.close()
             self.part += 1
             self._file = LineFile.create(part_of(self.path, self.part), self.header)
+        lines, self._waiting = self._waiting, ""
         self._file.append(lines)
 
     def sync(self) -> None:
         """Flush the file to disk."""
+        self._write()
         if self._file is not None:
             self._file.sync()
 
@@ -119,6 +131,7 @@ class TraceWriter:
         """Flush and close the file."""
         if self._file is not None:
             with suppress(OSError) if self._file.failed else nullcontext():
+                self._write()
                 self._file.close()
 
     def _back_up(self) -> None:

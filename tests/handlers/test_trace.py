@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Handler, Update
+from signalfire import Engine, Events, Handler, Phase, Update
 from signalfire.findings import FindingWarning
 from signalfire.handlers import (
     EMA,
@@ -196,6 +196,7 @@ def test_a_run_after_an_exception_continues_the_trace(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="planted"):
         engine.run(batches(), max_epochs=1)
     before = records(tmp_path / "a")
+    assert (before[-1]["iteration"], before[-1]["event"]) == (4, "GET_BATCH_COMPLETED")
     engine.detach(fail)
     with pytest.warns(UserWarning, match="iteration 4 is repeated"):
         engine.run(batches(), max_epochs=1)
@@ -203,6 +204,18 @@ def test_a_run_after_an_exception_continues_the_trace(tmp_path: Path) -> None:
     assert found[: len(before)] == before
     assert found[-1]["event"] == "EPOCH_COMPLETED"
     assert all(one.get("occurrence", 1) == 1 for one in found)
+
+
+def test_an_iteration_is_written_at_once_and_at_the_latest_for_a_state(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "a", every="1it")
+    engine = engine_of(trace)
+    written: list[int] = []
+    count = lambda engine: written.append(len(records(tmp_path / "a")))  # noqa: E731
+    for event in (Events.GET_BATCH_COMPLETED, Events.GRADIENTS_READY, Events.ITERATION_COMPLETED):
+        engine.connect(event, count, phase=Phase.PERSIST, rank=10**6)
+    engine.connect(Events.GRADIENTS_READY(once=3), lambda engine: trace.state_dict(), phase=Phase.PERSIST, rank=10**5)
+    engine.run(batches(), max_iters=3)
+    assert written == [1, 1, 5, 5, 5, 9, 9, 12, 13]  # the first one is of the start
 
 
 def test_a_trace_that_is_disabled_or_detached_writes_nothing(tmp_path: Path) -> None:

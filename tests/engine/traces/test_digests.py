@@ -30,10 +30,11 @@ class Batch:
 
 
 @pytest.fixture(params=["as on the CPU", "as on a device"], autouse=True)
-def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Small tensors of the CPU are hashed; those of a device are summed, and here those of the CPU, too."""
     if request.param == "as on a device":
         monkeypatch.setattr(digests, "_is_near", lambda tensor: False)
+    return str(request.param)
 
 
 def digest(value: Any) -> str:
@@ -44,6 +45,34 @@ def digest(value: Any) -> str:
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(dtype)
+
+
+KNOWN: dict[str, tuple[Callable[[], Any], tuple[str, str]]] = {
+    "one dtype": (
+        lambda: {"weight": torch.arange(6.0).reshape(2, 3).t(), "bias": torch.arange(3.0) - 1},
+        ("db1b467de5684ec1", "bf54e63b0e96c4c5"),
+    ),
+    "dtypes": (
+        lambda: {
+            "weight": torch.arange(6.0).reshape(2, 3).t(),
+            "bias": torch.arange(3.0) - 1,
+            "steps": torch.tensor(7),
+            "half": torch.arange(4).to(torch.bfloat16),
+        },
+        ("9b89ec1e3fdcacba", "96fb0a58ce271619"),
+    ),
+    "nested": (
+        lambda: [(torch.ones(2), 3), {"key": None, "on": True}, np.arange(3)],
+        ("d318757d6c4e2b86", "eb34e05c8b05ebe3"),
+    ),
+    "large": (lambda: [torch.arange(20000.0), torch.arange(20000)], ("286ac575a4804b65",) * 2),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_digest_stays_that_of_earlier_traces(name: str, way: str) -> None:
+    make, known = KNOWN[name]
+    assert digest(make()) == known[way == "as on a device"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
