@@ -160,7 +160,7 @@ def test_several_processes_a_class_defined_anew_and_spawned_workers_are_told_apa
     outputs = executed(*cells, allow_errors=True)
     assert "'distributed_data_parallel' has no effect in a notebook" in _text(outputs[1][0])
     (missing,) = outputs[5]
-    assert "'mine' belongs to an earlier definition of Mine; attach" in missing.evalue
+    assert "'mine' is an instance of an earlier definition of Mine; attach" in missing.evalue
     (refused,) = outputs[8]
     assert refused.ename == "ValueError"
     assert "the data's dataset (Squares) was defined in an interactive session" in refused.evalue

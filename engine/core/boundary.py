@@ -116,7 +116,7 @@ class Boundary(Part["Kernel"]):
         if not engine.running:
             raise RuntimeError(f"terminate({reason!r}): the engine is not running")
         if not isinstance(reason, str) or not reason:
-            raise TypeError(f"terminate({reason!r}): expected a reason in a few words, such as 'loss is NaN'")
+            raise TypeError(f"terminate({reason!r}): expected a short reason, such as 'loss is NaN'")
         self.stops.setdefault(by, reason)
         engine.signals.note_asker(engine)
         self.wake()

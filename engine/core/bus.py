@@ -41,7 +41,7 @@ class Bus(blinker.Namespace):
         if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
             raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
         if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
-            raise ValueError(f"register_events({catalogue!r}): another catalogue has this name; rename one of them")
+            raise ValueError(f"register_events({catalogue!r}): this name is already registered; rename the class")
         self._catalogues.add(catalogue)
 
     def of(self, event: EventEnum) -> Signal:
@@ -52,7 +52,7 @@ class Bus(blinker.Namespace):
         """
         if not isinstance(event, EventEnum):
             resolve(event)
-            raise TypeError(f"{event} has a filter, but only an event without a filter has a signal")
+            raise TypeError(f"{event} has a filter, but only events without a filter have a signal")
         if type(event) not in self._catalogues:
             raise ValueError(
                 f"{event} is not registered with this engine; call engine.register_events({type(event).__name__}) first"
@@ -66,7 +66,7 @@ class Bus(blinker.Namespace):
     def fire(self, engine: Kernel, event: EventEnum) -> None:
         """Emit an event of a user's own catalogue."""
         if type(event) is Events:
-            raise ValueError(f"fire({event}): only the engine emits Events; subclass EventEnum for your own events")
+            raise ValueError(f"fire({event}): only the engine emits Events; to emit your own, subclass EventEnum")
         self.emit(engine, event)
 
     def emit(self, engine: Kernel, event: EventEnum) -> None:
@@ -188,7 +188,7 @@ class Bus(blinker.Namespace):
     def signal(self, name: str, doc: str | None = None) -> blinker.NamedSignal:
         """The existing signal of this name; unlike blinker's, it creates none."""
         if name not in self:
-            raise KeyError(f"no signal is named {name!r}; engine.signal(event) returns the signal of an event")
+            raise KeyError(f"no signal is named {name!r}; to get the signal of an event, call engine.signal(event)")
         return self[name]
 
 

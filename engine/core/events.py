@@ -236,10 +236,10 @@ def resolve(event: Any) -> list[tuple[EventEnum, Filter | None]]:
         return [(event, None)]
     if inspect.isroutine(event):
         raise TypeError(
-            f"{event!r} is a function, not an event; write an event in parentheses: @engine.on(Events.EPOCH_STARTED)"
+            f"{event!r} is a function, not an event; pass an event to the decorator: @engine.on(Events.EPOCH_STARTED)"
         )
     raise TypeError(
-        f"{event!r} is not an event; pass one of Events or your own EventEnum, such as Events.ITERATION_COMPLETED"
+        f"{event!r} is not an event; pass a member of Events, such as Events.EPOCH_STARTED, or of your own EventEnum"
     )
 
 

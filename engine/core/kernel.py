@@ -79,7 +79,7 @@ class Kernel:
 
     def _misuse(self, unnamed: Sequence[Any], unknown: Iterable[str]) -> str:
         """The error for arguments that `run` does not take; rooms also suggest the right ones."""
-        return f"run() takes only the data by position and the bounds as keywords, but got {[*unnamed, *unknown]}"
+        return f"run() takes the data by position and all bounds by keyword, but was also given {[*unnamed, *unknown]}"
 
     def _furnish(self) -> None:
         self.boundary = Boundary(self)

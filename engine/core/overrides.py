@@ -44,9 +44,9 @@ class Override(Enum):
     WINDOW = "the length of the accumulation window"
     GRADIENTS = "the computation of gradients"
     STEP = "the optimizer step"
-    DATA = "the data that is iterated"
-    EVALUATION_DATA = "the data of evaluations"
-    TRIAL = "how much of the data a trial run iterates"
+    DATA = "the data that a run iterates over"
+    EVALUATION_DATA = "the evaluation data"
+    TRIAL = "how much of the data a trial run iterates over"
     REDUCTION = "the reduction of gradients over ranks"
 
     @property
@@ -147,7 +147,7 @@ class Overrides(Part["Kernel"]):
             raise ValueError(f"{by!r} replaces {what!r}; expected one of {', '.join(map(str, Override))}")
         if what is Override.GRADIENTS and not engine.training:
             raise ValueError(
-                f"{by!r} replaces the computation of gradients, but this engine only evaluates and computes none"
+                f"{by!r} replaces the computation of gradients, but this engine only evaluates, so there is none"
             )
         if what is Override.WINDOW:
             for target in engine.updates if update is None else (engine.find_update(update),):

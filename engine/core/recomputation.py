@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NO_WEIGHT", "Recomputation", "TakenStep", "counted"]
 
-NO_WEIGHT = "the weights of the window add up to zero"
+NO_WEIGHT = "the loss weights in the window add up to zero"
 
 
 class TakenStep(Protocol):

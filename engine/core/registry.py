@@ -237,8 +237,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
                 for one in type(handler).__mro__
             ):
                 return (
-                    f"; {name!r} belongs to an earlier definition of {kind.__name__}; attach a handler of the new "
-                    f"class instead, or find the old one by name: engine.handlers[{name!r}]"
+                    f"; {name!r} is an instance of an earlier definition of {kind.__name__}; attach an instance of "
+                    f"the new class instead, or find the old handler by name: engine.handlers[{name!r}]"
                 )
         return ""
 
@@ -258,8 +258,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             services = [record.handler for record in self._services.values()]
             optional = ", ".join(repr(one.name) for one in services if isinstance(one, Service) and not one.essential)
             raise ValueError(
-                f"{handler.name!r} is a service that every run depends on, so it cannot be disabled or detached; among "
-                f"the services, only {optional} can be"
+                f"{handler.name!r} is a service that every run depends on, so it cannot be disabled or detached; "
+                f"the only services that you can disable or detach are {optional}"
             )
 
     def _refuse_setup(self, handler: Handler) -> None:
@@ -454,8 +454,8 @@ class _Without:
         self._entered = True
         if (engine := self._engine()) is not None and engine.running:
             raise RuntimeError(
-                f"without({', '.join(map(repr, self._names))}) was called during a run, but in a run, a disabled "
-                "handler stays disabled at least until the next iteration boundary; set handler.enabled instead"
+                f"without({', '.join(map(repr, self._names))}) was called during a run, where a disabled handler "
+                "stays disabled at least until the next iteration boundary; set handler.enabled instead"
             )
         with ExitStack() as stack:
             for handler in [handler for handler in self._handlers if handler.enabled]:

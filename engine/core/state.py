@@ -85,7 +85,7 @@ class MetricStore(dict[str, Any]):
         if name in self.owners:
             raise KeyError(
                 f"the metric {name!r} has no value yet: {self.owners[name]!r} writes it later, for example at the end "
-                "of an epoch or after a validation; read the metric at that point, or use metrics.get()"
+                "of an epoch or after validation; read the metric at that point, or use metrics.get()"
             )
         there = ", ".join(f"{one} (by {self.owners[one]!r})" if one in self.owners else one for one in known)
         raise KeyError(
@@ -305,7 +305,7 @@ class State:
         min_epochs = _least("min_epochs", min_epochs, max_epochs)
         min_iters = _least("min_iters", min_iters, max_iters)
         if not has_data and epoch_length is None and max_iters is None:
-            raise ValueError("run(): without data, pass epoch_length=, or max_iters= for a single epoch")
+            raise ValueError("run(): no data was given; pass epoch_length=, or pass max_iters= for a single epoch")
         if max_epochs is max_iters is max_steps is seconds is None:
             if training:
                 raise ValueError("run(): pass at least one of max_epochs, max_iters, max_steps and max_time")
@@ -341,8 +341,8 @@ class State:
         else:
             return
         raise ValueError(
-            f"{changed}, but only the engine may change it; to end a run or an epoch, call engine.terminate() or "
-            "terminate_epoch(); to return to an earlier state, call engine.snapshots.restore(state)"
+            f"{changed}, but only the engine may change this counter; to end a run or an epoch, call "
+            "engine.terminate() or terminate_epoch(); to return to an earlier state, call engine.snapshots.restore(state)"
         )
 
     def __repr__(self) -> str:
@@ -365,5 +365,5 @@ def _least(name: str, number: Any, largest: int | None) -> int:
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
         raise ValueError(f"run({name}={number!r}): expected an int of 0 or more")
     if largest is not None and number > largest:
-        raise ValueError(f"run({name}={number}) is larger than {name.replace('min', 'max')}={largest}")
+        raise ValueError(f"run({name}={number}): expected at most {name.replace('min', 'max')}={largest}")
     return number

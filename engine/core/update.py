@@ -14,7 +14,7 @@ from .window import ONE, Window
 
 __all__ = ["NO_GRADIENT", "UpdateState", "kind_of", "needs_closure", "read_together"]
 
-NO_GRADIENT = "the window holds no gradient"
+NO_GRADIENT = "no micro-batch in the window produced a gradient"
 """Why a step is skipped where no micro-batch of its window gave a loss."""
 
 

@@ -180,7 +180,7 @@ def test_wrong_use_is_refused() -> None:
     ):
         engine.attach(LimitBatches(2))
     both = engine_of(network(), OverfitBatches(validation=True))
-    with pytest.raises(ValueError, match="override the data of evaluations"):
+    with pytest.raises(ValueError, match="override the evaluation data"):
         both.attach(LimitBatches(validation=2))
     with pytest.raises(ValueError, match="for training"):
         Engine(Update.prediction()).attach(OverfitBatches())

@@ -226,7 +226,7 @@ def test_without_a_loss_there_is_no_step(what: str) -> None:
     trainer.connect(Events.ITERATION_COMPLETED, lambda engine: steps.append(engine.state.update.steps))
     trainer.connect(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.update.loss is not None))
     trainer.run(data(batches), max_epochs=1)
-    reason = "the window holds no gradient"
+    reason = "no micro-batch in the window produced a gradient"
     assert skipped == [reason, None, None, reason, None, None]
     assert steps == [0, 1, 2, 2, 3, 4]
     assert losses == [False, True, True, False, True, True]
@@ -245,7 +245,7 @@ def test_without_a_loss_a_window_steps_on_what_it_holds(what: str) -> None:
         lambda engine: skipped.append((engine.state.iteration, engine.state.update.skipped)),
     )
     trainer.run(data(batches), max_epochs=1)
-    assert skipped == [(4, None), (8, None), (12, "the window holds no gradient")]
+    assert skipped == [(4, None), (8, None), (12, "no micro-batch in the window produced a gradient")]
     assert_same(trainer.model, plain_loop(windows_of(batches, [1, 3, 4], [5, 6, 7])))
     assert trainer.updates[0].steps == 2
 

@@ -93,7 +93,8 @@ def test_a_handler_may_not_take_the_name_of_a_service(name: str) -> None:
 def test_what_a_run_depends_on_is_neither_disabled_nor_detached(name: str) -> None:
     engine = build(nn.Linear(5, 1))
     sentence = (
-        f"'{name}' is a service that every run depends on, .* among the services, only 'error_hints', 'findings' can be"
+        f"'{name}' is a service that every run depends on, .* the only services that you can "
+        "disable or detach are 'error_hints', 'findings'"
     )
     with pytest.raises(ValueError, match=sentence):
         engine.detach(name)
