@@ -342,7 +342,7 @@ class State:
             return
         raise ValueError(
             f"{changed}, but only the engine may change this counter; to end a run or an epoch, call "
-            "engine.terminate() or terminate_epoch(); to return to an earlier state, call engine.snapshots.restore(state)"
+            "engine.terminate() or terminate_epoch(); to restore an earlier state, call engine.snapshots.restore(state)"
         )
 
     def __repr__(self) -> str:

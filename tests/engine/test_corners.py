@@ -446,7 +446,7 @@ def test_two_catalogues_of_one_name_are_distinguished() -> None:
     engine = make_engine()
     engine.register_events(Mine)
     for catalogue in (other, namesake):
-        with pytest.raises(ValueError, match="this name is already registered; rename the class"):
+        with pytest.raises(ValueError, match="another class with this name is registered; rename one"):
             engine.register_events(catalogue)  # type: ignore[arg-type]
 
 
