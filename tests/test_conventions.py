@@ -389,7 +389,7 @@ def test_f18_configurations_are_stored_and_read_back_as_plain_values(tmp_path: P
     for wrong, message in (
         ({"model": nn.Linear(1, 1)}, r"Checkpoint\(hyperparameters\['model'\]=Linear.*not a plain value"),
         ({"data": np.zeros(5000)}, "ndarray of 5000 numbers.*this is data"),
-        ({1: 0, "1": 2}, "two keys become '1' as strings"),
+        ({1: 0, "1": 2}, "two keys become '1' when converted to str"),
         ([1], "expected a mapping, or an object with fields"),
         ({"rate": float("nan")}, "only finite numbers"),
     ):

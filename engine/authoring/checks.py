@@ -155,7 +155,7 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> P
         raise TypeError(f"{_call(owner, argument, path)}: expected a path")
     address = os.fspath(path)
     if not address:
-        raise ValueError(f"{_call(owner, argument, address)}: expected a path; for the working folder, write '.'")
+        raise ValueError(f"{_call(owner, argument, address)}: expected a path; for the current folder, pass '.'")
     if not isinstance(address, str) or not _URL.match(address):
         return Path(os.path.abspath(os.path.expanduser(os.fsdecode(path))))
     if address[:5].lower() == "file:":
@@ -163,7 +163,7 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> P
     else:
         hint = (
             "crash-safe writes need a local or mounted file system. Pass a folder on such a file system, and copy the "
-            "files to the store; see 'Checkpoints in an object store' in the guide"
+            "files to the object store; see 'Checkpoints in an object store' in the guide"
         )
     raise ValueError(f"{_call(owner, argument, address)}: a URL is not a path; {hint}")
 
@@ -207,7 +207,7 @@ def check_number(
     Example:
         >>> check_number("LabelSmoothing", "alpha", 2.0, above=0, most=1)
         Traceback (most recent call last):
-        ValueError: LabelSmoothing(alpha=2.0): expected a number above 0 and of 1 or less
+        ValueError: LabelSmoothing(alpha=2.0): expected a number above 0 and at most 1
     """
     given = zip(_BOUNDS, (above, least, below, most), strict=True)
     bounds = [(words, is_within, bound) for (words, is_within), bound in given if bound is not None]
@@ -224,7 +224,7 @@ def check_number(
     return int(value) if isinstance(value, Integral) else number
 
 
-_BOUNDS = (("above {:g}", gt), ("of {:g} or more", ge), ("below {:g}", lt), ("of {:g} or less", le))
+_BOUNDS = (("above {:g}", gt), ("of {:g} or more", ge), ("below {:g}", lt), ("at most {:g}", le))
 """How a bound is said, and when a number is within it."""
 
 

@@ -69,7 +69,7 @@ TABLE: Mapping[str, Mapping[DeviceFeature, Support]] = {
     "mps": {
         **dict.fromkeys(_F, _EXPECTED),
         _F.PREFETCH: _PREFETCH,
-        _F.STATISTICS: Support("expected", "current memory, because torch records no peaks"),
+        _F.STATISTICS: Support("expected", "only the current memory, because torch does not record the peak"),
         _F.FLOAT64: Support("refused", "MPS has no float64; convert the tensors to float32, or train on the CPU"),
         _F.COLLECTIVES: Support(
             "refused", "torch.distributed has no backend for MPS; train in a single process, or on the CPU with gloo"

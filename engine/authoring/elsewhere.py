@@ -187,7 +187,7 @@ def misuse(call: str, unnamed: Sequence[Any], unknown: Iterable[str], own: Itera
         "run() got an unexpected keyword argument 'epochs'; write max_epochs="
     """
     if unnamed and isinstance(unnamed[0], int | float):
-        return f"{call} takes only the data by position; pass the bound by name, such as max_epochs={unnamed[0]}"
+        return f"{call} takes only the data by position; pass the bound by keyword, such as max_epochs={unnamed[0]}"
     if unnamed:
         return f"{call} takes only the training data by position; to evaluate on other data, attach Validation(data)"
     name = next(iter(unknown))

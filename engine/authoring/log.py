@@ -211,9 +211,9 @@ class Log(Part["Engine"]):
             self._report("histogram", name, f"no histogram is logged: {error}", "pass a dense tensor of numbers")
             return
         if histogram.left_out or not histogram.counts:
-            left_out = f"the histogram leaves out {histogram.left_out} values that are not finite"
+            left_out = f"the histogram leaves out {histogram.left_out} NaN or infinite values"
             what = left_out if histogram.left_out else "there are no values, so no histogram is logged"
-            self._report("histogram", name, what, "find the source of these values, or do not log them")
+            self._report("histogram", name, what, "check how these values are computed, or skip the call")
         if histogram.counts:
             self._emit(Events.HISTOGRAM_LOGGED, name, histogram)
 
@@ -235,7 +235,7 @@ class Log(Part["Engine"]):
         if named is None:
             raise TypeError(
                 f"log.hyperparameters({values!r}): expected a mapping from names to values, or an object with fields, such as a "
-                "dataclass; use vars() of another object"
+                "dataclass; for any other object, pass vars(obj)"
             )
         self.given.update(_flat({**named, **more}, ""))
         if self.engine.running:  # what is given before is checked as the run starts
@@ -252,8 +252,8 @@ class Log(Part["Engine"]):
             engine.findings.report(
                 "W39",
                 f"log.{kind}({name!r}) was called, but no attached handler receives {event}, so the value is lost",
-                "attach a logger that writes it, such as TensorBoardLogger, or connect a function to the event and "
-                "read engine.log.entry",
+                "attach a logger that writes it, such as TensorBoardLogger, or connect a function that reads "
+                "engine.log.entry to the event",
                 key=kind,
             )
         return bool(engine.signal(event).receivers)
@@ -335,14 +335,14 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
 def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:
     """What is wrong about the values of an image, and the fix; None if nothing is."""
     if pixels.isnan().any():
-        return "some of its values are NaN, which are shown as 0", "find the source of the NaN values"
+        return "some of its values are NaN and are shown as 0", "find the source of the NaN values"
     low, high = (one.item() for one in pixels.aminmax())
     most, slack = (1, 0.5 / 255) if real else (255, 0)  # less than a step of what is shown
     if low >= -slack and high <= most + slack:
         return None
     return (
-        f"its values range from {low:.4g} to {high:.4g}, but {'floats' if real else 'integers'} are shown from 0 to "
-        f"{most}, and other values are clamped",
+        f"its values range from {low:.4g} to {high:.4g}, but the expected range for {'floats' if real else 'integers'} "
+        f"is 0 to {most}; values outside it are clamped",
         "scale the image, e.g. (x - x.min()) / (x.max() - x.min())",
     )
 

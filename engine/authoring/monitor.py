@@ -291,7 +291,7 @@ class Monitor:
             engine.findings.report(
                 "W41",
                 f"{self.metric!r} is written after {self.handler} reads it. In iteration {now}, {self.handler} read "
-                f"the value of iteration {written}, and the weights have changed since then",
+                f"the value from iteration {written}, and the weights have changed since then",
                 "write the metric in an earlier phase than CONTROL, such as @engine.on(Events.EPOCH_COMPLETED, "
                 "phase=Phase.PREPARE)",
                 key=self.metric,
@@ -332,8 +332,8 @@ class Monitor:
                 raise ValueError(
                     f"{self.handler} monitors {self.metric!r}, which differs between the ranks: rank 0 has "
                     f"{_shown(first)}, rank {rank} has {_shown(other)}, so the ranks would make different decisions; "
-                    "measure the metric with Metrics or Validation, which combine the values of all ranks, or average "
-                    "it with engine.processes.sum"
+                    "measure the metric with Metrics or Validation, which combine the values of all ranks, or combine "
+                    "the values in your own function with engine.processes.sum"
                 )
 
     def better(self, value: float, best: float | None) -> bool:

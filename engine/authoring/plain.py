@@ -55,8 +55,8 @@ def plain_mapping(where: str, values: Any) -> dict[str, Any]:
     mapping = fields_of(values)
     if mapping is None:
         raise TypeError(
-            f"{where}={values!r}): expected a mapping, or an object with fields: a dataclass, Namespace, OmegaConf, pydantic or "
-            "attrs"
+            f"{where}={values!r}): expected a mapping, or an object with fields, such as a dataclass, a "
+            "Namespace, or an OmegaConf, pydantic or attrs object"
         )
     return _plain_items(where, mapping)
 
@@ -100,7 +100,7 @@ def _plain_array(where: str, value: np.ndarray[Any, Any] | Tensor) -> Any:
     if count > _MOST:
         raise TypeError(
             f"{where}={type(value).__name__} of {count} numbers): this is data, not configuration; store its shape or "
-            "its name"
+            "name instead"
         )
     return value.tolist()
 
@@ -127,7 +127,7 @@ def _plain_items(where: str, mapping: Mapping[Any, Any]) -> dict[str, Any]:
             raise TypeError(f"{where}={mapping!r}): the key {key!r} is neither a string nor a number")
         name = str(name)
         if name in found:
-            raise TypeError(f"{where}={mapping!r}): two keys become {name!r} as strings; rename one of them")
+            raise TypeError(f"{where}={mapping!r}): two keys become {name!r} when converted to str; rename one of them")
         found[name] = plain_value(f"{where}[{name!r}]", value)
     return found
 

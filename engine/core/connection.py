@@ -71,7 +71,7 @@ class Phase(IntEnum):
 def check_place(where: str, phase: Phase, rank: int) -> Phase:
     """Raise TypeError or ValueError for what is no phase, or for a rank that is no int."""
     if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"{where}: rank={rank!r}: expected an int; in a phase, receivers run in ascending order of rank")
+        raise TypeError(f"{where}: rank={rank!r}: expected an int; in a phase, receivers run in ascending rank order")
     try:
         return Phase(phase)
     except ValueError:

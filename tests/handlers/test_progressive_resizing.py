@@ -194,7 +194,7 @@ def test_it_keeps_the_promises_of_a_handler(options: Any) -> None:
     [
         ({"sizes": {2: 0.5}}, r"sizes=\{2: 0.5\}.*first key is 1"),
         ({"sizes": {}}, "first key is 1"),
-        ({"sizes": {1: 1.5}}, r"sizes\[1\]=1.5\): expected a number above 0 and of 1 or less"),
+        ({"sizes": {1: 1.5}}, r"sizes\[1\]=1.5\): expected a number above 0 and at most 1"),
         ({"sizes": {1: 0}}, r"sizes\[1\]=0\): expected an int of 1 or more"),
         ({"delay": 0.7, "final": 0.4}, r"delay=0.7, final=0.4\): the sum of delay= and final= must be at most 1"),
         ({"input": 1, "target": 1}, "different indices"),

@@ -453,7 +453,7 @@ def a_misspelt_code(right: bool) -> None:
     Engine(Update.prediction(), linear(5, 1), allow=["W10" if right else "W1O"])
 
 
-@mistake(TypeError, "pass the bound by name, such as max_epochs=1")
+@mistake(TypeError, "pass the bound by keyword, such as max_epochs=1")
 def epochs_without_their_name(right: bool) -> None:
     run: Any = build(linear(5, 1)).run
     run(batches(2), max_epochs=1) if right else run(batches(2), 1)

@@ -41,7 +41,7 @@ def test_whole_numbers_of_numpy_become_pythons() -> None:
         (0, {"above": 0}, "a number above 0"),
         (-0.1, {"least": 0}, "a number of 0 or more"),
         (1.0, {"below": 1, "least": 0}, "a number of 0 or more and below 1"),
-        (1.5, {"above": 0, "most": 1}, "a number above 0 and of 1 or less"),
+        (1.5, {"above": 0, "most": 1}, "a number above 0 and at most 1"),
         (math.inf, {}, "a finite number"),
         (math.nan, {"infinite": True}, "a number"),
         (math.inf, {"above": 0}, "a number above 0"),

@@ -143,7 +143,7 @@ def test_the_filter_of_another_engine() -> None:
 def test_what_is_given_to_run_by_position() -> None:
     run: Any = build(linear(5, 1)).run
     with pytest.raises(
-        TypeError, match=r"^run\(\) takes only the data by position; pass the bound by name, such as max_epochs=2$"
+        TypeError, match=r"^run\(\) takes only the data by position; pass the bound by keyword, such as max_epochs=2$"
     ):
         run(batches(1), 2)
     with pytest.raises(TypeError, match=r"^run\(\) takes only the training data .* attach Validation\(data\)$"):
