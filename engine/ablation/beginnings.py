@@ -40,8 +40,8 @@ class Beginnings:
                     "W82",
                     f"build({seed}) produced different {' and different '.join(different)} than in an earlier run with "
                     "the same seed, so the runs of the study depend on each other",
-                    "create the handlers, the model and the data inside build in each call, and do not modify "
-                    "anything in place that several runs share",
+                    "create the handlers, the model and the data inside build, so that each call returns new ones, and "
+                    "do not modify in place anything that several runs share",
                 )
             )
 
@@ -88,7 +88,7 @@ def report_equal_runs(results: Iterable[Result]) -> None:
             finding(
                 "W81",
                 f"the {len(baseline)} runs of the baseline are identical in every metric although their seeds differ, "
-                "so they are a single run counted several times",
+                "so the same run is counted several times",
                 "in build(seed), use the seed for the initial weights and the data order, and remove "
                 "torch.manual_seed from build",
             )

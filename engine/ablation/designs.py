@@ -145,7 +145,7 @@ class Factorial(Design):
         self.limit = check_int(self, "limit", limit)
         if (runs := 2 ** len(self.factors)) > self.limit:
             raise ValueError(
-                f"Factorial(factors=...): {len(self.factors)} factors make {runs} runs per seed, more than limit={limit}; "
+                f"Factorial(factors=...): {len(self.factors)} factors need {runs} runs per seed, more than limit={limit}; "
                 "use fewer factors, combine some into a group, raise the limit, or use FractionalFactorial or LeaveOneOut"
             )
 

@@ -66,7 +66,7 @@ class Variants(Design):
         runs = math.prod(map(len, self.levels.values()))
         if factorial and runs > limit:
             raise ValueError(
-                f"Variants(factorial=True): {len(self.levels)} factors make {runs} runs per seed, more than limit={limit}; use "
+                f"Variants(factorial=True): {len(self.levels)} factors need {runs} runs per seed, more than limit={limit}; use "
                 "fewer values, raise the limit, or omit factorial=True to change one argument at a time"
             )
 

@@ -107,13 +107,13 @@ class FractionalFactorial(Design):
         self.resolution = len(self.words[0])
         if self.resolution < 3:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {' and '.join(self.words[0])} would always be on together "
-                "or off together; generate them from different products"
+                f"FractionalFactorial(generators=...): {' and '.join(self.words[0])} would always be on or off "
+                "together; generate them from different products"
             )
         if (runs := 2 ** (len(names) - len(self.generators))) > self.limit:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {runs} runs per seed exceed limit={limit}; add generators for "
-                "more factors, or raise the limit"
+                f"FractionalFactorial(generators=...): {runs} runs per seed, more than limit={limit}; generate "
+                "more of the factors, or raise the limit"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:

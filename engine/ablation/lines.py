@@ -70,7 +70,7 @@ def to_result(variant: str, line: Mapping[str, Any], metric: str) -> Result:
 def differences(line: Mapping[str, Any], outcome: Outcome) -> str:
     """In what a run that was repeated differs from its line, bit for bit; empty if it does not."""
     if outcome.error is not None:
-        return f"the stored run finished, but the repeated run fails with {outcome.error.strip().splitlines()[-1]}"
+        return f"the stored run finished, but the repeated run failed with {outcome.error.strip().splitlines()[-1]}"
     stored = {name: float(value) for name, value in line["metrics"].items()}
     found = [
         f"{name} is {stored.get(name)!r} in the store, but {outcome.metrics.get(name)!r} in the repeated run"
@@ -99,7 +99,7 @@ def check_stored(line: Mapping[str, Any] | None, variant: str, enabled: Sequence
     what = ""
     if line["handlers"] != list(enabled):
         differing = sorted({*line["handlers"]} ^ {*enabled})
-        what = f"used different handlers than build attaches now (different: {', '.join(differing)})"
+        what = f"used handlers other than those that build attaches now (differing: {', '.join(differing)})"
     else:
         names = [
             name for name, one, now in zip(("weights", "data"), line["begins"], begins, strict=False) if one != now

@@ -69,7 +69,7 @@ class Looks:
         if self.sizes[-1] > EXACT_UP_TO:
             raise ValueError(
                 f"Study(looks={list(sizes)}): the boundaries are exact only up to {EXACT_UP_TO} seeds; "
-                "make the last look smaller"
+                f"plan the last look at {EXACT_UP_TO} seeds or fewer"
             )
         for place, size in enumerate(self.sizes):
             if not self._reachable(place, size):
@@ -83,7 +83,7 @@ class Looks:
         if len(seeds) != self.sizes[-1]:
             raise ValueError(
                 f"Study(looks={list(self.sizes)}): the last look uses {self.sizes[-1]} seeds, but seeds= has "
-                f"{len(seeds)}"
+                f"{len(seeds)}; these numbers must match"
             )
 
     def spent(self, size: int) -> float:

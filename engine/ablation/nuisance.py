@@ -66,8 +66,8 @@ class _WithValues(Design):
                 own = [name for name, value in one.arguments if repr(value) != repr(usual.get(name))]
                 if both := [name for name in own if name in chosen]:
                     raise ValueError(
-                        f"tune(arguments=...): the variant {one.name!r} sets {listed(both)} itself, which "
-                        "rules out tuning; tune other arguments"
+                        f"tune(arguments=...): the variant {one.name!r} sets {listed(both)} itself, and "
+                        "tuning would overwrite its choice; tune other arguments"
                     )
                 arguments = {**dict(one.arguments), **chosen}
                 made.append(replace(one, name=one.name + label, arguments=tuple(arguments.items())))
@@ -320,7 +320,7 @@ def _limits(
     limits = []
     for name, tried in scores.items():
         if failed := min(score[0] for score, _ in tried):
-            limits.append(f'"{name}": {count(failed, "tuning run")} failed even with the best of its tuned values')
+            limits.append(f'"{name}": {count(failed, "tuning run")} failed even with the best values found by tuning')
     for argument, values in arguments.items():
         if callable(values) or len(values) < 3 or not all(isinstance(one, int | float) for one in values):
             continue

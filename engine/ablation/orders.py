@@ -92,8 +92,8 @@ class Shapley(Design):
         self.exact = len(self.handlers) <= EXACT_UP_TO
         if self.exact and orders is not None:
             raise ValueError(
-                f"Shapley(orders={orders!r}): with {len(self.handlers)} handlers, all subsets run, so orders= does not "
-                "apply; omit orders="
+                f"Shapley(orders={orders!r}): with {len(self.handlers)} handlers, all subsets are run, so orders= does "
+                "not apply; omit orders="
             )
         if not self.exact and orders is None:
             raise ValueError(

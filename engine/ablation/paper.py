@@ -106,8 +106,8 @@ def _what_it_could_find(report: Findings) -> list[str]:
     else:
         size = detectable(seeds, report.comparisons, alpha=report.alpha)
     return [
-        f"According to a simulation, {count(seeds, 'seed')} detect a single difference of {size:.2g} standard "
-        "deviations with a probability of 80 %."
+        f"According to a simulation, {count(seeds, 'seed')} are enough to detect a single difference of {size:.2g} "
+        "standard deviations with a probability of 80 %."
     ]
 
 

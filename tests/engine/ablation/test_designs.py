@@ -47,7 +47,7 @@ def test_a_factorial_has_every_combination_once_and_gives_the_levels() -> None:
 
 def test_a_factorial_of_too_many_runs_is_refused_with_their_number() -> None:
     assert len(Factorial([f"h{n}" for n in range(6)]).variants([])) == 64
-    with pytest.raises(ValueError, match="7 factors make 128 runs per seed, more than limit=64"):
+    with pytest.raises(ValueError, match="7 factors need 128 runs per seed, more than limit=64"):
         Factorial([f"h{n}" for n in range(7)])
     assert len(Factorial([f"h{n}" for n in range(7)], limit=128).variants([])) == 128
 

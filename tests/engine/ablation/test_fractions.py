@@ -246,9 +246,9 @@ def test_what_is_wrong_is_refused() -> None:
             ValueError,
             "the product for 'D' contains 'C', which is itself generated",
         ),
-        ({"generators": {"C": ["A", "B"], "D": ["A", "B"]}}, ValueError, "C and D would always be on together"),
+        ({"generators": {"C": ["A", "B"], "D": ["A", "B"]}}, ValueError, "C and D would always be on or off together"),
         ({"resolution": 4, "limit": 4}, ValueError, "4 factors need more than limit=4 runs"),
-        ({"generators": {"D": ["A", "B"]}, "limit": 4}, ValueError, "8 runs per seed exceed limit=4"),
+        ({"generators": {"D": ["A", "B"]}, "limit": 4}, ValueError, "8 runs per seed, more than limit=4"),
     ):
         with pytest.raises(error, match=what):
             FractionalFactorial(list("ABCD") if "D" not in options else "", **options)

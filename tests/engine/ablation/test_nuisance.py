@@ -141,7 +141,7 @@ def test_a_value_whose_runs_fail_is_taken_by_none_of_those_that_finish() -> None
     assert all(values == {"lr": 0.01} for values in tuned.chosen.values())
     assert tuned.limits == ()
     hopeless = tune(study_of(failing), design, arguments={"lr": [1.5]}, seeds=SEEDS, workers=0)
-    assert hopeless.limits[0] == '"baseline": 1 tuning run failed even with the best of its tuned values'
+    assert hopeless.limits[0] == '"baseline": 1 tuning run failed even with the best values found by tuning'
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def wide(seed: int, width: int, lr: float, norm: float) -> Any:
 
 def test_what_distinguishes_the_variants_cannot_be_tuned() -> None:
     design = Variants({"lr": 0.1, "norm": 0.1, "width": 2}, width=[4], lr=[0.3])
-    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' sets lr itself, which rules out tuning"):
+    with pytest.raises(ValueError, match=r"the variant 'lr = 0.3' sets lr itself, and tuning would overwrite its"):
         tune(study_of(wide), design, arguments={"norm": [0.1, 0.2], "lr": [0.1, 0.2]}, seeds=[100], workers=0)
 
 

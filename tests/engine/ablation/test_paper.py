@@ -71,7 +71,7 @@ def test_the_methods_state_what_was_done() -> None:
     assert "over all sign patterns" in text
     assert "adjusted for 2 comparisons by the step-down procedure over joint sign flips" in text
     assert "simultaneous 95 % intervals" in text
-    assert "8 seeds detect a single difference of" in text
+    assert "8 seeds are enough to detect a single difference of" in text
     for absent in ("failed", "McNemar", "equivalent", "Looks"):
         assert absent not in text
 
