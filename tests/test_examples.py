@@ -154,7 +154,7 @@ def check_factorial(folder: Path) -> None:
 
 def check_planned_looks(folder: Path) -> None:
     output = run("planned_looks.py", "--steps", "5", "--looks", "7", "8", folder=folder)
-    assert "looks at 7, 8 seeds: no more runs follow for a variant once it is found to differ" in output
+    assert "looks at 7, 8 seeds: a variant gets no further runs once it is found to differ" in output
     found = re.search(r"^(\d+) of 32 runs were made$", output, re.MULTILINE)
     assert found is not None, output
     assert 28 <= int(found[1]) <= 32

@@ -100,11 +100,14 @@ class Plan:
         size = detectable(n, 1 if self.pruning else comparisons, alpha=0.05 / share) if comparisons else math.inf
         if self.pruning and smallest > 0.05:
             return (
-                f"{seeds} cannot show any effect among {comparisons} comparisons (smallest possible p = "
+                f"with {seeds}, none of {comparisons} comparisons can be significant (smallest possible p = "
                 f"{smallest:.2g}); use more seeds"
             )
         if smallest > 0.05:
-            return f"{seeds} cannot show any effect (smallest possible p = {smallest:.2g}); use 6 or more seeds"
+            return (
+                f"with {seeds}, no effect can be significant (smallest possible p = {smallest:.2g}); use 6 or more "
+                "seeds"
+            )
         if math.isinf(size):
             return at_best
         amount = "" if self.spread is None or not self.spread else f" ({size * self.spread:.2g} in {self.metric})"
@@ -120,8 +123,8 @@ class Plan:
         lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
         if self.looks:
             lines.append(
-                f"looks at {', '.join(map(str, self.looks))} seeds: no more runs follow for a variant once it is found "
-                "to differ"
+                f"looks at {', '.join(map(str, self.looks))} seeds: a variant gets no further runs once it is "
+                "found to differ"
             )
         lines += [textwrap.fill(line, WIDTH, subsequent_indent="  ") for line in self.pruning]
         cost = "unknown" if self.seconds is None else duration(self.seconds)

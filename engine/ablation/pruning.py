@@ -130,8 +130,8 @@ class Pruned:
         change = f", mean difference from the baseline {self.difference:+.3g}"
         difference = "" if math.isnan(self.difference) else change
         return (
-            f'"{self.variant.name}" was pruned after epoch {self.epoch} in place {self.place} of {self.of}, ordered by '
-            f"the mean rank over {count(self.seeds, 'seed')} ({self.rank:.3g}{difference} at this epoch{failed}). No "
+            f'"{self.variant.name}" was pruned after epoch {self.epoch}, in place {self.place} of {self.of} by mean '
+            f"rank over {count(self.seeds, 'seed')} (rank {self.rank:.3g}{difference} at this epoch{failed}). No "
             "effect is reported, because this variant was not trained to the end."
         )
 
@@ -224,7 +224,7 @@ class Pruning:
             short += left + 1
             parts.append(f"the best {left} to the end of epoch {epoch}")
         parts.append(
-            f"and the best {self.halving.kept(left)} to the end of the run; every stage starts from the beginning and "
+            f"and the best {self.halving.kept(left)} to the end of the run; every stage trains from scratch and "
             "includes the baseline"
         )
         found = [
@@ -270,7 +270,7 @@ class Pruning:
         if max(reached, default=epoch) < epoch:
             raise ValueError(
                 f"Study(prune={self.halving!r}): all runs ended before epoch {epoch}; the longest run ended after "
-                f"epoch {max(reached)}, so choose epochs up to this one"
+                f"epoch {max(reached)}, so choose epochs no later than this one"
             )
 
     def _mark(self, store: Store) -> None:
@@ -404,8 +404,8 @@ def pruned_in_words(pruned: Sequence[Pruned], variants: int) -> str:
     parts = [f"{sum(one.epoch == epoch for one in pruned)} after epoch {epoch}" for epoch in epochs]
     return (
         f"{len(pruned)} of {count(variants, 'variant')} {'was' if len(pruned) == 1 else 'were'} pruned by successive "
-        f"halving ({listed(parts)}), by their mean rank within seeds over all seeds. Pruned variants are excluded from "
-        "all averages and count with p = 1 in the multiple-testing correction."
+        f"halving ({listed(parts)}), based on the rank within each seed, averaged over the seeds. Pruned variants are "
+        "excluded from all averages and count with p = 1 in the multiple-testing correction."
     )
 
 

@@ -86,7 +86,9 @@ def test_what_is_no_power_is_refused() -> None:
 def test_a_plan_says_what_its_seeds_can_show() -> None:
     variants = tuple(Variant(name) for name in ("baseline", *"abcde"))
     few, some = Plan(variants, tuple(range(5)), ()), Plan(variants, tuple(range(8)), (), metric="loss", spread=0.1)
-    assert few.prospects == ("5 seeds cannot show any effect (smallest possible p = 0.062); use 6 or more seeds")
+    assert few.prospects == (
+        "with 5 seeds, no effect can be significant (smallest possible p = 0.062); use 6 or more seeds"
+    )
     assert some.prospects.startswith(
         "the smallest possible p with 8 seeds is 0.0078; with 5 comparisons, a difference of 1."
     )

@@ -254,7 +254,7 @@ def test_a_study_makes_no_more_runs_of_what_a_look_has_decided(tmp_path: Path) -
     study = make_study(build, seeds=None, looks=[7, 8], store=store)
     assert study.seeds == tuple(range(8))
     plan = study.plan(LeaveOneOut(["ema", "gradient_clipping"]))
-    assert "looks at 7, 8 seeds: no more runs follow for a variant once it is found to differ" in str(plan)
+    assert "looks at 7, 8 seeds: a variant gets no further runs once it is found to differ" in str(plan)
     report = study.run(LeaveOneOut(["ema", "gradient_clipping"]), workers=0)
     made = (tmp_path / "made.txt").read_text().splitlines()
     assert len(made) == sum(row.planned for row in report.rows)

@@ -134,7 +134,7 @@ def test_the_report_has_no_effect_and_no_average_of_what_was_pruned(stored: Path
     assert found.comparisons == 3
     assert found.needed == 7  # 3 * 2 / 2**7 <= 0.05
     (sentence,) = [one for one in found.sentences() if f'"{name}"' in one]
-    assert "was pruned after epoch 1 in place 3 of 3, ordered by the mean rank over 6 seeds" in sentence
+    assert "was pruned after epoch 1, in place 3 of 3 by mean rank over 6 seeds" in sentence
     assert "No effect is reported" in sentence
     assert "by Holm's procedure for 3 comparisons, 1 of them pruned" in " ".join(str(found).split())
     assert f"Pruned, by the mean rank within seeds: {name} after epoch 1 (place 3 of 3)." in " ".join(
@@ -171,7 +171,7 @@ def test_the_plan_says_what_will_be_and_what_was_pruned(stored: Path) -> None:
     assert "all 3 variants are trained to the end of epoch 1, and the best 2 to the end" in text
     assert 'pruned after epoch 1: "- ' in text
     assert "0 of 24 runs pending" in text
-    assert "6 seeds cannot show any effect among 3 comparisons (smallest possible p = 0.094); use more seeds" in text
+    assert "with 6 seeds, none of 3 comparisons can be significant (smallest possible p = 0.094); use more" in text
     new = make_study(seeds=range(8), prune=Halving([1, 2], keep=0.3)).plan(DESIGN)
     words = " ".join(str(new).split())
     assert "epoch 1, the best 1 to the end of epoch 2, and the best 1 to the end" in words
