@@ -70,20 +70,20 @@ class Sentences:
             if len(seen) < 2:
                 return []
             return [
-                f"These runs were looked at after {listed([str(size) for size in seen])} seeds, without a plan. Adding "
-                "seeds until a difference appears leads to a false positive in more than "
+                f"The results were looked at after {listed([str(size) for size in seen])} seeds, without a plan. "
+                "Adding seeds until a difference appears leads to a false positive in more than "
                 f"{100 * self.report.alpha:g} % of studies. Plan the looks with Study(looks=[...])."
             ]
         sentences = []
         if other := [str(size) for size in seen if size not in looks.sizes]:
             sentences.append(
-                f"Some runs were made for looks at {listed(other)} seeds, which were not planned. The error rate "
+                f"Some results were looked at after {listed(other)} seeds, which was not planned. The error rate "
                 "holds only for looks that are planned before the first run."
             )
         made = [row.look for row in self.report.rows if row.comparison is not None]
         if None in made:
             sentences.append(
-                f"No look has been made yet, because the runs of the first {looks.sizes[0]} seeds are not complete."
+                f"No look has been taken yet, because the runs of the first {looks.sizes[0]} seeds are not complete."
             )
         return sentences
 
@@ -134,7 +134,10 @@ class Sentences:
             return f"{what}, {self._with_failures(row, comparison, row.failures, conclusion)}"
         seeds = count(n, "seed")
         if n == 0:
-            return f"{what}, {metric} cannot be compared: no seed has finished runs of both variant and baseline."
+            return (
+                f"{what}, {metric} cannot be compared: no seed has finished runs of both the variant and the "
+                "baseline."
+            )
         if comparison.sd == 0 and comparison.mean == 0:
             return f"{what}, {metric} was exactly the same with {'all ' if n > 1 else ''}{seeds}."
         if self._too_few(n):
@@ -176,7 +179,7 @@ class Sentences:
             sentences.append(
                 f"In pairs where both runs finished, {self.report.metric} changed by "
                 f"{self._amount(comparison.mean, unit=True)} ({between}, {count(comparison.n, 'pair')}; conditional on "
-                "finishing, so not an effect of the variant)."
+                "finishing, so this is not an effect of the variant)."
             )
         return " ".join(sentences)
 
@@ -192,7 +195,7 @@ class Sentences:
         omitted = ""
         if effect.left_out:
             seeds = seeds_in_words(effect.left_out)
-            omitted = f" (It omits {seeds}, where not all runs finished, so the effect is conditional on finishing.)"
+            omitted = f" (The estimate omits {seeds}, where not all runs finished, so it is conditional on finishing.)"
         return f"{_subject(effect)}{self._predicate(effect, family)}.{omitted}"
 
     def _predicate(self, effect: Effect, family: int) -> str:
@@ -266,7 +269,7 @@ class Sentences:
 
     def _p(self, row: Row) -> str:
         if self.report.looks is not None:
-            where = f"the look at {row.look} seeds" if row.look else "no look yet"
+            where = f"as of the look at {row.look} seeds" if row.look else "no look yet"
             is_found = row.adjusted is not None and row.adjusted <= self.report.alpha
             return f"p {'<=' if is_found else '>'} {self.report.alpha:g} over all looks, {where}"
         p = row.adjusted if row.adjusted is not None else 1.0

@@ -73,8 +73,8 @@ def check_new(thing: Engine | Handler, what: str) -> None:
 def _check_unused(thing: Any, what: str, named: str) -> None:
     if _used.of(thing) is not None:
         raise SharedError(
-            f"{what} returned {named} for a second run, which would start with the changes that the first run made; "
-            "create a new one inside the function in each call"
+            f"{what} returned {named} for a second run, so the second run would start with the changes from the "
+            "first run; create a new object inside the function in each call"
         )
     _used.note(thing, "used")
 
@@ -103,7 +103,7 @@ def check_not_left(engine: Engine, what: str) -> None:
 def _check_changed_back(thing: Any, digest: str, name: str, what: str) -> None:
     if _left.of(thing) == digest:
         raise SharedError(
-            f"{what} returned {name} in the state that an earlier run left, so the runs of the study would depend on "
+            f"{what} returned {name} as an earlier run had left it, so the runs of the study would depend on "
             "each other; create the model, its optimizer and its data inside the function in each call"
         )
 

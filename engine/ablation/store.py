@@ -130,7 +130,7 @@ class Store:
                 found.damaged[number] = line
             else:
                 raise StoreError(
-                    f"line {number} of the store {str(self.path)!r} does not hold a run of a study: {line[:60]!r}; "
+                    f"line {number} of the store {str(self.path)!r} is not a run of a study: {line[:60]!r}; "
                     "remove the line"
                 )
         return found

@@ -137,7 +137,7 @@ def _asked(asked: Iterable[str], there: list[str]) -> str:
     if len(names) != 1:
         such = next(iter(names or there), "accuracy")
         raise ValueError(
-            f"the store does not determine which metric to compare; set metric=, such as metric={such!r}. Available "
+            f"the store does not say which metric to compare; set metric=, such as metric={such!r}. Available "
             f"metrics: {', '.join(there) or 'none'}"
         )
     return names[0]

@@ -75,7 +75,7 @@ def check_scores(scores: Mapping[str, Ends] | Ends | None, tasks: Mapping[str, o
         raise TypeError(
             "Study(tasks=...): set scores= to the two values of the metric that count as 0 and 1, either for each "
             f"task, such as {{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or as one pair for all tasks; these values "
-            "determine how much each task weighs"
+            "determine the weight of each task"
         )
     given = scores if isinstance(scores, Mapping) else dict.fromkeys(tasks, scores)
     if set(given) != set(tasks):

@@ -128,7 +128,7 @@ def try_all(
     if problems:
         listing = "\n".join(f"- {name!r}: {message_of(error)}" for name, error in problems)
         raise ValueError(
-            "some variants are invalid (remove them, or switch handlers that depend on each other as one group):\n"
+            "some variants are invalid (remove them, or put handlers that depend on each other in one group):\n"
             f"{listing}"
         ) from problems[0][1]
     return enabled

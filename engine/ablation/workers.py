@@ -33,7 +33,7 @@ __all__ = ["outcomes", "pickled"]
 
 T = TypeVar("T")
 
-_DIED = "the process of this run died: either it was killed, perhaps for lack of memory, or it crashed in native code"
+_DIED = "the process of this run died: either it was killed, possibly by the OOM killer, or it crashed in native code"
 
 
 def outcomes(tasks: Sequence[Task], workers: int | Executor) -> Iterator[tuple[int, Outcome]]:
@@ -71,7 +71,7 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
         if errors:
             errors[0].add_note(
                 f"{executor!r} failed to run {len(tasks) - made} of {len(tasks)} runs of the study; the other {made} "
-                "runs are in the store, and calling run() again makes only the missing runs"
+                "runs are in the store; to make only the missing runs, call run() again"
             )
             raise errors[0]
     finally:

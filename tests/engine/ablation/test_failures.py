@@ -67,7 +67,7 @@ def test_what_fails_more_often_is_not_called_better_even_if_its_other_runs_are()
     assert AGAINST not in sentence
     assert "a variant that fails more often is not recommended" in sentence
     assert "accuracy changed by 2.9 percentage points" in sentence
-    assert "7 pairs; conditional on finishing, so not an effect of the variant" in sentence
+    assert "7 pairs; conditional on finishing, so this is not an effect of the variant" in sentence
     assert "*" in str(found).splitlines()[3]
     assert "conditional on finishing" in " ".join(str(found).split())
 

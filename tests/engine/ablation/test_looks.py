@@ -198,8 +198,8 @@ def test_a_report_stops_a_variant_at_the_look_that_found_it() -> None:
     assert (baseline.planned, a.planned, b.planned) == (10, 7, 10)
     assert (a.look, a.verdict, a.missing) == (7, "worse", ())
     assert (b.look, b.verdict) == (10, "undecided")
-    assert "p <= 0.05 over all looks, the look at 7 seeds" in found.sentences()[0]
-    assert "p > 0.05 over all looks, the look at 10 seeds" in found.sentences()[1]
+    assert "p <= 0.05 over all looks, as of the look at 7 seeds" in found.sentences()[0]
+    assert "p > 0.05 over all looks, as of the look at 10 seeds" in found.sentences()[1]
     assert "looks at 7 and 10 seeds" in " ".join(str(found).split())
     assert re.search(r"- a .* <=0.05 ", str(found))
     picture = io.StringIO()
@@ -227,7 +227,7 @@ def test_a_look_whose_runs_are_not_complete_is_not_made() -> None:
     found = decided(10, Looks([7, 10]), {"baseline": BASE, "- a": LOWER[:6], "- b": SAME})
     assert [row.verdict for row in found.rows[1:]] == ["undecided", "undecided"]
     assert found.rows[1].missing == (6,)
-    assert "No look has been made yet, because the runs of the first 7 seeds are not complete." in found.warnings()
+    assert "No look has been taken yet, because the runs of the first 7 seeds are not complete." in found.warnings()
 
 
 def test_failed_runs_count_at_a_look() -> None:
@@ -240,11 +240,11 @@ def test_looks_without_a_plan_are_said_and_so_are_those_beside_it() -> None:
     values: dict[str, Sequence[float | None]] = {"baseline": BASE, "- a": LOWER}
     (said,) = decided(10, None, values, seen=[7, 10]).warnings()
     assert said.startswith(
-        "These runs were looked at after 7 and 10 seeds, without a plan. Adding seeds until a difference appears"
+        "The results were looked at after 7 and 10 seeds, without a plan. Adding seeds until a difference appears"
     )
     assert decided(10, None, values, seen=[3, 10]).warnings() == [], "nothing could be found in three seeds"
     (beside,) = decided(10, Looks([7, 10]), {"baseline": BASE, "- a": LOWER[:7]}, seen=[7, 8]).warnings()
-    assert beside.startswith("Some runs were made for looks at 8 seeds, which were not planned")
+    assert beside.startswith("Some results were looked at after 8 seeds, which was not planned")
 
 
 @pytest.mark.slow
@@ -274,4 +274,4 @@ def test_a_study_says_that_it_was_looked_at_before() -> None:
     more.store = study.store
     report = more.run(LeaveOneOut(["ema"]), workers=0)
     assert report.seen == (6, 7)
-    assert "These runs were looked at after 6 and 7 seeds" in " ".join(str(report).split())
+    assert "The results were looked at after 6 and 7 seeds" in " ".join(str(report).split())

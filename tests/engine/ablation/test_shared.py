@@ -80,10 +80,10 @@ SHARED: dict[str, tuple[Callable[[int], Any], str]] = {
         builder("model", "evaluator", again=reset),
         r"returned the handler 'metrics' \(Metrics\) for a second run",
     ),
-    "model": (builder("model"), "returned the tensor 'model.0.weight' in the state that an earlier run left"),
+    "model": (builder("model"), "returned the tensor 'model.0.weight' as an earlier run had left it"),
     "optimizer": (
         builder("model", "optimizer", again=reset),
-        "returned the optimizer of 'main' in the state that an earlier run left",
+        "returned the optimizer of 'main' as an earlier run had left it",
     ),
     "generator": (builder("generator"), "data whose generator an earlier run has advanced"),
 }

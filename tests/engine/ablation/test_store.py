@@ -216,7 +216,7 @@ def test_a_line_that_is_no_run_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "store.jsonl"
     good = json.dumps(line("a")).encode() + b"\n"
     path.write_bytes(good + bad + good)
-    with pytest.raises(StoreError, match=r"line 2 of the store .* does not hold a run of a study"):
+    with pytest.raises(StoreError, match=r"line 2 of the store .* is not a run of a study"):
         Store(path).read()
 
 
