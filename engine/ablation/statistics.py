@@ -342,7 +342,7 @@ def _effects_of_levels(
 ) -> list[Effect]:
     if any(factors_of(variant) != factors for variant in variants):
         raise ValueError(
-            f"effects(factors={list(factors)!r}): pass all factors of the design, and no variants of other designs"
+            f"effects(factors={list(factors)!r}): pass all factors of the design, and no variants from other designs"
         )
     complete, left_out = split_seeds(results, [variant.name for variant in variants], values)
     return make_effects(*level_contrasts(values, variants, complete, order), left_out, level)
@@ -378,7 +378,7 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
         if set(on) != set(factors):
             raise ValueError(
                 f"effects(factors={list(factors)!r}): the factors of variant {variant.name!r} are {sorted(on)}; "
-                "pass all factors of the design, and no variants of other designs"
+                "pass all factors of the design, and no variants from other designs"
             )
         combination = tuple(on[factor] is True for factor in factors)
         if combination in cells:

@@ -62,7 +62,7 @@ class Interval:
                 "s, min, h"
             )
         if self.value <= 0:
-            raise ValueError(f"{self.value:g}{self.unit}: expected an amount greater than 0")
+            raise ValueError(f"{self.value:g}{self.unit}: expected a number greater than 0")
         if self.unit in _COUNTED and not isinstance(self.value, int) and (self.unit != "ep" or self.value.is_integer()):
             raise ValueError(f"{self.value:g}{self.unit}: expected an int, without a decimal point")
 
@@ -92,7 +92,7 @@ class Interval:
     def time(self, where: str) -> float:
         """The wall-clock time in seconds. A unit that is no time raises a ValueError that begins with ``where``."""
         if self.unit not in _SECONDS:
-            raise ValueError(f"{where}: {self} is not a time; write seconds, minutes or hours: '90s', '15min', '2h'")
+            raise ValueError(f"{where}: {self} is not a wall-clock time; write seconds, minutes or hours, as in '15min'")
         return self.value * _SECONDS[self.unit]
 
     def event(self) -> AnyEvent:

@@ -182,7 +182,7 @@ def _no_filters(unnamed: tuple[Any, ...], unknown: dict[str, Any]) -> str:
     """What is wrong with arguments that are no filters."""
     given = ", ".join([*map(repr, unnamed), *(f"{name}={value!r}" for name, value in unknown.items())])
     hint = did_you_mean(next(iter(unknown), "").replace("event_filter", "when"), _FILTERS)
-    return f"{given} is not a filter; the filters are {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
+    return f"{given} is not a filter; available filters: {', '.join(f'{name}=' for name in _FILTERS)}{hint}"
 
 
 @dataclass(frozen=True, slots=True)

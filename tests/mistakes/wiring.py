@@ -312,7 +312,7 @@ def a_misspelt_event(right: bool) -> None:
     getattr(Events, "EPOCH_COMPLETED" if right else "EPOCH_COMPLETE")
 
 
-@mistake(TypeError, "each=2 is not a filter; the filters are every=")
+@mistake(TypeError, "each=2 is not a filter; available filters: every=")
 def a_misspelt_filter(right: bool) -> None:
     options: dict[str, Any] = {"every" if right else "each": 2}
     Events.EPOCH_COMPLETED(**options)

@@ -102,7 +102,7 @@ def test_an_interval_is_returned_as_it_is_and_shows_as_it_is_written() -> None:
         ("1e3it", ValueError, "'1e3it' is not an interval"),
         ("5days", ValueError, "the unit 'days'"),
         ("3 weeks", ValueError, "the unit 'weeks'"),
-        ("0it", ValueError, "0it: expected an amount greater than 0"),
+        ("0it", ValueError, "0it: expected a number greater than 0"),
         ("0.0s", ValueError, "greater than 0"),
         ("1.5it", ValueError, "1.5it: expected an int, without a decimal point"),
         ("0.0ep", ValueError, "greater than 0"),
@@ -138,7 +138,7 @@ def test_an_interval_cannot_be_made_wrong_either(value: float, unit: str, messag
 
 def test_time_is_measured_in_seconds_and_only_of_times() -> None:
     assert [Interval.parse(text).time("here") for text in ("90s", "1.5min", "2h")] == [90.0, 90.0, 7200.0]
-    with pytest.raises(ValueError, match="here: 5ep is not a time"):
+    with pytest.raises(ValueError, match="here: 5ep is not a wall-clock time"):
         Interval.parse("5ep").time("here")
 
 

@@ -136,7 +136,7 @@ def test_numbers_are_those_of_each_value_by_name() -> None:
         ({"max_iters": 1.5}, "max_iters=1.5"),
         ({"max_epochs": 2, "min_epochs": 3}, "min_epochs=3"),
         ({"max_epochs": 2, "min_iters": -1}, "min_iters=-1"),
-        ({"max_time": "5ep"}, "run(max_time='5ep'): 5ep is not a time"),
+        ({"max_time": "5ep"}, "run(max_time='5ep'): 5ep is not a wall-clock time"),
         ({"max_time": "soon"}, "run(max_time='soon'): expected a wall-clock time with its unit, such as '90s'"),
         ({"max_time": "0s"}, "run(max_time='0s'): expected a wall-clock time"),
         ({"max_epochs": 1, "epoch_length": 0}, "epoch_length=0"),
