@@ -92,7 +92,7 @@ class Interval:
     def time(self, where: str) -> float:
         """The wall-clock time in seconds. A unit that is no time raises a ValueError that begins with ``where``."""
         if self.unit not in _SECONDS:
-            raise ValueError(f"{where}: {self} is not a wall-clock time; write seconds, minutes or hours, as in '15min'")
+            raise ValueError(f"{where}: {self} is not a wall-clock time; use seconds, minutes or hours, as in '15min'")
         return self.value * _SECONDS[self.unit]
 
     def event(self) -> AnyEvent:
