@@ -431,7 +431,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("FullyShardedDataParallel", "TensorParallel"): "override how the model is distributed",
         ("EMA", "SWA"): "override the weights used for evaluation",
         ("LRScheduling", "SWA, with its rate"): "override the learning rate",
-        ("LimitBatches", "OverfitBatches"): "override the data that is iterated",
+        ("LimitBatches", "OverfitBatches"): "override the data that a run iterates over",
         ("MixedPrecision", "TruePrecision"): "override the precision",
         ("Rewindable", "SpikeGuard"): "override which earlier states are kept",
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer available",

@@ -176,7 +176,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'overfit_batches'.*no data"):
         engine.run(max_epochs=1, epoch_length=3)
     with pytest.raises(
-        ValueError, match="both 'overfit_batches' and 'limit_batches' override the data that is iterated"
+        ValueError, match="both 'overfit_batches' and 'limit_batches' override the data that a run iterates over"
     ):
         engine.attach(LimitBatches(2))
     both = engine_of(network(), OverfitBatches(validation=True))

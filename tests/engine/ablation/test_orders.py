@@ -141,7 +141,7 @@ def test_cumulative_steps_go_both_ways() -> None:
         (lambda: Cumulative(["ema", "ema"]), ValueError, "a name appears more than once"),
         (lambda: Shapley("ema"), TypeError, "expected a list of names"),
         (lambda: Shapley(["ema"]), ValueError, "expected at least two handlers"),
-        (lambda: Shapley(NAMES, orders=4), ValueError, "with 3 handlers, all subsets run, so orders= does not apply"),
+        (lambda: Shapley(NAMES, orders=4), ValueError, "with 3 handlers, all subsets are run, so orders= does not"),
         (lambda: Shapley(list("abcdefg")), ValueError, "7 handlers have 128 subsets, which is too many to run"),
         (lambda: Shapley(list("abcdefg"), orders=1), ValueError, "orders"),
     ],

@@ -110,7 +110,7 @@ def test_terminate_outside_a_run_is_an_error() -> None:
 def test_a_stop_without_a_reason_is_refused() -> None:
     engine = make_engine()
     engine.connect(Events.STARTED, engine.terminate)
-    with pytest.raises(TypeError, match="expected a reason"):
+    with pytest.raises(TypeError, match="expected a short reason"):
         engine.run(make_data(), max_epochs=1)
 
 

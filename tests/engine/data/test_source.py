@@ -148,7 +148,7 @@ def test_a_run_without_data_has_batches_of_none() -> None:
 
 def test_a_run_without_data_needs_a_length_or_a_number_of_iterations() -> None:
     engine, _ = make_engine()
-    with pytest.raises(ValueError, match="epoch_length=, or max_iters="):
+    with pytest.raises(ValueError, match="epoch_length=, or pass max_iters="):
         engine.run(max_epochs=3)
 
 
