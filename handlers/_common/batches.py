@@ -37,8 +37,8 @@ def find_target(handler: Handler, engine: Engine, given: int | str | None) -> in
     place = given if given is not None else engine.updates[0].spec.target
     if callable(place):
         raise ValueError(
-            f"{handler.name!r} replaces the targets, but update {engine.updates[0].name!r} uses a function to find "
-            f"them; pass their index or key with {type(handler).__name__}(target=)"
+            f"{handler.name!r} cannot replace the targets, because update {engine.updates[0].name!r} uses a "
+            f"function to find them; set {type(handler).__name__}(target=) to their index or key"
         )
     return 1 if place is None else place
 
@@ -56,8 +56,8 @@ def tensor_at(handler: Handler, batch: Any, argument: str) -> Tensor:
         part = None
     if not isinstance(part, Tensor) or part.dim() == 0:
         raise TypeError(
-            f"{handler.name!r}: the batch, {described(batch)}, has no tensor at {place!r}; pass the index or key of a "
-            f"tensor with {type(handler).__name__}({argument}=)"
+            f"{handler.name!r}: the batch, {described(batch)}, has no tensor at {place!r}; set "
+            f"{type(handler).__name__}({argument}=) to the index or key of a tensor"
         )
     return part
 

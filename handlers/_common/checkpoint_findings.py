@@ -84,7 +84,7 @@ def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
     elif engine.processes.is_rank_zero:
         print(
             f"{name}: leaves out {base.count} frozen parameters ({base.size / 1e6:.1f} of {every / 1e6:.1f} MB), so "
-            "its checkpoints load only into a model with the same frozen parameters",
+            "its checkpoints can be loaded only into a model with the same frozen parameters",
             file=sys.stderr,
         )
 
@@ -94,9 +94,9 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
     for problem in checkpoints.find_unreadable(folder, files):
         engine.findings.report(
             "W33",
-            f"an entry of the checkpoint folder cannot be read and is skipped: {problem}",
-            "remove this entry if it is a broken link, correct its permissions, or use a separate folder for "
-            "checkpoints",
+            f"an entry in the checkpoint folder cannot be read and is skipped: {problem}",
+            "if this entry is a broken link, remove it; otherwise, correct its permissions, or use a separate folder "
+            "for checkpoints",
             name,
             key=str(problem.filename),
         )
@@ -125,8 +125,8 @@ def _say_earlier(engine: Engine, folder: Path, files: checkpoints.Files) -> None
         f"{str(shown_path(folder))!r} contains {len(found)} checkpoint{'s' if len(found) > 1 else ''} from "
         f"{f'{runs} earlier runs' if runs > 1 else 'an earlier run'}; the newest is {newest!r} (run {manifest['run']}, "
         f"epoch {manifest['epoch']}, iteration {manifest['iteration']}, {saved}). This run starts at epoch 1 and adds "
-        "its own checkpoints; the earlier ones are kept. To continue the earlier run, use Checkpoint(..., "
-        "resume=True); to keep the runs apart, use a different folder"
+        "its own checkpoints; the earlier ones are kept. To resume from the newest checkpoint, use "
+        "Checkpoint(..., resume=True); to keep the runs apart, use a different folder"
     )
 
 
@@ -155,7 +155,7 @@ def say_nothing_to_resume(engine: Engine, name: str, folder: Path, files: checkp
     if of_others := sorted({str(one["handler"]) for _, one in _intact(folder, files)}):
         line += (
             f"; the folder contains checkpoints of handlers named {', '.join(map(repr, of_others))}; to resume from "
-            f"them, pass their name to Checkpoint, such as name={of_others[0]!r}"
+            f"one of these checkpoints, pass the name of its handler to Checkpoint, such as name={of_others[0]!r}"
         )
     elif near := next(_near(folder, files), None):
         line += f"; checkpoints were found in {str(shown_path(near))!r}"
@@ -197,8 +197,8 @@ def report_hyperparameters(engine: Engine, name: str, now: Mapping[str, Any] | N
         engine.findings.report(
             "W32",
             f"the run resumes from {origin['path']!r}, but {name!r} has different hyperparameters: {texts}",
-            "use the hyperparameters of the checkpoint, which Checkpoint.hyperparameters(path) returns, or a "
-            "different folder",
+            "to resume from this checkpoint, use the hyperparameters that Checkpoint.hyperparameters(path) returns; to "
+            "start a new run, use a different folder",
             name,
         )
 
@@ -209,7 +209,7 @@ def report_nothing_saved(engine: Engine, name: str, every: Interval | AnyEvent |
         "W37",
         f"{name!r} did not save a checkpoint: "
         + (
-            f"the run ended before every={every} was due"
+            f"the run ended before the first checkpoint was due (every={every})"
             if monitor is None
             else f"the metric {monitor.metric!r} had no value that could be compared"
         ),

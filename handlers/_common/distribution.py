@@ -83,8 +83,8 @@ class Distribution(Handler):
         if engine.modules.wrapped:
             raise ValueError(
                 f"{self.name!r}: the model {engine.modules.wrapped[0]!r} is already wrapped in torch's "
-                f"{engine.modules.wrapper}, which {type(self).__name__} adds itself during a run; pass the unwrapped "
-                "model to the Engine"
+                f"{engine.modules.wrapper}, but the handler {type(self).__name__} wraps the model itself during a "
+                "run; pass the unwrapped model to the Engine"
             )
         other = engine.overrides.owner_of(PROCESS_GROUP)
         if self._joins and other not in (None, self.name):
@@ -107,8 +107,8 @@ class Distribution(Handler):
             if isinstance(update.spec.optimizer, Optimizer):
                 kind = type(update.spec.optimizer).__name__
                 raise ValueError(
-                    f"{self.name!r}: the {kind} of update {update.name!r} was built before the model is {change}, so "
-                    "it holds parameters that will be replaced; pass the Update a factory instead, such as "
+                    f"{self.name!r}: the {kind} of update {update.name!r} holds parameters that are replaced when the "
+                    f"model is {change}; pass the Update a factory for the optimizer instead, such as "
                     f"partial(torch.optim.{kind}, lr=1e-3)"
                 )
 

@@ -32,7 +32,7 @@ def check_folder(handler: Handler, folder: str | os.PathLike[str]) -> Path:
     check_parents(handler, "folder", path)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(
-            f"{type(handler).__name__}(folder={str(folder)!r}): this path exists and is not a folder; choose a "
+            f"{type(handler).__name__}(folder={str(folder)!r}): this path exists but is not a folder; choose a "
             "different one"
         )
     return path

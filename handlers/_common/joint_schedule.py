@@ -40,8 +40,8 @@ class JointSchedule:
         if not isinstance(optimizer, JointOptimizer):
             raise ValueError(
                 f"LRScheduling({{{', '.join(map(repr, self.factories))}}}): this update has a single optimizer, "
-                f"{type(optimizer).__name__}; pass a single factory, or pass a dict that maps names to optimizers to "
-                "Update(optimizer=)"
+                f"{type(optimizer).__name__}; pass a single factory, or set Update(optimizer=) to a dict that maps "
+                "names to optimizers"
             )
         if unknown := self.factories.keys() - optimizer.optimizers.keys():
             raise ValueError(
@@ -55,9 +55,9 @@ class JointSchedule:
             unwrap_step(optimizer)
             if takes_metric(scheduler) or hasattr(scheduler, "step_update"):
                 raise ValueError(
-                    f"LRScheduling({name!r}: ...): the step() of a {type(scheduler).__name__} needs an argument, but "
-                    "the schedulers of several optimizers are stepped without arguments; use a torch scheduler other "
-                    "than ReduceLROnPlateau"
+                    f"LRScheduling({name!r}: ...): the step() of {type(scheduler).__name__} needs an argument, but in "
+                    "an update with several optimizers, step() is called without arguments; use a torch scheduler "
+                    "other than ReduceLROnPlateau"
                 )
             schedulers.append(scheduler)
         return JointScheduler(optimizer, schedulers, names=tuple(self.factories))

@@ -69,7 +69,7 @@ class KeptFile:
             items = {item.number: item for item in map(_decoded, lines[1:])}
             return dict(header), [items[number] for number in sorted(items)]
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{str(path)!r} is not a file of unsent items from a remote logger") from error
+            raise ValueError(f"{str(path)!r} is not a file of unsent rows from a remote logger") from error
 
     def append(self, items: Iterable[Item]) -> None:
         """Write items to the operating system at once, so they outlive the process."""

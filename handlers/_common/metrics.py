@@ -172,8 +172,8 @@ class Metrics(Handler):
         engine.state.metrics.announce(self.name, self.names, self.directions)
         if self._of_output and update.forward is None:
             raise ValueError(
-                f"{self.name!r}: {', '.join(self.names)} need the forward's output, but update {update.name!r} is a "
-                "single function without an output; build the Update with forward= and loss="
+                f"{self.name!r}: the forward's output is needed for {', '.join(self.names)}, but update "
+                f"{update.name!r} is a single function without an output; build the Update with forward= and loss="
             )
         if self._of_loss and update.forward is not None and update.loss_function is None:
             raise ValueError(
@@ -188,8 +188,8 @@ class Metrics(Handler):
             if not torchmetrics_in(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged across "
-                    f"{engine.group.data.world_size} processes; add a method merge(states) that loads the list of all "
-                    "ranks' state_dict(), or use a torchmetrics metric, which synchronizes itself"
+                    f"{engine.group.data.world_size} processes; add a method merge(states) that combines the "
+                    "state_dict() of all ranks, or use a torchmetrics metric, which synchronizes itself"
                 )
 
         self._own_shards = None if engine.group.shards is None else engine.group.shards.own
@@ -448,7 +448,7 @@ class Metrics(Handler):
             engine.findings.report(
                 "W64",
                 f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); always "
-                f"predicting the most frequent class reaches {share:.3g}, and chance can add up to {deviation:.2g}",
+                f"predicting the most frequent class reaches {share:.3g}, plus up to {deviation:.2g} by chance",
                 "check that inputs and labels belong together and that both datasets number the classes in the same "
                 "way; then check the learning rate, weight decay and clipping",
                 self.name,

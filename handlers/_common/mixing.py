@@ -59,8 +59,8 @@ class SampleMixing(Handler):
     def _check_places(self) -> None:
         if self.input == self.target:
             raise ValueError(
-                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): input= and target= need "
-                "different indices or keys"
+                f"{type(self).__name__}(input={self.input!r}, target={self.target!r}): input= and target= must "
+                "be different indices or keys"
             )
 
     def mixed(
@@ -150,9 +150,9 @@ class SampleMixing(Handler):
             if any(one._mixed_into(own) is not None for one in _mixing(engine) if one is not self):
                 return
             raise RuntimeError(
-                f"{self.name!r}: the targets of the batch were replaced after samples were mixed; replace them before "
-                "that, either in the data or at GET_BATCH_COMPLETED in Phase.PREPARE. If MicroBatching(split=) is the "
-                "reason, let its function slice the targets without copying"
+                f"{self.name!r}: the targets of the batch were replaced after samples were mixed; replace them "
+                "earlier, either in the data or at GET_BATCH_COMPLETED in Phase.PREPARE. If you use "
+                "MicroBatching(split=), its function must slice the targets instead of copying them"
             )
         lam, targets = found
         other = update.loss_function(engine, update.output, with_value_at(batch, self.target, targets))

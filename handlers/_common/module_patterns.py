@@ -28,7 +28,7 @@ def check_modules(owner: object, modules: Any) -> list[Pattern]:
     for one in several:
         if not (isinstance(one, str) and one) and not (isinstance(one, type) and issubclass(one, nn.Module)):
             raise TypeError(
-                f"{where}: {one!r} is neither a module path or pattern, such as 'blocks.*', nor a module class"
+                f"{where}: {one!r} is not a module path, a pattern such as 'blocks.*', or a module class"
             )
     if not several:
         raise ValueError(f"{where}: expected at least one module")

@@ -61,7 +61,8 @@ class ParameterPenalty(Penalizing):
         check_matches(f"{self.name!r}: ", self.parameters or (), every)
         chosen, left_out = self._chosen(engine, own)
         if not chosen:
-            but = f" except norms and biases ({', '.join(left_out[:5])}); pass norms_and_biases=True"
+            some = ", ".join(left_out[:5])
+            but = f" except norm weights and biases ({some}); to penalize these, pass norms_and_biases=True"
             raise ValueError(f"{self.name!r}: there is no parameter to penalize{but if left_out else ''}")
         if any(map(is_sharded, chosen)):
             raise ValueError(

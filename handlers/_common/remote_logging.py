@@ -292,7 +292,8 @@ class RemoteLogger(ScalarLogger):
             why = f" ({sender.problem})" if sender.problem else ""
             warn(
                 f"{self.name!r}: run {sender.remote_id!r} could not be closed within {self.timeout:g} s{why}; {left} "
-                f"unsent rows are in {str(self.path)!r}; resume the run, or call {type(self).__name__}(...).send_kept()"
+                f"unsent rows are in {str(self.path)!r}; to send them, resume the run, or call "
+                f"{type(self).__name__}(...).send_kept()"
             )
 
     def send_kept(self, path: str | os.PathLike[str] | None = None) -> int:

@@ -180,7 +180,7 @@ class ScalarLogger(Handler):
                 "W63",
                 f"{self.name!r} wrote neither losses nor learning rates, because its interval {str(self.every)!r} is "
                 f"longer than the run of {engine.state.iteration} iterations",
-                "use a shorter every=",
+                "set every= to a shorter interval",
                 self.name,
             )
 

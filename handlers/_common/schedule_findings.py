@@ -90,9 +90,9 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     return finding(
         "C05",
-        f"{run.handler!r}: {_name(scheduler)} is stepped {run.total} times, after {run.counted}, so the learning rate "
-        f"ends at {left:.0e} times its initial value",
-        "step the scheduler after epochs with LRScheduling(..., every='1ep'), or specify its arguments in optimizer "
+        f"{run.handler!r}: {_name(scheduler)} counts {run.counted} and is stepped {run.total} times, so the learning "
+        f"rate ends at {left:.0e} times its initial value",
+        "step the scheduler once per epoch with LRScheduling(..., every='1ep'), or specify its arguments in optimizer "
         "steps"
         if run.unit == "st"
         else "use a larger gamma, or a larger step_size",
@@ -150,14 +150,14 @@ def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
 
 def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
     way_out = (
-        "step the scheduler after epochs with LRScheduling(..., every='1ep')"
+        "step the scheduler once per epoch with LRScheduling(..., every='1ep')"
         if counted == "epochs"
         else "count one step per accumulation window"
     )
     return finding(
         "C05",
-        f"{run.handler!r}: the unit of {what} seems to be {counted}, but the scheduler is stepped {run.total} times, "
-        f"after {run.counted}",
+        f"{run.handler!r}: the unit of {what} seems to be {counted}, but the scheduler counts {run.counted} and is "
+        f"stepped {run.total} times",
         f"{way_out}, or specify the number in {run.counted}",
         [run.handler],
     )

@@ -290,7 +290,8 @@ class Sender(threading.Thread):
     def _fork(self, items: Sequence[Item]) -> None:
         """Continue as a new remote run with a copy of the items before the first that differs."""
         first, old, forks = self._first_that_differs(items), self.remote_id, self.forks + 1
-        why = f"the run went back to iteration {self._position} and differs from iteration {first.iteration} on"
+        went_back = f"the run went back to iteration {self._position}"
+        why = f"{went_back} and logged different values from iteration {first.iteration} onward"
         self.service.close_run("KILLED", f"{why}, so it continues as {self.run_id}-{forks}")
         earlier = list(_copies(self.service.stored(old, 0), self._is_of_this_way))
         while True:

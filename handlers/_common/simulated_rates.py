@@ -40,7 +40,7 @@ def steps_of_scheduler(
     if epochs is None or steps % epochs:
         raise ValueError(
             f"LRScheduling.simulate(steps={steps}, epochs={epochs!r}): this schedule is stepped at the end of each "
-            "epoch; pass a number of epochs that divides the number of steps"
+            "epoch; set epochs= to a number that divides steps= evenly"
         )
     length = steps // epochs * int(every.value)
     return list(range(length, steps + 1, length))

@@ -70,7 +70,8 @@ def check_factory(scheduler: Any) -> None:
     if inspect.isfunction(base := base_of(scheduler)) and base.__module__ == "signalfire.handlers.schedules":
         given = ", ".join(f"{name}={value!r}" for name, value in getattr(scheduler, "keywords", {}).items())
         raise TypeError(
-            f"LRScheduling({scheduler!r}): {base.__name__} returns the factory; call it: {base.__name__}({given or '...'})"
+            f"LRScheduling({scheduler!r}): {base.__name__} is not a factory but returns one; pass "
+            f"{base.__name__}({given or '...'})"
         )
 
 

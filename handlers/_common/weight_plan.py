@@ -112,7 +112,7 @@ class WeightPlan:
         unexpected = [name for name in self.unexpected if name in refused]
         different = {name: text for name, text in self.other_shape.items() if name in refused}
         problems = (
-            f"missing in the file: {_some(missing)}" if missing else "",
+            f"missing from the file: {_some(missing)}" if missing else "",
             f"unexpected in the file: {_some(unexpected)}" if unexpected else "",
             _different(different).removeprefix("; "),
         )
@@ -141,7 +141,7 @@ class WeightPlan:
             if names:
                 rows.append(f"  {what} ({len(names)}): {_some(names, 20)}")
         if self.refused:
-            rows.append(f"  not allowed, so nothing is loaded: {_some(self.refused, 20)}")
+            rows.append(f"  differences that are not allowed, so nothing is loaded: {_some(self.refused, 20)}")
         return "\n".join(rows)
 
     def _repr_html_(self) -> str:

@@ -340,10 +340,10 @@ def test_without_a_sequential_every_is_refused() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, r"\(modules=None, every=None\): pass either modules="),
-        ({"modules": "x", "every": 2}, r"\(modules='x', every=2\): pass either modules="),
+        ({}, r"\(modules=None, every=None\): pass one of the two: modules="),
+        ({"modules": "x", "every": 2}, r"\(modules='x', every=2\): pass one of the two: modules="),
         ({"modules": []}, r"\(modules=\[\]\): expected at least one module"),
-        ({"modules": 3}, r"\(modules=3\): 3 is neither a module path"),
+        ({"modules": 3}, r"\(modules=3\): 3 is not a module path"),
         ({"every": 0}, r"\(every=0\): expected an int of 1 or more"),
         ({"every": 2, "keep_operations": ["matmull"]}, "torch has no operation aten.matmull"),
         ({"every": 2, "keep_operations": "mm"}, r"keep_operations='mm'\): expected a list"),

@@ -397,7 +397,7 @@ def test_a_model_that_is_compiled_already_is_refused(how: str) -> None:
         ({"options": 3}, r"\(options=3\): expected a mapping"),
         ({"dynamic": 1}, r"\(dynamic=1\): expected True or False"),
         ({"recompile_limit": 0}, r"\(recompile_limit=0\): expected an int of 1 or more"),
-        ({"modules": 3}, r"\(modules=3\): 3 is neither a module path"),
+        ({"modules": 3}, r"\(modules=3\): 3 is not a module path"),
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> None:

@@ -137,7 +137,10 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path, cli
     assert logger.remote_id == "mine-1"
     assert numbers(client, "mine-1") == sorted(rows_of_csv(tmp_path / "log.csv"))
     old = found(client, "mine")
-    why = "the run went back to iteration 3 and differs from iteration 4 on, so it continues as mine-1"
+    why = (
+        "the run went back to iteration 3 and logged different values from iteration 4 onward, "
+        "so it continues as mine-1"
+    )
     assert (old.info.status, old.data.tags["error"]) == ("KILLED", why)
 
 

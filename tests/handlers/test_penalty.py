@@ -466,7 +466,7 @@ def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
         ({"parameters": "5.*"}, r"'l2': '5.\*' matches no parameter; the parameters are '0.weight'"),
         (
             {"parameters": "*.bias"},
-            r"no parameter to penalize except norms and biases \(0.bias, 1.bias, 4.bias\); pass norms_",
+            r"no parameter to penalize except norm weights and biases \(0.bias, 1.bias, 4.bias\); to penalize",
         ),
     ],
 )

@@ -261,7 +261,7 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError), match="trace_after=-1"):
         Profiler(trace_after=-1)
     (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError, match="exists and is not a folder"):
+    with pytest.raises(NotADirectoryError, match="exists but is not a folder"):
         Profiler(tmp_path / "file")
     engine = make(Profiler(file=io.StringIO()))
     with pytest.raises(ValueError, match="both 'profiler' and 'second' override how receivers are called"):

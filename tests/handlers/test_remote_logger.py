@@ -349,7 +349,8 @@ def test_a_run_that_goes_back_and_takes_another_way_continues_as_a_new_remote_ru
         assert new == f"{old}-1" == logger.remote_id
         assert service.statuses[old] == (
             "KILLED",
-            f"the run went back to iteration 3 and differs from iteration 4 on, so it continues as {new}",
+            "the run went back to iteration 3 and logged different values from iteration 4 onward, "
+            f"so it continues as {new}",
         )
 
 

@@ -548,7 +548,7 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "an optimizer that exists already": (
         lambda: refusal_of(model=(model := Model()), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
-        "0 steps: 'tensor_parallel': the SGD of update 'main' was built before the model is split",
+        "0 steps: 'tensor_parallel': the SGD of update 'main' holds parameters that are replaced when the model",
     ),
     "data parallelism": (
         lambda: refusal_of(DistributedDataParallel()),

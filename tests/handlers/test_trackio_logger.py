@@ -116,7 +116,10 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     engine.run(DATA, max_epochs=2)
     assert logger.remote_id == "mine-1"
     assert sorted(numbers(tmp_path, "mine-1")) == sorted(rows_of_csv(tmp_path / "log.csv"))
-    why = "the run went back to iteration 3 and differs from iteration 4 on, so it continues as mine-1"
+    why = (
+        "the run went back to iteration 3 and logged different values from iteration 4 onward, "
+        "so it continues as mine-1"
+    )
     assert query(tmp_path, "SELECT title, text FROM alerts WHERE run_name = 'mine'") == [("KILLED", why)]
 
 

@@ -319,8 +319,8 @@ def test_after_a_complete_checkpoint_of_another_base_what_differs_is_written(
     said = capsys.readouterr().err
     assert "leaves out 6 frozen" in said
     assert said.endswith(
-        "leaves out 2 frozen parameters (0.0 of 0.0 MB), so its checkpoints load only into a model with the same frozen "
-        "parameters\n"
+        "leaves out 2 frozen parameters (0.0 of 0.0 MB), so its checkpoints can be loaded only into a model with the "
+        "same frozen parameters\n"
     )
 
 

@@ -122,7 +122,10 @@ def test_a_run_that_takes_another_way_continues_as_a_new_run(tmp_path: Path) -> 
     (text,) = [
         item.value_json for one in records(tmp_path, "mine", "summary") for item in one.update if item.key == "error"
     ]
-    assert text == '"the run went back to iteration 3 and differs from iteration 4 on, so it continues as mine-1"'
+    assert text == (
+        '"the run went back to iteration 3 and logged different values from iteration 4 onward, '
+        'so it continues as mine-1"'
+    )
 
 
 @pytest.mark.slow

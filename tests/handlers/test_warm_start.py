@@ -230,7 +230,7 @@ def wrong(change: Callable[[dict[str, Tensor]], object]) -> dict[str, Tensor]:
 
 
 MISMATCHES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
-    "missing": (lambda s: s.pop("head.bias"), r"missing in the file: head\.bias\. To accept .* allow=\['head\.\*'\]"),
+    "missing": (lambda s: s.pop("head.bias"), r"missing from the file: head\.bias\. To accept .* allow=\['head\.\*'\]"),
     "unexpected": (
         lambda s: s.update(other=torch.ones(1)),
         r"unexpected in the file: other\. To accept .* allow=\['other'\]",

@@ -259,7 +259,7 @@ def a_misspelt_folder_to_resume_from(right: bool, folder: Path) -> None:
         engine_of(Checkpoint(folder / ("digits" if right else "digts"), resume=True)).run(batches(4), max_epochs=2)
 
 
-@said("the folder contains checkpoints of handlers named 'last'; to resume from them, pass their name")
+@said("the folder contains checkpoints of handlers named 'last'; to resume from one of these checkpoints, pass the")
 def a_handler_of_another_name_to_resume_from(right: bool, folder: Path) -> None:
     engine_of(Checkpoint(folder, name="last")).run(batches(4), max_epochs=1)
     with redirect_stderr(StringIO()) if right else nullcontext():  # where it resumes from

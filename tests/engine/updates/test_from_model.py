@@ -332,7 +332,7 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     (r"'predictions': inputs='y': there is no 'y' in a dict", lambda: predicted(inputs="y")),
     (r"found no input in the batch: there is no 0 in a dict .*input=", lambda: predicted(inputs=True)),
     (
-        r"replaces the targets, but update 'main' uses a function to find them",
+        r"cannot replace the targets, because update 'main' uses a function to find them",
         lambda: mixing(loss=F.cross_entropy, target=lambda batch: batch["labels"]).run(MAPPINGS, max_epochs=1),
     ),
     (r"LabelSmoothing\(dim=0\)", lambda: LabelSmoothing(dim=0)),

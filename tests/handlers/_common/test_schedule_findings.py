@@ -56,7 +56,7 @@ def test_a_schedule_that_fits_what_follows_its_warm_up(factory: Any) -> None:
 
 def test_what_follows_a_warm_up_is_counted_from_there() -> None:
     (decayed,) = found(warmup(20, partial(ExponentialLR, gamma=0.5)))
-    assert "ExponentialLR is stepped 40 times" in decayed
+    assert "ExponentialLR counts optimizer steps and is stepped 40 times" in decayed
     assert "ends at 9e-13 times its initial value" in decayed  # 0.5 ** 40
 
 
