@@ -90,8 +90,8 @@ class ActivationCheckpointing(Handler):
         self._replaced: list[tuple[nn.Module, _Recomputed | _Grouped]] = []  # only during a run
         if (modules is None) == (every is None):
             raise ValueError(
-                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): pass either modules=, such as "
-                "'blocks.*', or, for a model built from nn.Sequential, every=, such as 2"
+                f"ActivationCheckpointing(modules={modules!r}, every={every!r}): pass one of the two: "
+                "modules=, such as modules='blocks.*', or every=, such as every=2 for a model built from nn.Sequential"
             )
 
     def attached(self, engine: Engine) -> None:

@@ -89,7 +89,7 @@ class ChannelsLast(Handler):
         for root, key, tensor in self._tensors(engine):
             if is_sharded(tensor):
                 raise ValueError(
-                    f"{self.name!r}: sharded weights, such as {key!r}, cannot change their memory format; detach "
+                    f"{self.name!r}: the memory format of sharded weights, such as {key!r}, cannot be changed; detach "
                     f"{self.name!r}, or use DistributedDataParallel"
                 )
             strides = tensor.stride()

@@ -66,7 +66,7 @@ class Cutout(Handler):
         if isinstance(length, Sequence) and not isinstance(length, str | bytes):
             if not length:
                 raise ValueError(
-                    f"Cutout(length={length!r}): expected an int of at least 1, or one per spatial dimension"
+                    f"Cutout(length={length!r}): expected an int of at least 1, or one such int per spatial dimension"
                 )
             self.length = tuple(check_int(self, f"length[{place}]", one) for place, one in enumerate(length))
         else:

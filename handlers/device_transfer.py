@@ -114,7 +114,8 @@ class DeviceTransfer(Handler):
                 named = (*module.named_parameters(), *module.named_buffers())
                 if (wide := first_wide(named)) is not None:
                     raise ValueError(
-                        f"{self.name!r}: {wide!r} in the model {name!r} is float64 or complex128: {self._no_float64}"
+                        f"{self.name!r}: {wide!r} in the model {name!r} is float64 or complex128, but "
+                        f"{self._no_float64}"
                     )
             module.to(self.device)
         if self.prefetch and self.device.type == "cuda" and engine is self.engine:  # not an evaluator that inherits it
@@ -146,7 +147,7 @@ class DeviceTransfer(Handler):
         if isinstance(value, Tensor):
             if self._no_float64 is not None and first_wide([("", value)]) is not None:
                 raise ValueError(
-                    f"{self.name!r}: the batch has a {value.dtype} tensor of shape {tuple(value.shape)}: "
+                    f"{self.name!r}: the batch has a {value.dtype} tensor of shape {tuple(value.shape)}, but "
                     f"{self._no_float64}"
                 )
             return value if value.device == self.device else value.to(self.device, non_blocking=self.non_blocking)

@@ -208,8 +208,8 @@ class DistributedDataParallel(Distribution):
         if len(owners) > 1:
             names = ", ".join(repr(update.name) for update in owners)
             raise ValueError(
-                f"{self.name!r}: module {root!r} is trained by the updates {names}, but the gradients of several "
-                "updates of one module cannot be reduced separately; pass one module per update to the Engine: "
+                f"{self.name!r}: module {root!r} is trained by the updates {names}, but gradients can be reduced "
+                "for only one update per module; pass the Engine a separate module for each update: "
                 "model={'...': ..., '...': ...}"
             )
         return owners[0] if owners else None

@@ -176,7 +176,7 @@ class Export(Handler):
         if len(names) != 1:
             raise ValueError(
                 f'{self.name!r}: at="best" needs exactly one monitored metric, but the other handlers monitor '
-                f'{" and ".join(map(repr, names)) or "none"}; pass the name of the metric: Export(..., at="best", '
+                f'{" and ".join(map(repr, names)) or "no metric"}; pass the name of the metric: Export(..., at="best", '
                 'monitor="accuracy")'
             )
         (other,) = names.values()

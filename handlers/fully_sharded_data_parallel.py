@@ -330,8 +330,8 @@ class FullyShardedDataParallel(Distribution):
             if len(set(kept)) > 1:
                 raise ValueError(
                     f"{self.name!r}: the accumulation window of update {update.name!r} must be computed again, but the "
-                    f"numbers of batches in it differ between ranks ({kept}); use DataLoader(drop_last=True), or "
-                    "detach the handler that computes gradients several times per step"
+                    f"number of batches in this window differs between ranks ({kept}); use DataLoader(drop_last=True), "
+                    "or detach the handler that computes gradients several times per step"
                 )
 
     @on("update_completed_event", phase=Phase.PREPARE, reads=["step", "window", "processes"], writes=["gradients"])

@@ -174,8 +174,8 @@ class Guards(Handler):
                 "G09",
                 f"the weights on rank {odd} differ from the weights on rank 0 before iteration "
                 f"{engine.state.iteration}",
-                "do not convert, move or replace parameters during a run, step only through the engine, and use "
-                "engine.model in the forward; otherwise the gradients are not averaged over the ranks",
+                "do not convert, move or replace parameters during a run, let only the engine step the optimizers, and "
+                "use engine.model in the forward; otherwise the gradients are not averaged over the ranks",
             )
 
     def _check_batch(self, engine: Engine) -> None:
@@ -201,8 +201,9 @@ class Guards(Handler):
         if len(self._batches) == 3 and all(one == what for _, one in self._batches):
             self._report(
                 "G11",
-                f"the batch of iteration {engine.state.iteration} is the same as in the last two checks of this epoch",
-                "check __getitem__ and the sampler of the data; OverfitBatches() repeats batches on purpose",
+                f"the batch in iteration {engine.state.iteration} is identical to the batches in the last two checks "
+                "of this epoch",
+                "check the dataset's __getitem__ and the sampler; to repeat batches on purpose, use OverfitBatches()",
             )
 
     def _check_classes(self, engine: Engine, labels: Tensor) -> None:
@@ -212,8 +213,8 @@ class Guards(Handler):
             several = len(set(self._labels)) > 1
             self._report(
                 "G15",
-                "each batch has labels of only one class"
-                + (", because the data is sorted by class" if several else f" ({low}) so far"),
+                "each batch has labels from only one class"
+                + (", because the data is sorted by class" if several else f" so far ({low})"),
                 "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
                 key=several,
                 severity="warning" if several else "info",
@@ -250,7 +251,8 @@ class Guards(Handler):
                     "G10",
                     f"gradients of norm {left:.3g} exist before iteration {engine.state.iteration} starts, and are "
                     f"added to the gradients of update {update.name!r}",
-                    "clear the gradients that your own backward() call produces, or pass inputs= to this call",
+                    "clear the gradients that your own backward() call produces, or use "
+                    "backward(inputs=...) to leave out the parameters of the model",
                     key=update.name,
                 )
 
@@ -446,8 +448,8 @@ class Guards(Handler):
         if found := untrained_spectral_norms(engine):
             self._report(
                 "G23",
-                f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so its weights "
-                "are divided by a random number",
+                f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so the "
+                "weights of this layer are divided by a random number",
                 "run one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
             )
         look.statistics = statistics_of(engine)

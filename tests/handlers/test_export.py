@@ -107,7 +107,7 @@ def test_a_resumed_run_knows_the_best_value(monitors: bool, tmp_path: Path) -> N
 def test_the_metric_has_to_be_known(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     with pytest.raises(
-        ValueError, match=r"needs exactly one monitored metric, but the other handlers monitor none; pass the name"
+        ValueError, match=r"needs exactly one monitored metric, but the other handlers monitor no metric; pass the name"
     ):
         scored(Export(path, at="best"))[0].run(batches(3), max_epochs=2)
     two = [EarlyStopping("score", mode="max"), EarlyStopping("loss", mode="min", name="other")]

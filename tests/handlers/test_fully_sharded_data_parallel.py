@@ -1099,7 +1099,7 @@ def test_what_cannot_work_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "units='blcks.*' matches no module; available modules: first, blocks" in reported["units"]
     assert "'blocks' is a ModuleList, which is never called" in reported["list"]
     assert "on_exception=True cannot save a sharded model" in reported["exception"]
-    assert "numbers of batches in it differ between ranks ([1, 0])" in reported["sam"]
+    assert "number of batches in this window differs between ranks ([1, 0])" in reported["sam"]
     assert "drop_last=True" in reported["sam"]
     assert reported["chosen"] == ", blocks.0, blocks.1, first, last"
 

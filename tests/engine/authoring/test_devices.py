@@ -202,7 +202,7 @@ def test_float64_on_mps_is_refused_with_the_name_of_the_tensor(mps: torch.Genera
 def test_a_batch_of_float64_on_mps_is_refused_with_its_dtype_and_shape(mps: torch.Generator) -> None:
     engine = Engine(signalfire.Update.prediction(lambda engine, batch: batch))
     engine.attach(DeviceTransfer("mps"))
-    with pytest.raises(ValueError, match=r"torch.float64 tensor of shape \(2, 3\): .*MPS has no float64"):
+    with pytest.raises(ValueError, match=r"torch.float64 tensor of shape \(2, 3\), but .*MPS has no float64"):
         engine.run([torch.ones(2, 3, dtype=torch.float64)])
 
 
