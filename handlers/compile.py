@@ -168,7 +168,7 @@ class Compile(Handler):
             if any(isinstance(part, FSDPModule) for root in engine.modules.values() for part in root.modules()):
                 raise ValueError(
                     f"{self.name!r}: a sharded model cannot be compiled as a whole; compile its sharded units instead, "
-                    "such as modules='blocks.*'"
+                    "for example with modules='blocks.*'"
                 )
 
     def _check_compiler(self) -> None:

@@ -35,8 +35,8 @@ def check_selection(handler: Handler, monitor: str | None, mode: str | None, eve
     """Raise ValueError for arguments of `Checkpoint` that select both the last and the best, or for a wrong mode."""
     if monitor is not None and every is not None:
         raise ValueError(
-            f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, each new value of the metric decides "
-            "whether a checkpoint is saved, so every= does not apply; omit every="
+            f"Checkpoint(monitor={monitor!r}, every={every!r}): with monitor=, a checkpoint is saved whenever a new "
+            "value of the metric is among the best, so every= does not apply; omit every="
         )
     if mode is not None:
         check_choice(handler, "mode", mode, ("min", "max"))

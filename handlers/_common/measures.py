@@ -412,9 +412,9 @@ class Accuracy:
             self._count_classes(target, output.shape[1])
         elif output.is_floating_point():
             raise ValueError(
-                f"Accuracy: scores of shape {tuple(output.shape)} for targets of shape {tuple(target.shape)} do not "
-                "determine the predicted class; pass scores of shape (N, C, ...) for targets of shape (N, ...), or set "
-                "threshold= if there is one score per target"
+                f"Accuracy: the predicted class cannot be determined from scores of shape {tuple(output.shape)} for "
+                f"targets of shape {tuple(target.shape)}; pass scores of shape (N, C, ...) for targets of shape "
+                "(N, ...) or, if there is one score per target, set threshold="
             )
         if predicted.shape != target.shape:
             raise ValueError(

@@ -101,7 +101,8 @@ class SampleMixing(Handler):
             if not getattr(other, "splits_by_samples", False):
                 raise ValueError(
                     f"{self.name!r} mixes samples across the whole batch, but {other!r} may compute gradients from "
-                    "parts of the batch; detach one of the two, or use smaller batches with GradientAccumulation"
+                    "parts of the batch; detach one of the two. If you split batches to save memory, use smaller "
+                    "batches with GradientAccumulation instead"
                 )
         if self._mixed is None:
             self._mixed = WeakTensorKeyDictionary()

@@ -115,7 +115,7 @@ class RemoteLogger(ScalarLogger):
         self._there: list[Iterable[str]] = []  # ... and the names that it has
         self._reported = False
         if self.given_id is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.given_id):
-            raise ValueError(f"{type(self).__name__}(run_id={run_id!r}): expected letters, digits, '_' and '-' only")
+            raise ValueError(f"{type(self).__name__}(run_id={run_id!r}): expected only letters, digits, '_' and '-'")
         self.folder = check_folder(self, folder)
         modules, extra = self.needs
         if missing := [module for module in modules if find_spec(module) is None]:

@@ -106,7 +106,7 @@ def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
         several = [state[path] for state in states if state[path]["count"]]
         if any(not _same(one["own"], _own_values(part)) for one in several):
             raise ValueError(
-                f"{type(part).__name__} keeps values outside its states, and such values cannot be merged across "
+                f"{type(part).__name__} keeps values outside its states, but only states can be merged across "
                 "shards; use this metric only in runs without shards"
             )
         for key, reduce in part._reductions.items() if several else ():

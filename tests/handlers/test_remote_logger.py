@@ -541,7 +541,7 @@ def test_without_its_package_the_error_names_the_extra(tmp_path: Path) -> None:
 
 
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"RemoteLogger\(run_id='a b'\): expected letters, digits, '_' and '-' only"):
+    with pytest.raises(ValueError, match=r"RemoteLogger\(run_id='a b'\): expected only letters, digits, '_' and '-'"):
         RemoteLogger(tmp_path, run_id="a b")
     with pytest.raises(ValueError, match=r"RemoteLogger\(capacity=0\)"):
         RemoteLogger(tmp_path, capacity=0)
