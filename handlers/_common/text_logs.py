@@ -88,7 +88,7 @@ class TextLogger(ScalarLogger):
                 "W62",
                 f"{self.name!r} is attached to an evaluator that a trainer runs, so its log restarts with each "
                 "evaluation",
-                "attach it to the training engine instead; its log then also contains the evaluation results",
+                "attach it to the training engine instead; the log then also contains the evaluation results",
                 self.name,
             )
 

@@ -327,7 +327,7 @@ def test_pieces_that_are_copies_are_refused() -> None:
         indices = torch.arange(len(batch[0])).tensor_split(pieces)
         return [tuple(part[index] for part in batch) for index in indices]
 
-    with pytest.raises(RuntimeError, match=r"'mixup': the targets of the batch were replaced.*without copying"):
+    with pytest.raises(RuntimeError, match=r"'mixup': the targets of the batch were replaced.*instead of copying"):
         trained(MixUp(), MicroBatching(4, split=split))
 
 
