@@ -229,11 +229,12 @@ class History(Handler):
 
         if isinstance(path, str) and path in self.names:
             raise ValueError(
-                f"History.plot({path!r}): this is a metric name; pass the path first: plot('curves.png', {path!r})"
+                f"History.plot({path!r}): {path!r} is a metric name, but the first argument is the path of the plot; "
+                f"write plot('curves.png', {path!r})"
             )
         if (wrong := next((one for one in names if not isinstance(one, str)), None)) is not None:
             raise TypeError(
-                f"History.plot(..., {wrong!r}): expected metric names: plot('curves.png', 'loss', 'accuracy')"
+                f"History.plot(..., {wrong!r}): expected metric names, as in plot('curves.png', 'loss', 'accuracy')"
             )
         panels = self._panels(names)
         if not panels:
@@ -288,7 +289,7 @@ class History(Handler):
             if "," in name:
                 panel = [one.strip() for one in name.split(",") if one.strip()]
                 if not panel:
-                    raise ValueError(f"History.plot(..., {name!r}): expected metric names between the commas")
+                    raise ValueError(f"History.plot(..., {name!r}): expected metric names separated by commas")
                 yield ", ".join(panel), panel
                 continue
             found = [(title, panel) for title, panel in groups.items() if name == title or name in panel]

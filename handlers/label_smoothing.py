@@ -71,7 +71,7 @@ class LabelSmoothing(Handler):
         super().__init__(name=name)
         self.alpha = check_number(self, "alpha", alpha, above=0, most=1)
         if isinstance(dim, bool) or not isinstance(dim, int) or dim == 0:
-            raise ValueError(f"LabelSmoothing(dim={dim!r}): expected the class dimension, such as 1 or -1")
+            raise ValueError(f"LabelSmoothing(dim={dim!r}): expected the index of the class dimension, such as 1 or -1")
         self.dim = dim
         self.update = check_name(self, "update", update)
         self._checked: set[str] = set()  # updates whose loss was looked at in this run
@@ -90,7 +90,7 @@ class LabelSmoothing(Handler):
                     "C29",
                     f"the loss of update {update.name!r} already smooths labels (label_smoothing={own:g}), and "
                     f"{self.name!r} smooths them again",
-                    "remove one of the two",
+                    f"set label_smoothing=0 in the loss, or detach {self.name!r}",
                     [self.name],
                 )
 
@@ -110,9 +110,10 @@ class LabelSmoothing(Handler):
         fits = isinstance(logits, Tensor) and logits.dim() > 1 and logits.is_floating_point()
         fits = fits and logits.dim() > max(self.dim, -self.dim - 1) and logits.shape[self.dim] > 1
         if not fits:
-            found = f"of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+            kind = type(logits).__name__
+            found = f"has shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else f"is of type {kind}"
             raise TypeError(
-                f"{self.name!r}: the output of update {update.name!r} is {found}; expected a tensor of logits of shape "
+                f"{self.name!r}: the output of update {update.name!r} {found}; expected a tensor of logits of shape "
                 f"(N, C) or (N, C, ...) with at least two classes in dimension dim={self.dim}; if the forward returns "
                 "more than the logits, select the logits with Update(..., output='logits')"
             )
@@ -130,7 +131,7 @@ class LabelSmoothing(Handler):
         if (other := functions & _NOT_OVER_CLASSES) and "LogSoftmax" not in functions:
             raise TypeError(
                 f"{self.name!r}: the loss of update {update!r} is computed by {min(other)}, but label smoothing needs "
-                "a cross_entropy over classes; detach the handler, or smooth the targets yourself"
+                "a cross-entropy loss over classes; detach the handler, or smooth the targets yourself"
             )
 
 

@@ -43,7 +43,7 @@ class LimitBatches(Handler):
     def __init__(self, train: float | None = None, validation: float | None = None, *, name: str | None = None) -> None:
         super().__init__(name=name)
         if train is None and validation is None:
-            raise TypeError("LimitBatches(): pass train=, validation= or both")
+            raise TypeError("LimitBatches(): pass train=, validation=, or both")
         for argument, value in (("train", train), ("validation", validation)):
             if value is None:
                 continue
@@ -51,8 +51,8 @@ class LimitBatches(Handler):
                 raise TypeError(f"LimitBatches({argument}={value!r}): expected an int, a float or None")
             if not (value >= 1 if isinstance(value, int) else 0 < value <= 1):
                 raise ValueError(
-                    f"LimitBatches({argument}={value!r}): expected at least 1 batch as an int, or a float in (0, 1] as a "
-                    "fraction of the data's length"
+                    f"LimitBatches({argument}={value!r}): expected a number of batches as an int of 1 or more, or a "
+                    "fraction of the data's length as a float in (0, 1]"
                 )
         self.train = train
         self.validation = validation
@@ -77,8 +77,8 @@ class LimitBatches(Handler):
             what = Override.EVALUATION_DATA if engine.training and argument == "validation" else Override.DATA
             if value is not None and what not in owned:
                 raise ValueError(
-                    f"{self.name!r}: {argument}={value!r} was set after the handler was attached without {argument}=; "
-                    "detach the handler and attach it again"
+                    f"{self.name!r}: {argument}={value!r} was set on a handler that was attached without {argument}=; "
+                    "detach the handler, and attach it again"
                 )
         limited = None if engine.feed.source is None else engine.feed.source.given
         there = length_hint(limited.data, -1) if isinstance(limited, FirstBatches) else -1
@@ -87,8 +87,8 @@ class LimitBatches(Handler):
         given = ", ".join(f"{name}={value!r}" for name, value in limits if value is not None)
         engine.findings.report(
             "W58",
-            f"LimitBatches({given}) uses only a part of the data",
-            f"detach {self.name!r} to use all of it",
+            f"LimitBatches({given}) uses only part of the data",
+            f"to use all of the data, detach {self.name!r}",
             self.name,
         )
 
@@ -99,11 +99,13 @@ class LimitBatches(Handler):
             return data
         where = f"{self.name!r}: {argument}={limit!r}"
         if data is None:
-            raise ValueError(f"{where}: this run has no data; pass a smaller epoch_length= to run()")
+            raise ValueError(
+                f"{where}: this run has no data to limit; to shorten its epochs, pass a smaller epoch_length= to run()"
+            )
         if isinstance(data, Iterator):
             raise TypeError(
-                f"{where}: an iterator ({type(data).__name__}) cannot be restarted for each epoch; pass an iterable, such "
-                "as a list or a DataLoader"
+                f"{where}: an iterator ({type(data).__name__}) cannot be restarted for each epoch; pass data that "
+                "can be iterated again, such as a list or a DataLoader"
             )
         if isinstance(limit, float):
             try:
@@ -111,6 +113,6 @@ class LimitBatches(Handler):
             except (TypeError, NotImplementedError):
                 raise ValueError(
                     f"{where} is a fraction of the data's length, but this data ({type(data).__name__}) has no length; "
-                    "use a number of batches"
+                    "pass a number of batches as an int"
                 ) from None
         return FirstBatches(data, limit)

@@ -150,7 +150,7 @@ def _lines(engine: Engine, error: BaseException, largest: int) -> Iterator[str]:
         yield f"{kind:<18}" + "".join(f"{by_kind[kind] / 2**20:>14,.1f}" for by_kind in bytes_of.values())
     yield f"{'in total':<18}" + "".join(f"{sum(by_kind.values()) / 2**20:>14,.1f}" for by_kind in bytes_of.values())
     yield ""
-    yield f"Memory of the process: {_in_mib(resident())} now, {_in_mib(peak())} at the peak."
+    yield f"Process memory: {_in_mib(resident())} now, {_in_mib(peak())} at its peak."
     for index in range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0):
         yield f"Allocated on cuda:{index}: {torch.cuda.memory_allocated(index) / 2**20:,.1f} MiB."
     yield ""

@@ -120,11 +120,11 @@ class MicroBatching(Handler):
         """Raise an error in a run without data, which has no batches to split, and for sizes that would differ by process."""
         if self.halve_on_oom and engine.group.shards is not None:
             raise ValueError(
-                f"{self.name!r}: halve_on_oom=True does not work with shards, because the size would depend on the "
-                "memory of the process that computes a shard; pass size= or pieces= together with halve_on_oom=False"
+                f"{self.name!r}: halve_on_oom=True does not work with shards, because the size of the pieces would "
+                "depend on the memory of the process that computes a shard; pass size= or pieces= together with halve_on_oom=False"
             )
         if not engine.feed.has_data:
-            raise ValueError(f"{self.name!r}: a run without data has no batches to split; detach {self.name!r}")
+            raise ValueError(f"{self.name!r}: this run has no data, so there are no batches to split; detach {self.name!r}")
 
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         """Compute the gradients of ``state.batch`` in pieces; retry with smaller ones if the memory runs out."""
@@ -163,7 +163,7 @@ class MicroBatching(Handler):
             work()
         except Exception as error:
             if is_out_of_memory(error):
-                error.add_note(f"{self.name!r}: out of memory with {largest} of the batch's {samples} samples: "
+                error.add_note(f"{self.name!r}: out of memory with {largest} of the batch's {samples} samples; "
                                + self._way_out(largest))  # fmt: skip
             raise
 
@@ -173,8 +173,8 @@ class MicroBatching(Handler):
         self.reduced = min(size for size in reduced if size is not None)
         if any(exhausted):
             raise torch.OutOfMemoryError(
-                f"{self.name!r}: out of memory with a single sample on rank {exhausted.index(True)}, and no piece can "
-                "be smaller; use a smaller model or smaller samples"
+                f"{self.name!r}: out of memory with a single sample on rank {exhausted.index(True)}, which cannot be "
+                "split further; use a smaller model or smaller samples"
             )
 
     def _cut(self, batch: Any, samples: int) -> tuple[Sequence[Any], list[int]]:
@@ -196,8 +196,9 @@ class MicroBatching(Handler):
         sizes = [self.samples(piece) for piece in batches]
         if sum(sizes) != samples:
             raise ValueError(
-                f"{self.name!r}: split= divided a batch of {samples} samples into pieces of {sizes}, {sum(sizes)} in "
-                "total; pass samples= if the number of samples is not the first dimension of the first tensor"
+                f"{self.name!r}: split= divided a batch of {samples} samples into pieces of {sizes} samples, "
+                f"{sum(sizes)} in total; return pieces that contain each sample once, and pass samples= if the first "
+                "dimension of the first tensor is not the number of samples"
             )
         return batches, sizes
 
@@ -239,8 +240,8 @@ class MicroBatching(Handler):
         if update.hidden is not None:
             raise RuntimeError(
                 f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, but "
-                f"the hidden state would be passed to the next piece of the batch; detach {self.name!r}, or do not "
-                "carry hidden states"
+                f"the hidden state would be passed to the next piece of the same batch; detach {self.name!r}, or do "
+                "not set update.hidden"
             )
         if piece.raw_loss is not None:
             piece.raw_loss = _without_graph(piece.raw_loss)
@@ -258,10 +259,10 @@ class MicroBatching(Handler):
 
     def _way_out(self, largest: int) -> str:
         if largest <= 1:
-            return "no piece can be smaller; use a smaller model or smaller samples"
+            return "a single sample cannot be split further; use a smaller model or smaller samples"
         if not self.halve_on_oom:
             return "use a smaller size=, more pieces=, or halve_on_oom=True in MicroBatching"
-        return "split= returned no smaller pieces than before"
+        return "split= was asked for more pieces, but did not return smaller ones"
 
     # Receivers that record outputs and losses must see the successful attempt only, which is known at its end. They are
     # suspended during an attempt, and called afterwards for each piece.
@@ -409,13 +410,13 @@ def _split(value: Any, sizes: list[int], samples: int) -> list[Any]:
         if value.shape[0] != samples:
             raise ValueError(
                 f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, which "
-                "cannot be split by samples; pass split= (and samples=)"
+                f"cannot be split by samples; pass split=, and samples= if {samples} is not the number of samples"
             )
         if isinstance(value, Tensor):
             return list(value.split(sizes))
         return np.split(value, list(accumulate(sizes))[:-1])
     if isinstance(value, PackedSequence):
-        raise ValueError("MicroBatching: a PackedSequence mixes its samples along the first dimension; pass split=")
+        raise ValueError("MicroBatching: the first dimension of a PackedSequence mixes its samples; pass split=")
     if _is_list_of(value, samples):
         ends = list(accumulate(sizes))
         return [value[end - size : end] for end, size in zip(ends, sizes, strict=True)]

@@ -378,11 +378,11 @@ def test_a_metric_in_place_of_the_path_and_lists_of_names_are_refused(tmp_path: 
     history = History()
     engine = kit.build(kit.linear(5, 1), history, Metrics(train_loss=Average()))
     engine.run(kit.batches(3), max_epochs=2)
-    with pytest.raises(ValueError, match="this is a metric name; pass the path first"):
+    with pytest.raises(ValueError, match="'train_loss' is a metric name, but the first argument is the path"):
         history.plot("train_loss")
     with pytest.raises(TypeError, match="expected metric names"):
         history.plot(str(tmp_path / "x.png"), ["train_loss"])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="expected metric names between the commas"):
+    with pytest.raises(ValueError, match="expected metric names separated by commas"):
         history.plot(str(tmp_path / "x.png"), ",")
     history.plot(str(tmp_path / "x.png"), "train_loss, train_loss")
     assert (tmp_path / "x.png").stat().st_size > 1000

@@ -166,9 +166,9 @@ def test_an_update_that_is_a_single_function_is_refused_before_the_first_batch()
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (lambda x: (x, x), "tuple; expected a tensor of logits"),
-        (lambda x: x.sum(2).sum(1), r"of shape \(5,\)"),
-        (lambda x: x[:, :1], r"of shape \(5, 1, 3\)"),
+        (lambda x: (x, x), "is of type tuple; expected a tensor of logits"),
+        (lambda x: x.sum(2).sum(1), r"has shape \(5,\)"),
+        (lambda x: x[:, :1], r"has shape \(5, 1, 3\)"),
     ],
 )
 def test_outputs_that_are_no_logits_are_refused_by_name(output: Any, message: str) -> None:
@@ -177,7 +177,7 @@ def test_outputs_that_are_no_logits_are_refused_by_name(output: Any, message: st
     )
     engine = Engine(update, model=network())
     engine.attach(LabelSmoothing())
-    with pytest.raises(TypeError, match=f"'label_smoothing': the output of update 'main' is {message}"):
+    with pytest.raises(TypeError, match=f"'label_smoothing': the output of update 'main' {message}"):
         engine.run(batches(True), max_epochs=1)
 
 

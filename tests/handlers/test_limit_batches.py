@@ -279,7 +279,7 @@ def test_a_limit_that_is_set_after_the_handler_was_attached_without_it_is_refuse
     handler.train = 2
     assert engine.run(batches(5), max_epochs=1).iteration == 2
     handler.validation = 2
-    with pytest.raises(ValueError, match="'limit_batches': validation=2 was set after"):
+    with pytest.raises(ValueError, match="'limit_batches': validation=2 was set on a handler"):
         engine.run(batches(5), max_epochs=2)
 
 

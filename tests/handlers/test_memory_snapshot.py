@@ -98,7 +98,7 @@ def test_a_process_that_runs_out_of_memory_writes_what_it_held_and_ends_with_the
     assert bool(re.search(r"gradient of model\.layer\.weight$", text, re.MULTILINE)) == (where == "step")
     scratch = re.search(r"^ +32\.0  cpu +float32 +\(8, 1048576\) +another tensor$", text, re.MULTILINE)
     assert (scratch is not None) == (where == "forward")
-    assert re.search(r"^Memory of the process: [\d,.]+ MiB now, [\d,.]+ MiB at the peak\.$", text, re.MULTILINE)
+    assert re.search(r"^Process memory: [\d,.]+ MiB now, [\d,.]+ MiB at its peak\.$", text, re.MULTILINE)
 
 
 def failing(folder: Path, error: BaseException, model: nn.Module | None = None, **options: Any) -> Engine:

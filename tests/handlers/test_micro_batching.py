@@ -401,7 +401,7 @@ def test_a_split_of_ones_own() -> None:
         ({"scale": 1.0}, "no tensor with a first dimension"),
         (
             (torch.zeros(8, 4), nn.utils.rnn.pack_sequence([torch.zeros(2, 1)] * 8)),
-            "PackedSequence mixes its samples",
+            "first dimension of a PackedSequence mixes its samples",
         ),
     ],
 )
@@ -413,7 +413,7 @@ def test_a_batch_that_cannot_be_cut_is_an_error(batch: Any, message: str) -> Non
 def test_a_run_without_data_is_refused() -> None:
     engine = Engine(Update.from_function(lambda e, b: e.model.weight.sum(), SGD), model=nn.Linear(1, 1), seed=0)
     engine.attach(MicroBatching(3))
-    with pytest.raises(ValueError, match="'micro_batching': a run without data"):
+    with pytest.raises(ValueError, match="'micro_batching': this run has no data"):
         engine.run(max_iters=2)
 
 
@@ -643,7 +643,7 @@ def test_one_sample_that_is_too_much_is_an_error() -> None:
         run_out(0, MicroBatching(), data=make_data([3]), epochs=1)
     reported = "\n".join(caught.value.__notes__)
     assert "'micro_batching': out of memory with 1 of the batch's 3 samples" in reported
-    assert "no piece can be smaller" in reported
+    assert "a single sample cannot be split further" in reported
 
 
 def test_without_halving_the_error_leaves_at_once() -> None:
@@ -658,7 +658,7 @@ def test_a_split_that_does_not_get_smaller_is_an_error() -> None:
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run_out(3, MicroBatching(split=split))
-    assert "split= returned no smaller pieces" in "\n".join(caught.value.__notes__)
+    assert "split= was asked for more pieces, but did not return smaller ones" in "\n".join(caught.value.__notes__)
 
 
 def test_another_error_is_not_retried() -> None:

@@ -443,7 +443,7 @@ def batches_to_overfit_that_were_forgotten(right: bool) -> None:
     engine.run(batches(), max_epochs=3)
 
 
-@said(r"W58: .*LimitBatches\(train=2\) uses only a part")
+@said(r"W58: .*LimitBatches\(train=2\) uses only part of")
 def a_limit_that_was_forgotten(right: bool) -> None:
     engine = build(net(), *([] if right else [LimitBatches(2)]))
     engine.run(batches(), max_epochs=3)

@@ -401,7 +401,7 @@ def a_mean_of_losses_that_are_sums(right: bool) -> None:
     engine.run(classes())
 
 
-@mistake(TypeError, "label smoothing needs a cross_entropy over classes")
+@mistake(TypeError, "label smoothing needs a cross-entropy loss over classes")
 def labels_smoothed_that_are_no_classes(right: bool) -> None:
     data = [(inputs, F.one_hot(targets, 3).float()) for inputs, targets in classes()]
     loss = F.cross_entropy if right else F.binary_cross_entropy_with_logits
