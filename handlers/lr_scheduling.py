@@ -191,8 +191,8 @@ class LRScheduling(Handler):
         scheduler = self.warmup(optimizer)
         if not isinstance(scheduler, LRScheduler) or isinstance(scheduler, ReduceLROnPlateau):
             raise TypeError(
-                f"{self.name!r}: the warm-up must be a scheduler that is stepped after optimizer steps, not "
-                f"{scheduler!r}"
+                f"{self.name!r}: warmup= returned {scheduler!r}; expected a scheduler that is stepped after each "
+                "optimizer step, such as LinearLR"
             )
         return scheduler
 
@@ -205,8 +205,8 @@ class LRScheduling(Handler):
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
                 f"{self.name!r}: the factory schedules a different optimizer than the one it is called with, so no "
-                "learning rate of this run would change; build the scheduler for the factory's argument: lambda "
-                "optimizer: StepLR(optimizer, ...)"
+                "learning rate in this run would change; build the scheduler with the factory's argument, as in "
+                "lambda optimizer: StepLR(optimizer, ...)"
             )
         check_drivable(self.name, scheduler, self.every, monitored=self.monitor is not None)
         return scheduler
@@ -222,9 +222,9 @@ class LRScheduling(Handler):
         total = self._total_steps(engine) if self.total is not None else None
         if total is not None and self.total is not None and total > self.total:
             raise ValueError(
-                f"{self.name!r} was built for {self.total} steps, but this run extends to {total} steps; before the "
-                f"first run, pass the total to the factory, as in {with_total(self.factory)}. To start a new run from "
-                "these weights instead, use engine.load_weights(state) or, in place, engine.reset()"
+                f"{self.name!r}: the schedule was built for {self.total} steps, but this run extends to {total} steps; "
+                f"pass the total to the factory before the first run, as in {with_total(self.factory)}. To start a new "
+                "run from these weights instead, use engine.load_weights(state), or call engine.reset() on this engine"
             )
 
     def _total_steps(self, engine: Engine, *, planned: bool = False) -> int | None:
@@ -486,8 +486,8 @@ def _check_beside_monitor(monitor: str | None, every: object, warmup: object) ->
         )
     if warmup is not None and (monitor is None or not callable(warmup)):
         raise ValueError(
-            f"LRScheduling(warmup={warmup!r}): warmup= needs monitor= and a factory; for other schedules, chain the "
-            "warm-up: lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
+            f"LRScheduling(warmup={warmup!r}): warmup= must be a factory and requires monitor=; without monitor=, "
+            "use lambda optimizer: SequentialLR(optimizer, [warmup, schedule], milestones=[...])"
         )
 
 

@@ -92,8 +92,8 @@ class MixedPrecision(Handler):
         super().__init__(name=name)
         if isinstance(precision, str) and precision.endswith("-true"):
             raise ValueError(
-                f"MixedPrecision(precision={precision!r}): names that end in '-true' convert the weights, but "
-                f"MixedPrecision keeps their dtype; use TruePrecision({precision!r}) instead"
+                f"MixedPrecision(precision={precision!r}): names that end in '-true' stand for converted weights, "
+                f"but MixedPrecision keeps the weights' dtype; use TruePrecision({precision!r}) instead"
             )
         if isinstance(precision, str | torch.dtype):
             precision = _OTHER_NAMES.get(precision, precision)
@@ -212,8 +212,8 @@ class MixedPrecision(Handler):
             self.scalers = {}
         if state and set(state) != set(self.scalers):
             raise ValueError(
-                f"{self.name!r}: the state has gradient scalers for {sorted(state)}, but this run has scalers for "
-                f"{sorted(self.scalers)}; resume with the precision of the saved run"
+                f"{self.name!r}: the saved state has gradient scalers for the updates {sorted(state)}, but this run "
+                f"has gradient scalers for {sorted(self.scalers)}; resume with the precision of the saved run"
             )
         for name, saved in state.items():
             self.scalers[name].load_state_dict(dict(saved))

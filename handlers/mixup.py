@@ -69,8 +69,8 @@ class MixUp(SampleMixing):
     ) -> tuple[Tensor, float]:
         if not inputs.is_floating_point():
             raise TypeError(
-                f"{self.name!r}: the inputs are {inputs.dtype}, but only floats can be mixed; convert the inputs to "
-                "floats first"
+                f"{self.name!r}: the inputs have dtype {inputs.dtype}, but only floating-point inputs can be mixed; "
+                "convert the inputs to a floating-point dtype first"
             )
         lam = (gammas[0] / gammas.sum()).item()
         return (inputs * lam).add_(inputs[partner].mul_(1 - lam)), lam

@@ -129,7 +129,7 @@ class ModelSummary:
             lines.append(f"forward: {self.flops / 1e6:,.3f} MFLOPs for a batch of {self.samples}{each}")
         if self.uncounted:
             found = ", ".join(f"{count} {kind}" for kind, count in self.uncounted.items())
-            lines.append(f"not counted: {found}, whose operations torch does not count")
+            lines.append(f"not included: {found}, whose operations torch does not count")
         return lines
 
     def __str__(self) -> str:

@@ -107,8 +107,8 @@ class NEFTune(Handler):
         if self._draws.begun and not self._called and len(engine.updates) == 1:
             raise ValueError(
                 f"{self.name!r}: the forward did not call the embedding, so no noise was added; use "
-                "NEFTune(embedding=) to select an embedding that the forward calls, and pass token ids to the model "
-                "instead of embeddings"
+                "NEFTune(embedding=) to select an embedding that the forward calls, or, if you pass embeddings to the "
+                "model, pass token ids instead"
             )
 
     @on(Events.ENDED, reads=[], writes=[])
@@ -136,8 +136,9 @@ class NEFTune(Handler):
 
     def _noisy(self, output: Any, engine: Engine) -> Tensor:
         if not isinstance(output, Tensor) or output.dim() != 3:
-            found = f"of shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            raise TypeError(f"{self.name!r}: the embedding's output is {found}; expected a tensor of shape (N, L, d)")
+            kind = type(output).__name__
+            found = f"has shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"is of type {kind}"
+            raise TypeError(f"{self.name!r}: the embedding's output {found}; expected a tensor of shape (N, L, d)")
         generator = self._draws.generator(output.device)
         noise = torch.empty(output.shape, device=output.device).uniform_(-1, 1, generator=generator)
         if self.mask is None:
@@ -151,10 +152,10 @@ class NEFTune(Handler):
     def _mask_of(self, batch: Any, output: Tensor) -> Tensor:
         mask = self.mask(batch) if callable(self.mask) else tensor_at(self, batch, "mask")
         if not isinstance(mask, Tensor) or mask.shape != output.shape[:2]:
-            found = tuple(mask.shape) if isinstance(mask, Tensor) else mask
+            found = f"has shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else f"is {mask!r}"
             raise ValueError(
-                f"{self.name!r}: the mask is {found!r}, but the embeddings have shape {tuple(output.shape)}; expected "
-                "a mask of shape (N, L)"
+                f"{self.name!r}: the mask {found}, but the embeddings have shape {tuple(output.shape)}; expected a "
+                "mask of shape (N, L)"
             )
         return mask.to(output.device) != 0
 
@@ -164,8 +165,8 @@ class NEFTune(Handler):
         if self.embedding is not None:
             if self.embedding not in named:
                 raise ValueError(
-                    f"{self.name!r}: embedding={self.embedding!r} is not in the model; the embeddings are "
-                    f"{_listed(embeddings)}"
+                    f"{self.name!r}: embedding={self.embedding!r} is not a module of the model; the model's embeddings "
+                    f"are {_listed(embeddings)}"
                 )
             return named[self.embedding]
         for module in engine.modules.values():
@@ -175,8 +176,8 @@ class NEFTune(Handler):
                 return found
         if len(embeddings) != 1:
             raise ValueError(
-                f"{self.name!r}: the model has {len(embeddings)} embeddings ({_listed(embeddings)}); select one with "
-                "NEFTune(embedding=)"
+                f"{self.name!r}: expected a model with one embedding, but found {len(embeddings)} "
+                f"({_listed(embeddings)}); select the embedding with NEFTune(embedding=)"
             )
         return next(iter(embeddings.values()))
 

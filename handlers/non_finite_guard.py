@@ -83,8 +83,8 @@ class NonFiniteGuard(Handler):
         self.patience = 1 if patience is None else check_int(self, "patience", patience)
         if patience is not None and action == "skip":
             raise ValueError(
-                f"NonFiniteGuard(patience={patience}): patience= has no effect with action='skip'; use action='stop' "
-                "or action='raise'"
+                f"NonFiniteGuard(patience={patience}): patience= has no effect with action='skip'; omit it, or use "
+                "action='stop' or action='raise'"
             )
         self.update = check_name(self, "update", update)
         self.skipped: dict[str, int] = {}
@@ -171,12 +171,12 @@ class NonFiniteGuard(Handler):
         count = self.skipped[update.name]
         if str(count).rstrip("0") != "1" or not engine.processes.is_rank_zero:
             return
-        steps = "the first step" if count == 1 else f"{count} steps"
+        steps = "1 step" if count == 1 else f"{count} steps"
         engine.findings.report(
             "W19",
             f"{self.name!r} has skipped {steps} of update {update.name!r}: {reason}",
-            "if this is unexpected, check the data of this iteration and the learning rate; action='raise' turns this "
-            "into an error",
+            "if this is unexpected, check the data of this iteration and the learning rate; to raise an error instead "
+            "of skipping steps, use action='raise'",
             self.name,
             key=(update.name, count),
         )

@@ -51,8 +51,8 @@ class OptunaPruning(MetricReports):
         directions = [one.name for one in getattr(getattr(trial, "study", None), "directions", ())]
         if len(directions) > 1:
             raise ValueError(
-                f"OptunaPruning(trial=...): the study has {len(directions)} objectives, but Optuna prunes only studies "
-                "with one"
+                f"OptunaPruning(trial=...): the study has {len(directions)} objectives, but Optuna prunes trials only "
+                "in studies with a single objective"
             )
         if mode is None and directions:
             mode = "max" if directions == ["MAXIMIZE"] else "min"
@@ -67,13 +67,13 @@ class OptunaPruning(MetricReports):
     def check_trial(self, engine: Engine) -> None:
         """Check that rank 0 has a trial."""
         if self.trial is None and engine.processes.is_rank_zero:
-            raise TypeError("OptunaPruning(trial=None): rank 0 needs the trial; only the other ranks pass None")
+            raise TypeError("OptunaPruning(trial=None): pass the trial on rank 0, and None only on other ranks")
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=sys.maxsize, reads=["stop"], writes=[])
     def raise_pruned(self, engine: Engine) -> None:
         """Raise for Optuna once everything else has ended, even if a pruned run resumes, which has nothing left to do."""
         if engine.state.stop_reason == self.reason:
-            raise _error(f"pruned after report {self.reported} of {self.monitor.metric!r}")
+            raise _error(f"pruned after {self.reported} reported values of {self.monitor.metric!r}")
 
 
 def _error(message: str) -> Exception:

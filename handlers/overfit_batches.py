@@ -69,7 +69,7 @@ class OverfitBatches(Handler):
         engine.findings.report(
             "W58",
             f"OverfitBatches({self.count}) trains on only {self.count} of the batches",
-            f"detach {self.name!r} to train on all of them",
+            f"to train on all batches, detach {self.name!r}",
             self.name,
         )
 

@@ -79,7 +79,9 @@ class ParameterScheduling(Handler):
             )
         self.groups = None if groups is None else [check_int(self, "groups", place, least=0) for place in groups]
         if self.groups == []:
-            raise ValueError("ParameterScheduling(groups=[]): expected at least one index; omit groups= for all")
+            raise ValueError(
+                "ParameterScheduling(groups=[]): expected at least one index; to schedule all groups, omit groups="
+            )
         self.field = field
         self.schedule: Schedule = _Steps(schedule) if isinstance(schedule, Mapping) else schedule
         self.every = check_every(self, every, units=["st", "ep"])
@@ -124,13 +126,16 @@ class ParameterScheduling(Handler):
         value = self.schedule(0)
         if not _alike(value, own):
             raise TypeError(
-                f"{self.name!r}: the schedule returns {value!r} for {self.field!r}, but the value in the optimizer is "
-                f"{own!r}; return values of the same type" + ("" if self.index is None else f" for index={self.index}")
+                f"{self.name!r}: the schedule returns {value!r} for {self.field!r}"
+                + ("" if self.index is None else f" with index={self.index}")
+                + f", but the value in the optimizer is {own!r}; return values of the same type"
             )
 
     def _item(self, values: Any, index: int) -> Any:
         if not isinstance(values, tuple | list):
-            raise ValueError(f"{self.name!r}: index={index}, but {self.field!r} is a single value: {values!r}")
+            raise ValueError(
+                f"{self.name!r}: index={index}, but {self.field!r} is a single value, {values!r}; omit index="
+            )
         if index >= len(values):
             raise ValueError(f"{self.name!r}: index={index}, but {self.field!r} has {len(values)} values: {values!r}")
         return values[index]

@@ -61,7 +61,9 @@ class Penalty(Penalizing):
     ) -> None:
         super().__init__(weight, update=update, name=name)
         if not callable(function) or isinstance(function, type):
-            raise TypeError(f"Penalty(function={function!r}): expected a function of the engine that returns a scalar")
+            raise TypeError(
+                f"Penalty(function={function!r}): expected a function that takes the engine and returns a scalar tensor"
+            )
         check_receiver(function, "Penalty(function=)", returns=True)
         self.function = function
 
@@ -69,7 +71,9 @@ class Penalty(Penalizing):
         value = self.function(engine)
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-            raise TypeError(f"{self.name!r}: function= returned {found}; expected a tensor with one number")
+            raise TypeError(
+                f"{self.name!r}: function= returned {found}; expected a floating-point tensor with one element"
+            )
         if not value.requires_grad:
             raise ValueError(
                 f"{self.name!r}: function= returned a tensor that does not require grad, so the penalty would have no "

@@ -102,5 +102,8 @@ def _classes_first(output: Tensor, target: Tensor) -> Tensor:
             "the scores to (tokens, C) and the targets to (tokens,)"
         )
     if not first and not last:
-        raise ValueError(f"Perplexity: {shapes}; expected scores (N, C, ...) or (N, ..., C) for targets (N, ...)")
+        raise ValueError(
+            f"Perplexity: got {shapes}; expected scores of shape (N, C, ...) or (N, ..., C) and targets of shape "
+            "(N, ...)"
+        )
     return output if first else output.movedim(-1, 1)

@@ -69,8 +69,8 @@ class Precision32(Handler):
         except RuntimeError as error:
             found = ", ".join(f"{name}: {one.fp32_precision!r}" for name, one in backends.items())
             raise RuntimeError(
-                f"{self.name!r}: fp32_precision of torch.backends was set in this process ({found}), which conflicts "
-                "with torch.set_float32_matmul_precision; remove the line that sets fp32_precision, or detach "
+                f"{self.name!r}: an fp32_precision in torch.backends was set in this process ({found}), which "
+                "conflicts with torch.set_float32_matmul_precision; remove the line that sets fp32_precision, or detach "
                 f"{self.name!r}"
             ) from error
         self._before = general, {name: one.fp32_precision for name, one in backends.items()}

@@ -206,11 +206,11 @@ class Predictions(Handler):
     def _joined(self, part: str) -> Any:
         if self.folder is not None:
             raise RuntimeError(
-                f"{self.name!r}: the {part} are on disk, with one file per batch; load these files from "
-                f"{self.name}.files"
+                f"{self.name!r}: the {part} are on disk, in one file per batch; load the files that "
+                f"{self.name}.files lists"
             )
         if part not in self._collected:
-            way_out = f"Predictions({part}=True)" if part != "outputs" and part not in self._parts else "run the engine"
+            way_out = f"pass {part}=True" if part != "outputs" and part not in self._parts else "run the engine first"
             raise RuntimeError(f"{self.name!r}: no {part} were collected; {way_out}")
         return _concatenated(self._collected[part])
 

@@ -231,7 +231,7 @@ def test_a_state_of_another_precision_is_refused_by_name() -> None:
     second = make_engine()
     second.attach(MixedPrecision("bf16"))
     second.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match="'mixed_precision': the state has gradient scalers for"):
+    with pytest.raises(ValueError, match="'mixed_precision': the saved state has gradient scalers for"):
         second.run(make_data(2), max_epochs=2)
 
 

@@ -973,7 +973,7 @@ def test_a_warm_up_of_another_schedule_is_refused() -> None:
         LRScheduling(partial(StepLR, step_size=3), warmup=WARMUP)
     engine, _ = warmed_up(LRScheduling(PLATEAU, monitor="score", warmup=PLATEAU))
     engine.connect(Events.EPOCH_COMPLETED, scores, phase=Phase.PREPARE)
-    with pytest.raises(TypeError, match=r"the warm-up must be a scheduler that is stepped after optimizer steps, not "):
+    with pytest.raises(TypeError, match=r"warmup= returned .*; expected a scheduler that is stepped after each"):
         engine.run(kit.batches(4), max_epochs=1)
 
 

@@ -108,7 +108,7 @@ def test_shapes_and_calls_are_those_of_the_first_forward() -> None:
         "head": ("4x20", 1),
     }
     assert found.uncounted == {"LSTM": 1}
-    assert "not counted: 1 LSTM" in printed
+    assert "not included: 1 LSTM" in printed
     (optimizer,) = (update.optimizer for update in engine.updates)
     assert optimizer is not None
     kept = [one for state in optimizer.state.values() for one in state.values()]

@@ -438,7 +438,7 @@ def test_half_precision_weights_are_summed_in_float32() -> None:
 @pytest.mark.parametrize(
     ("function", "error", "message"),
     [
-        (lambda engine: 1.0, TypeError, "function= returned 1.0; expected a tensor with one number"),
+        (lambda engine: 1.0, TypeError, "function= returned 1.0; expected a floating-point tensor with one element"),
         (lambda engine: engine.state.update.output, TypeError, r"a tensor of shape \(6, 3\)"),
         (lambda engine: z_loss(engine).detach(), ValueError, "does not require grad"),
     ],

@@ -73,7 +73,7 @@ def test_the_classes_are_second_or_last(dtype: torch.dtype) -> None:
         (
             (2, 4, 7),
             (2, 5),
-            r"scores of shape \(2, 4, 7\) for targets of shape \(2, 5\); expected scores \(N, C, ...\)",
+            r"scores of shape \(2, 4, 7\) for targets of shape \(2, 5\); expected scores of shape \(N, C, ...\)",
         ),
         ((2, 5), (2, 5), "expected scores"),
     ],

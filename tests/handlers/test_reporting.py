@@ -89,7 +89,7 @@ def test_what_is_wrong_is_refused() -> None:
         Reporting(3, "val_loss")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"OptunaPruning\(trial=3\): expected an Optuna trial"):
         OptunaPruning(3, "val_loss")
-    with pytest.raises(TypeError, match=r"trial=None\): rank 0 needs the trial"):
+    with pytest.raises(TypeError, match=r"trial=None\): pass the trial on rank 0"):
         trainer(OptunaPruning(None, "val_loss")).run(batches(), max_epochs=1)
     engine = trainer(Reporting(lambda value, step: None, "val_los"))
     with pytest.raises(KeyError, match="did you mean 'val_loss'"):
@@ -164,7 +164,7 @@ def test_a_pruner_that_prunes_at_three_leaves_three_epochs_and_a_checkpoint_that
     again = trainer(
         OptunaPruning(trial, "val_loss"), Checkpoint(tmp_path, resume=True), CSVLogger(tmp_path / "log.csv")
     )
-    with pytest.raises(optuna.TrialPruned, match="pruned after report 3 of 'val_loss'"):  # not a finished trial
+    with pytest.raises(optuna.TrialPruned, match="pruned after 3 reported values of 'val_loss'"):  # not finished
         again.run(batches(), max_epochs=9)
     assert again.state.metrics["val_loss"] == losses(3)[-1]
     assert_same(again.model, engines[0].model)
