@@ -434,8 +434,8 @@ class ProgressBar(Handler):
             if name not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
                 engine.findings.report(
                     "W61",
-                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; the metrics "
-                    "are "
+                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; available "
+                    "metrics: "
                     f"{', '.join(sorted(known - {'loss', 'smooth_loss'})) or 'none'}{did_you_mean(name, sorted(known))}",
                     f"correct the name, or announce the metric: engine.state.metrics.announce('user', [{name!r}])",
                     self.name,

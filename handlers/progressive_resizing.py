@@ -109,8 +109,8 @@ class ProgressiveResizing(Handler):
         self.target = None if target is None else check_place(self, "target", target)
         if target == input and target is not None:
             raise ValueError(
-                f"ProgressiveResizing(input={input!r}, target={target!r}): input= and target= need different indices "
-                "or keys"
+                f"ProgressiveResizing(input={input!r}, target={target!r}): input= and target= must be different "
+                "indices or keys"
             )
         self.scale: float | None = None
         self._iterations: int | None = None  # of the run
@@ -118,8 +118,8 @@ class ProgressiveResizing(Handler):
     def _checked(self, sizes: Any) -> dict[int, int | float]:
         if not isinstance(sizes, Mapping) or 1 not in sizes:
             raise ValueError(
-                f"ProgressiveResizing(sizes={sizes!r}): expected a mapping whose first key is 1, such as {{1: 0.5, 10: "
-                "1.0}"
+                f"ProgressiveResizing(sizes={sizes!r}): expected a mapping from epochs or iterations to sizes, "
+                "starting with the key 1, such as {1: 0.5, 10: 1.0}"
             )
         found: dict[int, int | float] = {}
         for place, size in sizes.items():
@@ -174,9 +174,8 @@ class ProgressiveResizing(Handler):
         sides = list(images.shape[2:])
         if images.dim() not in _LINEAR or 0 in sides:
             raise ValueError(
-                f"{self.name!r}: inputs of shape {tuple(images.shape)} are not images; expected (N, C, H, W), (N, C, "
-                "L) or "
-                "(N, C, D, H, W)"
+                f"{self.name!r}: inputs of shape {tuple(images.shape)} are not images; expected (N, C, L), "
+                "(N, C, H, W), or (N, C, D, H, W)"
             )
         self.scale = self._scale(engine, min(sides))
         wanted = [self._side(side, self.scale) for side in sides]
@@ -205,8 +204,8 @@ class ProgressiveResizing(Handler):
     def _resized(self, images: Tensor, sides: list[int]) -> Tensor:
         if not images.is_floating_point():
             raise TypeError(
-                f"{self.name!r}: the inputs are {images.dtype}, but only floats can be resized; convert the inputs to "
-                "floats"
+                f"{self.name!r}: the inputs have dtype {images.dtype}, but only floating-point inputs can be resized; "
+                "convert the inputs to a floating-point dtype"
             )
         if self.mode == "bicubic" and images.dim() != 4:
             raise ValueError(

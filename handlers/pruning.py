@@ -215,15 +215,16 @@ class Pruning(Handler):
     def _check_prunable(self, name: str, parameter: nn.Parameter) -> None:
         if ".parametrizations." in f".{name}":
             raise ValueError(
-                f"{self.name!r}: a parametrization computes a weight from {name!r}, so zeros in it do not make the "
-                "weight zero; remove the parametrization, or exclude the parameter with parameters="
+                f"{self.name!r}: a parametrization computes a weight from {name!r}, so zeros in {name!r} do not "
+                "become zeros in the weight; remove the parametrization, or exclude the parameter with parameters="
             )
         if is_sharded(parameter):
             raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
         if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
             raise ValueError(
-                f"{self.name!r}: structure={self.structure!r} needs a multiple of {self._of} inputs for each unit, but "
-                f"{name!r} has shape {tuple(parameter.shape)}; exclude this parameter with parameters="
+                f"{self.name!r}: structure={self.structure!r} requires the number of inputs per unit to be a multiple "
+                f"of {self._of}, but {name!r} has shape {tuple(parameter.shape)}; exclude this parameter with "
+                "parameters="
             )
 
     @torch.no_grad()
@@ -233,7 +234,7 @@ class Pruning(Handler):
         progress = 1.0 if self.end == self.start else min(1.0, (steps - self.start) / (self.end - self.start))
         part = self.schedule(progress)
         if not 0 <= part <= 1:
-            raise ValueError(f"{self.name!r}: schedule({progress:g}) returned {part!r}; expected a share from 0 to 1")
+            raise ValueError(f"{self.name!r}: schedule({progress:g}) returned {part!r}; expected a number from 0 to 1")
         share = self.amount * part
         magnitudes = {
             name: parameter.detach().abs().masked_fill_(self.masks[name], -1)
@@ -281,7 +282,9 @@ def _parts(structure: str | None) -> tuple[int, int]:
         return 1, 1
     found = re.fullmatch(r"(\d+):(\d+)", structure)
     if found is None or not 0 < int(found[1]) < int(found[2]):
-        raise ValueError(f"Pruning(structure={structure!r}): expected 'n:m', which keeps n of m weights, such as '2:4'")
+        raise ValueError(
+            f"Pruning(structure={structure!r}): expected 'n:m' to keep n of every m weights, such as '2:4'"
+        )
     return int(found[1]), int(found[2])
 
 

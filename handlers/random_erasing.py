@@ -81,11 +81,16 @@ class RandomErasing(Handler):
         self.value: float | tuple[float, ...] | None  # None for random ones
         if isinstance(value, str):
             if value != "random":
-                raise ValueError(f"RandomErasing(value={value!r}): expected a number, one per channel, or 'random'")
+                raise ValueError(
+                    f"RandomErasing(value={value!r}): expected a number, a list with one number per channel, or "
+                    "'random'"
+                )
             self.value = None
         elif isinstance(value, list | tuple):
             if not value:
-                raise ValueError(f"RandomErasing(value={value!r}): expected a number, or one per channel")
+                raise ValueError(
+                    f"RandomErasing(value={value!r}): expected a number, or a list with one number per channel"
+                )
             self.value = tuple(check_number(self, f"value[{place}]", one) for place, one in enumerate(value))
         else:
             self.value = check_number(self, "value", value)
@@ -94,12 +99,12 @@ class RandomErasing(Handler):
 
     def _range(self, argument: str, given: Sequence[float], most: float | None = None) -> tuple[float, float]:
         if not isinstance(given, list | tuple) or len(given) != 2:
-            raise TypeError(f"RandomErasing({argument}={given!r}): expected two numbers, the smallest and the largest")
+            raise TypeError(f"RandomErasing({argument}={given!r}): expected two numbers, the minimum and the maximum")
         least, largest = (
             check_number(self, f"{argument}[{n}]", one, above=0, most=most) for n, one in enumerate(given)
         )
         if least > largest:
-            raise ValueError(f"RandomErasing({argument}={given!r}): pass the smallest value first")
+            raise ValueError(f"RandomErasing({argument}={given!r}): the minimum is larger than the maximum; swap them")
         return least, largest
 
     def attached(self, engine: Engine) -> None:
@@ -122,8 +127,8 @@ class RandomErasing(Handler):
         if self.value is None:
             if not inputs.is_floating_point():
                 raise TypeError(
-                    f"{self.name!r}: inputs of {inputs.dtype} cannot hold random values; convert the inputs to floats "
-                    "first, or pass numbers as value="
+                    f"{self.name!r}: inputs of dtype {inputs.dtype} cannot hold random values; convert the inputs to "
+                    "a floating-point dtype first, or pass numbers as value="
                 )
             if inputs.device.type != "cpu":
                 generator = self.generator(engine, inputs.device, of_rank=of_rank)
@@ -134,7 +139,7 @@ class RandomErasing(Handler):
             if len(values) not in (1, inputs.shape[1]):
                 raise ValueError(
                     f"{self.name!r}: value={self.value!r} has {len(values)} numbers, but the inputs have "
-                    f"{inputs.shape[1]} channels"
+                    f"{inputs.shape[1]} channels; pass a single number, or one number per channel"
                 )
         engine.state.batch = with_value_at(batch, self.input, torch.where(erased, values, inputs))
 

@@ -185,7 +185,7 @@ def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 
     for option, value in options.items():
         if option not in known:
             way_out = "use warmup=" if option == "pct_start" else f"the options are max_lr, warmup, {', '.join(known)}"
-            raise TypeError(f"one_cycle({option}={value!r}): no option {option}; {way_out}")
+            raise TypeError(f"one_cycle({option}={value!r}): there is no option {option}; {way_out}")
     return _OneCycle(max_lr, warmup, tuple(sorted(options.items())))
 
 
@@ -321,7 +321,7 @@ class _Piecewise:
                 assert isinstance(at, int)
                 place = at
             if place in resolved:
-                raise ValueError(f"piecewise(factors={dict(self.points)}): two factors for step {place}; remove one")
+                raise ValueError(f"piecewise(factors={dict(self.points)}): two factors apply to step {place}; omit one")
             resolved[place] = factor
         return sorted({0: 1.0, **resolved}.items())
 
@@ -457,13 +457,13 @@ def _amount(function: str, argument: str, value: Any) -> int | float:
     """Check a duration: an int of steps, or a float that is a fraction of the run."""
     where = f"{function}({argument}={value!r})"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{where}: expected an int (steps), or a float from 0 to 1 (fraction of the run)")
+        raise TypeError(f"{where}: expected an int (number of steps), or a float from 0 to 1 (fraction of the run)")
     if isinstance(value, Integral):
         if value < 0:
             raise ValueError(f"{where}: expected 0 steps or more")
         return int(value)
     if not 0 <= float(value) <= 1:
-        raise ValueError(f"{where}: a fraction of the run is a float from 0 to 1; a number of steps is an int")
+        raise ValueError(f"{where}: expected a float from 0 to 1 (fraction of the run), or an int (number of steps)")
     return float(value)
 
 

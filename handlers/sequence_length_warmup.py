@@ -131,8 +131,8 @@ class SequenceLengthWarmup(Handler):
         first = next((one for one in tensors_in(batch) if one.dim() > self.dim), None)
         if first is None:
             raise ValueError(
-                f"{self.name!r}: the batch has no tensor with more than dim={self.dim} dimensions; set dim= to the "
-                "time dimension"
+                f"{self.name!r}: no tensor in the batch has a dimension with the index dim={self.dim}; set dim= to the "
+                "index of the time dimension"
             )
         whole, length = first.shape[self.dim], self.length(done)
         if length >= whole:
@@ -153,8 +153,8 @@ class SequenceLengthWarmup(Handler):
         found = next((one for one in range(length, self.start - 1, -1) if whole % one == 0), None)
         if found is None:
             raise ValueError(
-                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts of {self.start} to "
-                f"{length}; choose a start= that divides the length, or use mode='cut'"
+                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts of length {self.start} "
+                f"to {length}; choose a start= that divides {whole}, or use mode='cut'"
             )
         return found
 

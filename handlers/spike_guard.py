@@ -107,7 +107,7 @@ class SpikeGuard(Handler):
         if policy == "rewind" and self.keep < 2:
             raise ValueError(
                 f"SpikeGuard(policy='rewind', keep={keep}): when a spike occurs, a single saved state may be less than "
-                f"rewind={rewind} iterations old; keep at least 2"
+                f"rewind={rewind} iterations old; set keep=2 or more"
             )
         self.at_most = check_int(self, "at_most", at_most)
         watched = [watch] if isinstance(watch, str) else list(watch) if isinstance(watch, Iterable) else []
@@ -143,9 +143,9 @@ class SpikeGuard(Handler):
             if to_come is not None and update.steps + to_come <= self.window:
                 yield finding(
                     "C39",
-                    f"{self.name!r} detects no spikes in the first {self.window} steps (window=), but update "
-                    f"{update.name!r} takes only {update.steps + to_come}",
-                    "use a smaller window= (8 or more)",
+                    f"{self.name!r} detects no spikes in the first window={self.window} steps, but update "
+                    f"{update.name!r} takes only {update.steps + to_come} steps",
+                    "use a smaller window=, but at least 8",
                     [self.name],
                 )
 
@@ -303,15 +303,15 @@ class SpikeGuard(Handler):
         if len(self.actions) >= self.at_most:
             left_out = "; ".join(_named(action["batches"]) for action in self.actions)
             raise RuntimeError(
-                f"{self.name!r}: iteration {now}: {reason}, and at_most={self.at_most} rewinds have already left out "
-                f"{left_out}. Check these batches and the learning rate, or increase at_most="
+                f"{self.name!r}: iteration {now}: {reason}, but the limit of at_most={self.at_most} rewinds has been "
+                f"reached; skipped so far: {left_out}. Check these batches and the learning rate, or increase at_most="
             )
         to = max(now - self.rewind, 0)
         self._note(now, reason, engine.past.places_of(range(to + 1, now + 1)))
         self._go_back(engine, to)
         self._report(
             engine,
-            f"goes back from iteration {now} to {to} and leaves out {_named(self.actions[-1]['batches'])} "
+            f"goes back from iteration {now} to iteration {to} and skips {_named(self.actions[-1]['batches'])} "
             f"(rewind {len(self.actions)} of {self.at_most}): {reason}",
         )
 
@@ -325,7 +325,7 @@ class SpikeGuard(Handler):
         length = engine.state.epoch_length
         if length is not None and self.rewind >= length:
             raise ValueError(
-                f"{self.name!r}: rewind={self.rewind} would leave out a whole epoch of {length} batches; use a smaller "
+                f"{self.name!r}: rewind={self.rewind} would skip a whole epoch of {length} batches; use a smaller "
                 "rewind="
             )
 
@@ -456,7 +456,7 @@ class _Window:
 
 
 def _step(count: int) -> str:
-    return "the first step" if count == 1 else f"{count} steps"
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def _named(batches: Sequence[Sequence[int]]) -> str:

@@ -96,7 +96,7 @@ class StochasticDepth(Handler):
         self._uncalled: set[str] = set()  # blocks that no forward of this run has called
 
     def attached(self, engine: Engine) -> None:
-        update = only_update(engine, self.update, by=self, does="drops blocks")
+        update = only_update(engine, self.update, by=self, does="blocks= applies to")
         engine.overrides.claim(Claim("which blocks are dropped"), by=self, target=f"of update {update.name!r}")
 
     def rates(self, step: int) -> dict[str, float]:

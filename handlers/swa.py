@@ -136,7 +136,7 @@ class SWA(AveragedWeights):
     def attached(self, engine: Engine) -> None:
         super().attached(engine)
         if self.lr is not None:
-            update = only_update(engine, self.update, by=self, does="is annealed to lr")
+            update = only_update(engine, self.update, by=self, does="lr= applies to")
             engine.overrides.claim(LEARNING_RATE, by=self, target=f"of update {update.name!r}")
 
     def bind_tensors(self, engine: Engine) -> None:
@@ -246,7 +246,9 @@ class SWA(AveragedWeights):
         if engine.processes.distributed:  # each rank may have read the data in another order
             _broadcast_buffers(norms, engine)
         if norms and not seen:
-            raise ValueError(f"{self.name!r}: bn_data= yielded no batch; pass data that can be iterated more than once")
+            raise ValueError(
+                f"{self.name!r}: bn_data= yielded no batches; pass non-empty data that can be iterated more than once"
+            )
 
     def _pass_through(self, engine: Engine, data: Iterable[Any]) -> int:
         """Pass the data through the model without gradients; the number of its batches."""

@@ -205,7 +205,8 @@ class TensorParallel(Distribution):
         if not self._replicated or not all(map(is_sharded, parameters)):
             raise ValueError(
                 f"{self.name!r}: the model was split or sharded by a different handler, or a part of the model was "
-                "replaced after this handler split it; build the model again, or call unsplit(engine) on that handler"
+                "replaced after this handler split it; build the model again, or call unsplit(engine) on the handler "
+                "that split it"
             )
         for one in self._replicated:
             one.forget_units()

@@ -202,8 +202,8 @@ class TensorBoardLogger(ScalarLogger):
             return
         if self._session:
             warn(
-                f"{self.name!r}: TensorBoard shows only the hyperparameters logged when a run starts; log them all at "
-                "once, before run()"
+                f"{self.name!r}: TensorBoard shows only the hyperparameters that are logged when a run starts; log all "
+                "hyperparameters in a single call before run()"
             )
             return
         tags = [f"train/loss/{one.name}" for one in engine.updates] if len(engine.updates) > 1 else ["train/loss"]

@@ -154,7 +154,7 @@ class Throughput(Handler):
         """Print why there is no MFU, if the device's peak performance is not known."""
         if self._peak(engine) is None:
             device = name_of(engine.device)
-            line = f"{self.name}: no 'mfu', because the peak performance of {device!r} is not known; pass peak="
+            line = f"{self.name}: 'mfu' is omitted, because the peak performance of {device!r} is not known; pass peak="
             engine.processes.print(line, file=sys.stderr)
 
     @on("count_event", phase=Phase.RECORD, reads=[], writes=[])

@@ -122,7 +122,7 @@ class Trace(Handler):
                 "W62",
                 f"{self.name!r} is attached to an evaluator that a trainer runs, so its trace restarts with "
                 "each evaluation",
-                "attach it to the training engine",
+                "attach the handler to the training engine",
                 self.name,
             )
         if engine.state.iteration == 0 and not engine.snapshots.has_loaded_state:
@@ -214,7 +214,7 @@ class Trace(Handler):
             engine.findings.report(
                 "W34",
                 f"the trace {str(writer.path)!r} of {self.name!r} does not pick up where the loaded state left off; "
-                "its earlier records are in a different file or lost",
+                "the earlier records are in a different file or lost",
                 "before resuming, restore the trace of the run that saved the state",
                 self.name,
             )

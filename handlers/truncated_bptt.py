@@ -183,9 +183,9 @@ class TruncatedBPTT(Handler):
         timed, total = next(_timed(batch, self.dim), (None, None))
         if total is None:
             raise ValueError(
-                f"{self.name!r}: the batch has no time dimension, because no tensor has more than dim={self.dim} "
-                "dimensions; set the time dimension with TruncatedBPTT(dim=), or pass a function that splits the batch "
-                "as TruncatedBPTT(split=)"
+                f"{self.name!r}: no tensor in the batch has a dimension with the index dim={self.dim}; set "
+                "TruncatedBPTT(dim=) to the index of the time dimension, or use TruncatedBPTT(split=) to pass a "
+                "function that splits the batch"
             )
         begins = range(0, max(total, 1), self.steps)
         ends = [min(begin + self.steps, total) for begin in begins]
@@ -201,9 +201,9 @@ class TruncatedBPTT(Handler):
         chunks = split(batch)
         if not isinstance(chunks, list | tuple) or not chunks:
             raise ValueError(
-                f"{self.name!r}: split={split!r} returned a {type(chunks).__name__} with "
-                f"{len(chunks) if isinstance(chunks, list | tuple) else 'unknown'} chunks; return a list of at least "
-                "one chunk"
+                f"{self.name!r}: split={split!r} returned "
+                f"{'an empty' if isinstance(chunks, list | tuple) else 'a'} {type(chunks).__name__}; return a list of "
+                "at least one chunk"
             )
         lengths = [next(_timed(chunk, self.dim), (None, None))[1] for chunk in chunks]
         known = [length for length in lengths if length is not None]

@@ -108,7 +108,8 @@ class UpdateFrequency(Handler):
             if idle is not None:
                 raise ValueError(
                     f"UpdateFrequency(every={self.every}, offset={self.offset}): no update would run in iteration "
-                    f"{idle}, so its batch would be lost; omit one of the updates, or choose different offsets"
+                    f"{idle}, so its batch would be lost; omit one of the updates, which then runs in each iteration, "
+                    "or choose different offsets"
                 )
         self._mark_updates(engine)
 

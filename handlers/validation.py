@@ -155,7 +155,7 @@ class Validation(Handler):
         evaluator = self._built if self._given is None else self._given
         if evaluator is None:
             raise AttributeError(
-                f"{self.name!r} has no evaluator yet, because it is built when the handler is attached to an engine"
+                f"{self.name!r} has no evaluator yet; the evaluator is built when the handler is attached to an engine"
             )
         return evaluator
 
@@ -163,7 +163,7 @@ class Validation(Handler):
         if self._given is None:
             self._built = self._evaluator_of(engine, self.metrics)
         elif self._given is engine:
-            raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; build a separate Engine to evaluate")
+            raise ValueError(f"{self.name!r}: the evaluator is the trainer itself; evaluate with a separate Engine")
 
     def detached(self, engine: Engine) -> None:
         self._built = None

@@ -192,8 +192,8 @@ def test_it_keeps_the_promises_of_a_handler(options: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sizes": {2: 0.5}}, r"sizes=\{2: 0.5\}.*first key is 1"),
-        ({"sizes": {}}, "first key is 1"),
+        ({"sizes": {2: 0.5}}, r"sizes=\{2: 0.5\}.*starting with the key 1"),
+        ({"sizes": {}}, "starting with the key 1"),
         ({"sizes": {1: 1.5}}, r"sizes\[1\]=1.5\): expected a number above 0 and at most 1"),
         ({"sizes": {1: 0}}, r"sizes\[1\]=0\): expected an int of 1 or more"),
         ({"delay": 0.7, "final": 0.4}, r"delay=0.7, final=0.4\): the sum of delay= and final= must be at most 1"),
@@ -208,7 +208,7 @@ def test_arguments_that_contradict_themselves_are_refused(options: Any, message:
 def test_inputs_that_are_no_images_are_refused() -> None:
     for inputs, error, message in (
         (torch.zeros(2, 3), ValueError, r"inputs of shape \(2, 3\) are not images"),
-        (torch.zeros(2, 1, 16, 12, dtype=torch.uint8), TypeError, "only floats can be resized"),
+        (torch.zeros(2, 1, 16, 12, dtype=torch.uint8), TypeError, "only floating-point inputs can be resized"),
     ):
         with pytest.raises(error, match=message):
             build(ProgressiveResizing({1: 0.5})).run([(inputs, torch.zeros(2))], max_epochs=1)

@@ -309,7 +309,7 @@ def test_the_share_of_zeros_is_a_metric() -> None:
         ({}, "pass exactly one of the two"),
         ({"amount": 80}, "amount=80"),
         ({"amount": 0.5, "structure": "2:4"}, "pass exactly one of the two"),
-        ({"structure": "4:2"}, "keeps n of m weights"),
+        ({"structure": "4:2"}, "to keep n of every m weights"),
         ({"structure": "2:4", "end": 5}, "omit end="),
         ({"amount": 0.5, "start": 10, "end": 5}, "end=5"),
         ({"amount": 0.5, "scope": "all"}, "scope='all'"),
@@ -326,7 +326,7 @@ def test_wrong_arguments_are_refused(wrong: dict[str, Any], message: str) -> Non
     ("handler", "message"),
     [
         (Pruning(0.5, parameters="head"), "'head' matches no parameter"),
-        (Pruning(structure="2:4"), "structure='2:4' needs a multiple of 4 inputs .* '0.weight' has shape"),
+        (Pruning(structure="2:4"), "structure='2:4' requires .* to be a multiple of 4, but '0.weight' has shape"),
         (Pruning(0.5, schedule=lambda progress: 2.0), r"schedule\(1\) returned 2.0"),
         (Pruning(0.5, update="other"), "other"),
     ],

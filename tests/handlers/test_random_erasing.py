@@ -196,7 +196,7 @@ def test_batches_that_do_not_fit_are_refused(options: dict[str, Any], batch: Any
     [
         ({"p": 0}, "p=0"),
         ({"p": 1.5}, "p=1.5"),
-        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)\): pass the smallest value first"),
+        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\)\): the minimum is larger than the maximum"),
         ({"scale": (0.5, 2)}, r"scale\[1\]=2"),
         ({"scale": 0.5}, "scale=0.5"),
         ({"ratio": (0, 1)}, r"ratio\[0\]=0"),

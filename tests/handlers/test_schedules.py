@@ -439,7 +439,7 @@ def test_a_factory_that_does_not_get_the_length_of_the_run_says_so() -> None:
         (
             lambda: cosine_with_warmup(warmup=1.5),
             ValueError,
-            r"cosine_with_warmup\(warmup=1\.5\).*number of steps is an int",
+            r"cosine_with_warmup\(warmup=1\.5\).*or an int \(number of steps\)",
         ),
         (lambda: cosine_with_warmup(warmup=-1), ValueError, r"cosine_with_warmup\(warmup=-1\)"),
         (lambda: cosine_with_warmup(cooldown=-0.1), ValueError, r"cosine_with_warmup\(cooldown=-0\.1\)"),
@@ -470,7 +470,7 @@ def test_bad_arguments_are_refused(make: Callable[[], Any], error: type[Exceptio
 
 
 def test_two_factors_for_one_step_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"two factors for step 5"):
+    with pytest.raises(ValueError, match=r"two factors apply to step 5"):
         piecewise({5: 1, 0.5: 2})(optimizer_of(0.4), total_steps=10)
 
 

@@ -105,7 +105,7 @@ def test_a_poisoned_batch_is_left_out_as_in_a_plain_loop_without_it() -> None:
     said = run(engine, data_of(60, poisoned=40))
     assert [action["iteration"] for action in guard.actions] == [40]
     assert guard.actions[0]["batches"] == [[1, 39]]
-    assert any("W19: 'spike_guard' has skipped the first step of update 'main': " in one for one in said)
+    assert any("W19: 'spike_guard' has skipped 1 step of update 'main': " in one for one in said)
 
     plain = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, 1))
     plain.load_state_dict(start)
@@ -230,7 +230,7 @@ def test_a_rewind_ends_as_a_run_that_never_sees_these_batches() -> None:
     engine = build(guard, EMA(0.9), LRScheduling(partial(OneCycleLR, max_lr=1e-2, total_steps=200)))
     said = run(engine, data_of(60, poisoned=40))
     assert any(
-        "goes back from iteration 40 to 34 and leaves out batches 34 to 39 of epoch 1 (rewind 1 of 3)" in one
+        "goes back from iteration 40 to iteration 34 and skips batches 34 to 39 of epoch 1 (rewind 1 of 3)" in one
         for one in said
     )
     other = build(EMA(0.9), LRScheduling(partial(OneCycleLR, max_lr=1e-2, total_steps=200)))
@@ -406,7 +406,7 @@ def test_too_many_rewinds_are_an_error_that_names_the_batches() -> None:
     guard = SpikeGuard("rewind", window=WINDOW, rewind=4, at_most=2)
     engine = build(guard)
     with pytest.raises(
-        RuntimeError, match=r"and at_most=2 rewinds have already left out batches 36 to 39 of epoch 1; "
+        RuntimeError, match=r"limit of at_most=2 rewinds has been reached; skipped so far: batches 36 to 39 of epoch 1; "
     ):
         run(engine, data)
 
@@ -416,7 +416,7 @@ def test_a_rewind_as_long_as_an_epoch_and_data_that_cannot_go_back_are_refused()
     data[5] = (data[5][0], data[5][1] * 100)
     engine = build(SpikeGuard("rewind", window=8, rewind=20))
     engine.connect(Events.EPOCH_STARTED(once=1), lambda engine: None)
-    with pytest.raises(ValueError, match="rewind=20 would leave out a whole epoch of 10 batches"):
+    with pytest.raises(ValueError, match="rewind=20 would skip a whole epoch of 10 batches"):
         run(engine, data_of(10), max_epochs=5)
     engine = build(SpikeGuard("rewind", window=8, rewind=5))
     with pytest.raises(ValueError, match=r"is an iterator, which cannot be rewound"):
@@ -815,7 +815,7 @@ def test_a_level_that_stays_is_usual_after_twenty_steps() -> None:
 
 
 def test_a_single_state_is_too_few_to_rewind() -> None:
-    with pytest.raises(ValueError, match=r"SpikeGuard\(policy='rewind', keep=1\): .* keep at least 2"):
+    with pytest.raises(ValueError, match=r"SpikeGuard\(policy='rewind', keep=1\): .* set keep=2 or more"):
         SpikeGuard("rewind", keep=1)
 
 

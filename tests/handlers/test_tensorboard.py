@@ -589,7 +589,7 @@ def test_hyperparameters_that_come_too_late_are_reported(tmp_path: Path) -> None
     engine = engine_of(TensorBoardLogger(tmp_path))
     engine.log.hyperparameters(lr=0.1)
     engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.log.hyperparameters(depth=3))
-    with pytest.warns(UserWarning, match="shows only the hyperparameters logged when a run starts"):
+    with pytest.warns(UserWarning, match="shows only the hyperparameters that are logged when a run starts"):
         engine.run(batches(), max_epochs=1)
 
 

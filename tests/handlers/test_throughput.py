@@ -249,7 +249,7 @@ def test_of_an_unknown_device_there_is_no_mfu_and_a_line_says_why(capsys: pytest
     (*_, (_, values)) = measured(engine)
     assert "mfu" not in values
     assert not any("mfu" in name for name in engine.handlers["throughput"].metric_names(engine))
-    message = "throughput: no 'mfu', because the peak performance of 'cpu' is not known; pass peak=\n"
+    message = "throughput: 'mfu' is omitted, because the peak performance of 'cpu' is not known; pass peak=\n"
     assert capsys.readouterr().err == message
     for options in ({"flops": 30.0, "peak": 1e9}, {}):
         engine = build()

@@ -518,7 +518,7 @@ def test_the_short_form_is_the_long_one_with_another_prefix_bit_for_bit() -> Non
 
 def test_the_evaluator_is_built_for_each_engine_that_it_is_attached_to() -> None:
     validation = Validation(labelled(2), metrics={"accuracy": Accuracy()})
-    with pytest.raises(AttributeError, match="'validation' has no evaluator yet, because it is built when"):
+    with pytest.raises(AttributeError, match="'validation' has no evaluator yet; the evaluator is built when"):
         _ = validation.evaluator
     built = []
     for _ in range(2):
