@@ -237,7 +237,7 @@ def _check_schedule(schedule: Schedule | Mapping[int, Any]) -> None:
     where = f"ParameterScheduling(schedule={dict(schedule)!r})"
     for count in schedule:
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-            raise ValueError(f"{where}: {count!r} is not a number of steps or epochs; use ints of 0 or more")
+            raise ValueError(f"{where}: the key {count!r} is not a number of steps or epochs; use ints of 0 or more")
     if 0 not in schedule:
         raise ValueError(f"{where}: the initial value is missing; add it as {{0: ..., ...}}")
 

@@ -98,9 +98,8 @@ class SequenceLengthWarmup(Handler):
         if comes_up(engine, self.over) is False and self._done(engine) < self.over.value:
             yield finding(
                 "C17",
-                f"{self.name!r} reaches the full sequence length only after {self.over}, but the run is shorter than "
-                "that",
-                "shorten over=, or train longer",
+                f"{self.name!r} reaches the full sequence length only after {self.over}, but the run ends earlier",
+                "use a smaller over=, or train longer",
                 [self.name],
             )
 

@@ -406,7 +406,7 @@ def test_too_many_rewinds_are_an_error_that_names_the_batches() -> None:
     guard = SpikeGuard("rewind", window=WINDOW, rewind=4, at_most=2)
     engine = build(guard)
     with pytest.raises(
-        RuntimeError, match=r"limit of at_most=2 rewinds has been reached; skipped so far: batches 36 to 39 of epoch 1; "
+        RuntimeError, match=r"at_most=2 rewinds has been reached; skipped so far: batches 36 to 39 of epoch 1; "
     ):
         run(engine, data)
 
