@@ -170,7 +170,7 @@ def test_whole_numbers_take_a_number_and_no_random_ones() -> None:
     assert set(found[0]["image"].unique().tolist()) == {1, 200}
     engine.detach(handler)
     engine.attach(RandomErasing(value="random", input="image"))
-    with pytest.raises(TypeError, match=r"'random_erasing': inputs of torch.uint8 cannot hold random values"):
+    with pytest.raises(TypeError, match=r"'random_erasing': inputs of dtype torch.uint8 cannot hold random values"):
         engine.run(data, max_epochs=2, check=False)
 
 
