@@ -20,6 +20,8 @@ def tensors_in(batch: Any) -> list[Tensor]:
     """All tensors in a batch, which is a tensor or nested containers."""
     if isinstance(batch, Tensor):
         return [batch]
+    if batch.__class__ in _PAIRS:  # the usual case, without a search
+        return [tensor for part in batch for tensor in tensors_in(part)]
     container = parts(batch)
     return [] if container is None else [tensor for part in container[0] for tensor in tensors_in(part)]
 
