@@ -158,10 +158,12 @@ def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     """The norm of all tensors together, on the device of the first; None for none."""
     tensors = [local_part(one.detach()) for one in values.values() if one is not None and not one.is_meta]
     kinds = {(one.dtype, one.device, one.layout) for one in tensors}
-    if len(kinds) == 1 and tensors[0].dtype in _PRECISE and tensors[0].layout is torch.strided:
-        norms = list(torch._foreach_norm(tensors))
-    else:
+    if len(kinds) != 1 or tensors[0].dtype not in _PRECISE or tensors[0].layout is not torch.strided:
         norms = [_norm_of(one).to(tensors[0].device) for one in tensors]
+    elif sum(one.numel() for one in tensors) <= _FEW:
+        return torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in tensors]))
+    else:
+        norms = list(torch._foreach_norm(tensors))
     return torch.linalg.vector_norm(widened(torch.stack(norms))) if norms else None
 
 
@@ -172,6 +174,9 @@ def _norm_of(tensor: Tensor) -> Tensor:
         tensor = tensor.float()
     return widened(torch.linalg.vector_norm(tensor))
 
+
+_FEW = 2**18
+"""Elements up to which tensors are joined for their norm, which takes fewer operations."""
 
 _PRECISE = {torch.float32, torch.float64, torch.complex64, torch.complex128}
 
