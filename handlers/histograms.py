@@ -66,7 +66,9 @@ class Histograms(Handler):
         self.gradients = check_bool(self, "gradients", gradients)
         self.parameters = check_patterns(self, "parameters", parameters)
         if not (weights or gradients):
-            raise ValueError("Histograms(weights=False, gradients=False): nothing would be logged; set one of them to True")
+            raise ValueError(
+                "Histograms(weights=False, gradients=False): nothing would be logged; set one of them to True"
+            )
         self._due: list[str] = []  # names of the updates whose next gradients are to be logged
         self._waiting: Attachment | None = None
 

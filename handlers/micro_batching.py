@@ -121,10 +121,13 @@ class MicroBatching(Handler):
         if self.halve_on_oom and engine.group.shards is not None:
             raise ValueError(
                 f"{self.name!r}: halve_on_oom=True does not work with shards, because the size of the pieces would "
-                "depend on the memory of the process that computes a shard; pass size= or pieces= together with halve_on_oom=False"
+                "depend on the memory of the process that computes a shard; pass size= or pieces= together with "
+                "halve_on_oom=False"
             )
         if not engine.feed.has_data:
-            raise ValueError(f"{self.name!r}: this run has no data, so there are no batches to split; detach {self.name!r}")
+            raise ValueError(
+                f"{self.name!r}: this run has no data, so there are no batches to split; detach {self.name!r}"
+            )
 
     def compute(self, engine: Engine, update: UpdateState, compute: Callable[[], None]) -> None:
         """Compute the gradients of ``state.batch`` in pieces; retry with smaller ones if the memory runs out."""

@@ -45,7 +45,8 @@ class Validation(Handler):
         metrics: Without an evaluator, metrics to measure besides the loss, by name, such as ``accuracy=Accuracy()``: all that
             `Metrics` accepts.
         update: Without an evaluator, the name of the trainer's update that is measured; required if there are several.
-        every: Interval between evaluations, such as "1ep", "0.25ep", "500it", "2000st", "15min", or an event.
+        every: Interval between evaluations, such as "1ep", "0.25ep", "500it" (iterations), "2000st" (optimizer
+            steps), "15min", or an event.
         prefix: Prefix of the metrics' names, to distinguish several validations; by default ``"val_"``, and none with an
             evaluator.
         at_start: Whether to also evaluate before the first batch.

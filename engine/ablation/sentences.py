@@ -135,8 +135,7 @@ class Sentences:
         seeds = count(n, "seed")
         if n == 0:
             return (
-                f"{what}, {metric} cannot be compared: no seed has finished runs of both the variant and the "
-                "baseline."
+                f"{what}, {metric} cannot be compared: no seed has finished runs of both the variant and the baseline."
             )
         if comparison.sd == 0 and comparison.mean == 0:
             return f"{what}, {metric} was exactly the same with {'all ' if n > 1 else ''}{seeds}."

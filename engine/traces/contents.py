@@ -161,7 +161,8 @@ def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     if len(kinds) != 1 or tensors[0].dtype not in _PRECISE or tensors[0].layout is not torch.strided:
         norms = [_norm_of(one).to(tensors[0].device) for one in tensors]
     elif sum(one.numel() for one in tensors) <= _FEW:
-        return torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in tensors]))
+        norm: Tensor = torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in tensors]))
+        return norm
     else:
         norms = list(torch._foreach_norm(tensors))
     return torch.linalg.vector_norm(widened(torch.stack(norms))) if norms else None

@@ -141,8 +141,15 @@ class Update:
             return output
         return self._at(output, place, "output")
 
+    @property
+    def _predicts(self) -> bool:
+        """Whether this update has only a forward, so that a batch needs no target."""
+        return self.loss is None and self.function is None
+
     def input_in(self, batch: Any) -> Any:
         """The inputs of a batch, by the spec's ``input``; see `output_in`."""
+        if self.input is None and self._predicts and isinstance(batch, Tensor):
+            return batch
         return self._at(batch, 0 if self.input is None else self.input, "input")
 
     def target_in(self, batch: Any) -> Any:
@@ -298,8 +305,11 @@ class Update:
         input: Place | None = None,
         output: Place | None = None,
     ) -> Update:
-        """An update with only a forward, ``model(input)`` by default, of the batch's first element: no loss and no gradients."""
-        default = _model_of_input if input is None else _model_of_place
+        """An update with only a forward: no loss and no gradients.
+
+        By default, the forward is ``model(input)``, where the input is the batch if this is a tensor, else its first element.
+        """
+        default = _model_of_input_alone if input is None else _model_of_place
         return cls(forward or default, None, None, name, input=input, output=output)
 
     def evaluation(self) -> Update:
@@ -325,13 +335,24 @@ def _model_of_input(engine: Kernel, batch: Any) -> Any:
             or not hasattr(kind, "__getitem__")
         )
     ):
+        update = engine.state.update
+        if update.spec._predicts:
+            raise TypeError(
+                f"update {update.name!r} takes batches that are a tensor or (input, ...), but this batch is "
+                f"{described(batch)}; tell Update where to find the input: Update.prediction(input='image'), or pass "
+                "forward(engine, batch) to Update.prediction"
+            )
         raise TypeError(
-            f"update {engine.state.update.name!r} takes batches of (input, target), but this batch is "
-            f"{described(batch)}; for other batches, tell Update where to find the input and the target: "
-            "Update.supervised(..., input='image', target='label'), or pass forward(engine, batch) and loss(engine, "
-            "output, batch) to Update"
+            f"update {update.name!r} takes batches of (input, target), but this batch is {described(batch)}; for "
+            "other batches, tell Update where to find the input and the target: Update.supervised(..., "
+            "input='image', target='label'), or pass forward(engine, batch) and loss(engine, output, batch) to Update"
         )
     return engine.model(batch[0])
+
+
+def _model_of_input_alone(engine: Kernel, batch: Any) -> Any:
+    """As `_model_of_input`, for batches without a target: a tensor is the input."""
+    return engine.model(batch) if isinstance(batch, Tensor) else _model_of_input(engine, batch)
 
 
 def _model_of_place(engine: Kernel, batch: Any) -> Any:

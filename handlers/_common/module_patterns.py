@@ -27,9 +27,7 @@ def check_modules(owner: object, modules: Any) -> list[Pattern]:
     several = list(modules) if isinstance(modules, list | tuple | set) else [modules]
     for one in several:
         if not (isinstance(one, str) and one) and not (isinstance(one, type) and issubclass(one, nn.Module)):
-            raise TypeError(
-                f"{where}: {one!r} is not a module path, a pattern such as 'blocks.*', or a module class"
-            )
+            raise TypeError(f"{where}: {one!r} is not a module path, a pattern such as 'blocks.*', or a module class")
     if not several:
         raise ValueError(f"{where}: expected at least one module")
     return several

@@ -49,6 +49,16 @@ def plain_loop_predictions(model: nn.Module) -> list[Tensor]:
     return outputs
 
 
+def test_batches_without_targets_are_predicted_as_those_with_them() -> None:
+    model = network()
+    handler = Predictions(inputs=True)
+    engine = predictor(model, handler)
+    for kind in (lambda x: x, lambda x: (x,), lambda x: [x]):
+        engine.run([kind(inputs) for inputs, _ in batches()])
+        assert torch.equal(handler.outputs, torch.cat(plain_loop_predictions(model)))
+        assert torch.equal(handler.inputs, torch.cat([inputs for inputs, _ in batches()]))
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_outputs_inputs_and_targets_are_joined_over_the_batches(order: int) -> None:
     model = network()
