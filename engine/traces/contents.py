@@ -157,15 +157,21 @@ def _named(values: Named, *, in_order: bool) -> dict[str, Any]:
 def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
     """The norm of all tensors together, on the device of the first; None for none."""
     tensors = [local_part(one.detach()) for one in values.values() if one is not None and not one.is_meta]
-    kinds = {(one.dtype, one.device, one.layout) for one in tensors}
-    if len(kinds) != 1 or tensors[0].dtype not in _PRECISE or tensors[0].layout is not torch.strided:
-        norms = [_norm_of(one).to(tensors[0].device) for one in tensors]
-    elif sum(one.numel() for one in tensors) <= _FEW:
-        norm: Tensor = torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in tensors]))
-        return norm
-    else:
-        norms = list(torch._foreach_norm(tensors))
-    return torch.linalg.vector_norm(widened(torch.stack(norms))) if norms else None
+    norms = _norms(tensors) if tensors else []
+    if len(norms) > 1:
+        norms = [torch.linalg.vector_norm(widened(torch.stack(norms)))]
+    return norms[0] if norms else None
+
+
+def _norms(tensors: list[Tensor]) -> list[Tensor]:
+    """The norm of each tensor, on the device of the first; of few elements, their norm together."""
+    first = tensors[0]
+    alike = len({(one.dtype, one.device, one.layout) for one in tensors}) == 1
+    if not alike or first.dtype not in _PRECISE or first.layout is not torch.strided:
+        return [_norm_of(one).to(first.device) for one in tensors]
+    if sum(one.numel() for one in tensors) <= _FEW:
+        return [torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in tensors]))]
+    return list(torch._foreach_norm(tensors))
 
 
 def _norm_of(tensor: Tensor) -> Tensor:

@@ -167,6 +167,11 @@ def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
         yield f"bytes {len(value)};".encode() + value
     elif isinstance(value, _ATOMS):
         yield f"{value!r};".encode()
+    elif type(value) in (list, tuple):
+        yield f"{type(value).__qualname__}[".encode()
+        for one in value:
+            yield from _described(one, tensors)
+        yield b"]"
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
         yield f"{value.dtype}{value.shape};".encode() + np.ascontiguousarray(value).tobytes()
     else:
@@ -176,10 +181,7 @@ def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
 def _described_parts(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
     """What a container consists of; of other objects, nothing but the class is known to be the same in another run."""
     yield f"{type(value).__qualname__}[".encode()
-    if type(value) in (list, tuple):
-        for one in value:
-            yield from _described(one, tensors)
-    elif isinstance(value, set | frozenset):
+    if isinstance(value, set | frozenset):
         yield from sorted(b"".join(_described(one, tensors)) for one in value)
     elif isinstance(value, Enum):
         yield value.name.encode()

@@ -175,29 +175,39 @@ class _Operations(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Operation] = []
         self._modules = modules
-        self._empty: set[StorageWeakRef] = set()
+        self._empty: set[StorageWeakRef | None] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        makes = "empty" in func._schema.name
-        shared = tensors_in([args, kwargs]) if makes else _shared(func, args, kwargs)
+        shared = _shared(func, args, kwargs)
         unread = {id(one) for one in shared if _memory(one) in self._empty}
         given = _digest(_without([args, kwargs], unread))
         result = func(*args, **kwargs)
-        left = ""
-        if makes:
-            self._empty.update(memory for one in tensors_in(result) if (memory := _memory(one)) is not None)
-        elif not (func.is_view and unread):
-            self._empty.difference_update(_memory(one) for one in shared if _is_whole(one))
-            left = _digest([result, args])
+        known = not _makes_empty(func) and not (func.is_view and unread)
+        self._follow(func, shared, result)
+        left = _digest([result, args]) if known else ""
         self.found.append(Operation(str(func), self._modules[-1] if self._modules else "", given, left))
         return result
 
+    def _follow(self, func: Any, shared: list[Tensor], result: Any) -> None:
+        """Know the empty memory that an operation makes, and forget what it fills."""
+        if _makes_empty(func):
+            self._empty.update(_memory(one) for one in tensors_in(result))
+            self._empty.discard(None)
+        elif not func.is_view:
+            self._empty.difference_update(_memory(one) for one in shared if _is_whole(one))
+
+
+def _makes_empty(func: Any) -> bool:
+    return "empty" in func._schema.name
+
 
 def _shared(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments whose memory an operation writes to, or that its result shares."""
+    """The arguments whose memory an operation writes to or shares; of one that makes memory, all, because it reads none."""
+    if _makes_empty(func):
+        return tensors_in([args, kwargs])
     given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
     names = [one.name for one in func._schema.arguments if one.alias_info is not None]
     return tensors_in([given.get(name) for name in names])

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from signalfire import Engine
 from signalfire.authoring.batches import tensors_in
@@ -78,16 +79,20 @@ def _leaves(state: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 def optimizers_of(engine: Engine) -> Iterator[tuple[str, Any]]:
     optimizers = [(update.name, update.optimizer) for update in engine.updates if update.optimizer is not None]
-    stateful = any(optimizer.state for _, optimizer in optimizers)
-    names = {id(p): name for name, p in parameters_of(engine)} if stateful else {}
+    with_state = any(optimizer.state for _, optimizer in optimizers)
+    names = {id(p): name for name, p in parameters_of(engine)} if with_state else {}
     for owner, optimizer in optimizers:
-        for number, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params":
-                    yield f"{key} of group {number} (update {owner!r})", value
+        yield from _options(owner, optimizer)
         for p, state in optimizer.state.items():
             for key, value in state.items():
                 yield f"{key} of {names.get(id(p), '?')}", value
+
+
+def _options(owner: str, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                yield f"{key} of group {number} (update {owner!r})", value
 
 
 _OF_ENGINE: Mapping[str, Callable[[Engine], Iterator[tuple[str, Any]]]] = {
