@@ -87,7 +87,8 @@ class ResumeFailures:
             if not given_up:
                 return None
             raise FileNotFoundError(
-                f"{where}: {failed}, and there is no other checkpoint; remove {self.path.name!r} from the folder to try again"
+                f"{where}: {failed}, and the folder contains no other checkpoint; to try again, delete "
+                f"{self.path.name!r} from the folder"
             ) from None
         if given_up:
             warn(f"{where}: {failed}; this run resumes from {found[0]}", RuntimeWarning)

@@ -86,8 +86,8 @@ class Unfinished(Part["Engine"]):
         if lost := [*self._unrepeated(), *([f"{_listed(rest)} not called"] if rest else [])]:
             warn(
                 "state_dict(): an error or Ctrl-C ended the run in the middle of an event or an iteration: "
-                f"{'; '.join(lost)}. A run that resumes from this state does not make up for this; to save the last "
-                "complete state instead, use Checkpoint(on_exception=True)"
+                f"{'; '.join(lost)}. A run that resumes from this state does not recover what was lost; to save the "
+                "last complete state instead, use Checkpoint(on_exception=True)"
             )
 
     def _report_uncalled(self, signal: Signal, plan: Plan, place: int) -> None:

@@ -54,7 +54,7 @@ def test_when_there_is_none_left_to_try_it_says_how_to_try_again(tmp_path: Path)
     for _ in range(3):
         with pytest.raises(ArithmeticError):
             restarted(tmp_path, fails_at=3).run(DATA, max_iters=9)
-    with pytest.raises(FileNotFoundError, match=r"remove '\.checkpoint\.failures' from the folder to try again"):
+    with pytest.raises(FileNotFoundError, match=r"to try again, delete '\.checkpoint\.failures' from the folder"):
         restarted(tmp_path).run(DATA, max_iters=9)
     shutil.rmtree(tmp_path / ".checkpoint.failures")
     assert restarted(tmp_path).run(DATA, max_iters=9).iteration == 9
