@@ -58,5 +58,5 @@ def demo() -> None:
     print("\nThe same without mixup, in one line: with trainer.without('mixup'): trainer.run(...)\n")
     less = accuracy(mlp, without=("mixup",))
     print(f"MLP without mixup: {less:.1%}, a difference of {100 * (whole - less):+.1f} points.")
-    print("That is one seed. To test such a difference over several seeds, use signalfire.ablation.\n")
+    print("This result is from a single seed. To test such a difference over several seeds, use signalfire.ablation.\n")
     print("Next: python -m signalfire new my_project")

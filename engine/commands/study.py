@@ -30,7 +30,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--mode",
         choices=("min", "max"),
-        help="whether smaller or larger values are better, if the metric does not declare it",
+        help="whether smaller or larger values are better, if the metric does not declare this",
     )
     parser.add_argument("--seeds", default="8", help="number of seeds, or a list of seeds, such as 3,4,7 (default: 8)")
     parser.add_argument(
@@ -51,7 +51,10 @@ def add_study(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", action="store_true", help="print the planned runs without running them")
     parser.add_argument("--retry-failed", action="store_true", help="repeat failed runs")
     parser.add_argument(
-        "--verify", type=int, metavar="K", help="only repeat K stored runs and compare the results with the store"
+        "--verify",
+        type=int,
+        metavar="K",
+        help="repeat only K of the stored runs, and compare their results with the stored results",
     )
     parser.add_argument("--plot", metavar="FILE", help="write the plot of the report to a file, such as study.png")
 
@@ -86,7 +89,7 @@ def _study(given: argparse.Namespace) -> int:
     design = LeaveOneOut(given.handlers)
     if given.verify is not None:
         done = made.verify(given.verify, design, workers=given.workers)
-        print(f"{len(done)} runs repeated, and all match the store bit for bit")
+        print(f"{len(done)} runs repeated; all results are bit-identical to the stored results")
         return 0
     print(made.plan(design, retry_failed=given.retry_failed), flush=True)
     if given.plan:
@@ -160,7 +163,9 @@ def find_function(name: str, argument: str, call: str, given: tuple[Any, ...] = 
     """
     module, colon, attribute = name.rpartition(":")
     if not colon or not module or not attribute:
-        raise ValueError(f"{argument} {name!r}: expected a module and a function in this module, such as train:build")
+        raise ValueError(
+            f"{argument} {name!r}: expected the name of a module and of a function in it, such as train:build"
+        )
     module = _on_path(module, name, argument)
     found = _attribute_of(_imported(module, name, argument), attribute, f"{argument} {name!r}: {module!r}")
     if isinstance(found, Engine) or not callable(found):

@@ -54,7 +54,7 @@ def test_a_study_in_one_line_and_its_report(folder: Path) -> None:
     repeated = again.stdout[again.stdout.index("variant              runs") :]
     assert sorted(reported.stdout.split()) == sorted(table.split()) == sorted(repeated.split())
     verified = run_program(*COMMAND, "train:build", *OPTIONS, "--store", "s.jsonl", "--verify", 3, cwd=folder)
-    assert verified.stdout == "3 runs repeated, and all match the store bit for bit\n", verified.stderr
+    assert verified.stdout == "3 runs repeated; all results are bit-identical to the stored results\n", verified.stderr
 
 
 @pytest.mark.slow
@@ -86,8 +86,8 @@ def test_an_error_of_the_user_keeps_its_traceback(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("train", "expected a module and a function in this module, such as train:build"),
-        (":build", "expected a module and a function"),
+        ("train", "expected the name of a module and of a function in it, such as train:build"),
+        (":build", "expected the name of a module and of a function"),
         ("nowhere.py:build", "there is no file 'nowhere.py'"),
         ("train:no_argument", "cannot be called as no_argument(seed): too many positional arguments"),
         ("train:number", "expected a function number(seed)"),
