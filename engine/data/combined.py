@@ -103,7 +103,8 @@ class CombinedData:
             yield from _from(self.parts[place], offset, derived_seed(key, place, times), times)
             if length is None:
                 raise ValueError(
-                    f"CombinedData: part {place}, which has no length, ended before the shortest part that has a length"
+                    f"CombinedData: part {place}, which has no length, ran out of batches before the shortest part "
+                    "with a known length"
                 )
             times, offset = times + 1, 0
         while True:

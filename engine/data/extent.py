@@ -29,8 +29,8 @@ def length_of(data: Any) -> int | None:
         iter_ = getattr(type(data), "__getitem__", None)
     if iter_ is None:
         raise TypeError(
-            f"the data {data!r} cannot be iterated; pass a DataLoader, a list of batches or a similar iterable, or, "
-            "for a run without data, None and epoch_length="
+            f"the data {data!r} cannot be iterated; pass an iterable of batches, such as a DataLoader or a list; for a "
+            "run without data, pass None and epoch_length="
         )
     length = known_length(data)
     if length == 0:

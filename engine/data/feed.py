@@ -106,8 +106,8 @@ class Feed(PlainFeed):
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
                 f"run(): the previous run stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} "
-                f"iterations, but this data is a different {type(data).__name__}, so it is read from the beginning. To "
-                "continue where that run stopped, pass the same data object",
+                f"iterations, but this {type(data).__name__} is a different object, so it is read from the beginning. "
+                "To continue where the previous run stopped, pass the same data object",
             )
         return bool(same)
 
@@ -268,9 +268,9 @@ class Feed(PlainFeed):
             state.epoch_length = in_epoch
             return False
         raise DataError(
-            f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__, or, "
-            f"if the length is an estimate, pass run(epoch_length={taken}), or any epoch_length= that differs from the "
-            "length"
+            f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__; or, "
+            "if the length is only an estimate, pass an epoch_length= that differs from it, such as "
+            f"run(epoch_length={taken})"
             + (
                 f"; because epoch_length={source.length} equals the length, each epoch is one pass over the data"
                 if source.given_length

@@ -77,7 +77,7 @@ def _refuse_endless(engine: Engine, data: Any) -> None:
     if endless and engine.feed.current.epoch_length is None and not bounded and not may_end:
         raise ValueError(
             f"run(): the data (itertools.{type(data).__name__}) never ends, so the first epoch would never end; pass "
-            "epoch_length=, max_iters= or max_steps=, or pass data that ends, which is read again in each epoch"
+            "epoch_length=, max_iters= or max_steps=, or pass finite data, which is read again in each epoch"
         )
 
 

@@ -91,8 +91,8 @@ class Source:
             )
         if keeps_position(data) and "random" not in (position or {}):
             raise DataError(
-                f"restore(): the state was taken before the first pass over the data ({type(data).__name__}), which "
-                "keeps its own position; take the state at ITERATION_COMPLETED or later"
+                f"restore(): the data ({type(data).__name__}) keeps its own position, but the state was taken before "
+                "the first pass over it; take the state at ITERATION_COMPLETED or later"
             )
 
     def begun_again(self, epoch: int) -> Source:
@@ -399,8 +399,8 @@ class Source:
         wanted = iteration - saved["started_at"]
         if isinstance(self.data, FirstBatches) and wanted > self._limit(self.data):
             raise DataError(
-                f"the saved run had read {wanted} batches of its epoch, but a handler limits this data to the first "
-                f"{self.data.count}; start without the loaded state, or detach the handler"
+                f"the saved run had read {wanted} batches of its epoch, but a handler limits this data to its first "
+                f"{self.data.count} batches; start without the loaded state, or detach the handler"
             )
         iterator = self._iterate(wanted if self.left_out is None else self.left_out.read(saved["number"], wanted))
         if self.skips:
@@ -480,7 +480,7 @@ class Source:
         generators = generators_of(self.data)
         if len(generators) != len(states):
             raise DataError(
-                f"the data of the saved run had {len(states)} generator(s), but this data "
+                f"the data of the saved run had {len(states)} random generator(s), but this data "
                 f"({type(self.data).__name__}) has {len(generators)}; resume with the data of the saved run"
             )
         for generator, state in zip(generators, states, strict=True):

@@ -419,7 +419,7 @@ class NotToBeIterated:
 )
 def test_what_cannot_be_iterated_is_refused(data: Any) -> None:
     engine, _ = make_engine()
-    with pytest.raises(TypeError, match="cannot be iterated; pass a DataLoader"):
+    with pytest.raises(TypeError, match="cannot be iterated; pass an iterable of batches"):
         engine.run(data, max_epochs=1)
     assert not engine.running
 
