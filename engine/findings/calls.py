@@ -165,10 +165,10 @@ class FirstCalls(EagerMode):
         if value > _ABOVE_GUESSING * guessing and not are_scaled(scores):
             yield (
                 "W97",
-                f"the first cross entropy is {value:.3g}, but guessing among {classes} classes gives {guessing:.3g}, "
-                "so the first outputs are far too large",
-                "normalize the inputs, and use PyTorch's default initialization or smaller weights; for weights "
-                "pretrained on different classes, allow W97",
+                f"the first cross-entropy loss is {value:.3g}, but guessing among {classes} classes gives "
+                f"{guessing:.3g}, so the first outputs are far too large",
+                "normalize the inputs, and use PyTorch's default initialization or smaller initial weights; if the "
+                "weights were pretrained on different classes, allow W97",
             )
 
     def _targets_given(self, target: Tensor) -> Iterator[Problem]:
@@ -250,8 +250,8 @@ class FirstCalls(EagerMode):
         if moved and sorted(before) == sorted(after):
             yield (
                 "W93",
-                f"a tensor of shape {before} is reshaped to {after}, which keeps the order of the values and so "
-                "mixes the dimensions",
+                f"a tensor of shape {before} is reshaped to {after}, but a reshape keeps the order of the values, so "
+                "it mixes the dimensions",
                 "to swap dimensions, use transpose or permute",
             )
 

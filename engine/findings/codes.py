@@ -25,14 +25,14 @@ _TEXTS = {
     "the worst value.",
     "W02": "A monitored metric is NaN. NaN never counts as an improvement, so patience runs out and no best "
     "checkpoint is written.",
-    "W03": "The batch is of a class without a length, so it counts as one sample. Averages then weight a short last "
-    "batch like a full one.",
-    "W04": "A metric is not the mean over the samples, or may not be: it is the value of the last batch, or a mean "
-    "of values that cannot be averaged.",
+    "W03": "The class of the batch has no length, so each batch counts as one sample. Averages then give a short last "
+    "batch the same weight as a full batch.",
+    "W04": "A metric is not, or may not be, the value over all samples: it is the value of the last batch, or the "
+    "mean of values, such as F1 scores of batches, whose mean differs from the value over all samples.",
     "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores lie outside the range from "
     "0 to 1, as logits do.",
-    "W06": "A handler monitors a metric of the training data although a validation also measures metrics. Overfitting "
-    "goes undetected.",
+    "W06": "A handler monitors a metric of the training data, although validation metrics are also measured. "
+    "Overfitting goes undetected.",
     "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop the run.",
     "W08": "`min_delta` is larger than the metric itself, so no value can count as an improvement, and the run stops "
     "early.",
@@ -63,8 +63,8 @@ _TEXTS = {
     "W23": "The data yields single samples or whole arrays, and each is treated as a batch.",
     "W24": "Workers of the `DataLoader` draw from generators that a resumed run does not restore, so the resume is "
     "not exact.",
-    "W25": "Ranks that should share the same data have different data. If the data is split by rank, part of it is "
-    "never used.",
+    "W25": "Ranks that should have the same data have different data. If the engine also shards this data over the "
+    "ranks, part of it is never used.",
     "W26": "Every worker reads the whole iterable dataset, so each sample appears once per worker in an epoch.",
     "W27": "BatchNorm normalizes over the batch, but each batch has one sample, so its statistics are those of that "
     "sample.",
@@ -76,18 +76,18 @@ _TEXTS = {
     "W32": "The run resumes with options, handlers or data that differ from those of the saved run, so it does not "
     "continue the saved run exactly.",
     "W33": "Entries of the checkpoint folder cannot be read and are skipped.",
-    "W34": "A log on disk is not the one that the loaded state continues, so rows may be missing.",
+    "W34": "A log on disk is not the log that the saved run was writing, so rows may be missing.",
     "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights in the loaded "
     "state.",
     "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
-    "W37": "A run ended and its `Checkpoint` wrote nothing: its interval never occurred, or its metric never had a "
-    "value.",
+    "W37": "A run ended, and its `Checkpoint` handler wrote nothing: its interval was never reached, or its metric "
+    "never had a value.",
     "W38": "The log was replaced or removed while the run was writing to it, probably by a second process with the "
     "same path. The rows of this run are lost.",
-    "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format has no "
-    "place for it.",
+    "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format cannot "
+    "store part of the output.",
     # W4x: how functions and handlers are attached and connected
-    "W40": "A logged value cannot be written as it is, such as an image with values out of range.",
+    "W40": "A logged value, such as an image with values out of range, cannot be written as it is.",
     "W41": "A function is never called, or called too late: a method lacks `@on(...)`, or a metric is written after "
     "the handler that monitors it has read it.",
     "W42": "A loss module has trainable parameters that no optimizer holds, so they do not train.",
@@ -97,8 +97,8 @@ _TEXTS = {
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
     "process, so every rank writes the same files.",
-    "W47": "A run cannot resume from a saved state, or not exactly, because a handler has no `load_state_dict`, "
-    "`torch.load` rejects an object, or a value that the forward or a handler changes is not saved.",
+    "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler has no "
+    "`load_state_dict`, `torch.load` rejects an object, or a value that the forward or a handler changes is not saved.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation
@@ -110,16 +110,18 @@ _TEXTS = {
     "statistics do not update.",
     "W53": "An evaluator measures nothing, because no metrics are attached to it.",
     "W54": "Predictions are collected from shuffled data, so their order is not that of the dataset.",
-    "W55": "After this run, an average of the weights still consists mostly of the initial weights, so the "
-    "evaluation is worse than training was.",
-    "W56": "An evaluator that runs separately measures the last weights instead of their averages (EMA, SWA).",
+    "W55": "After this run, an average of the weights still consists mostly of the initial weights, so metrics in "
+    "evaluations are worse than in training.",
+    "W56": "An evaluator that is run separately from the trainer measures the weights of the last step instead of "
+    "their averages (EMA, SWA).",
     "W57": "An evaluation runs with modules in training mode, or applies dropout. Its metrics may be random, and "
     "batch statistics may change.",
     "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",
     "W59": "`drop_last=True` leaves out evaluation samples or training samples.",
-    "W60": "The evaluation inputs are on a different scale than the training inputs, so the normalization differs.",
+    "W60": "The evaluation inputs are on a different scale than the training inputs, so they seem to be normalized "
+    "differently.",
     # W6x: logs and progress, and more about runs
-    "W61": "The progress bar should show a metric that nothing measures.",
+    "W61": "The progress bar is set to show a metric that nothing measures.",
     "W62": "A logger is attached to an evaluator, so its log starts again with each evaluation.",
     "W63": "The interval of a logger is longer than the run, so it wrote nothing at that interval.",
     "W64": "The accuracy never exceeded that of always predicting the most frequent class, so the model seems to learn "
@@ -136,8 +138,8 @@ _TEXTS = {
     # W7x: losses and gradients
     "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
     "one trains.",
-    "W72": "The loss receives the wrong kind of output, such as probabilities where it expects logits. It trains "
-    "slowly, or not at all.",
+    "W72": "The loss receives the wrong kind of output, such as probabilities where it expects logits. The model "
+    "trains slowly, or not at all.",
     "W73": "Output and targets have different shapes and broadcast in the loss, so every output is compared with "
     "every target.",
     "W74": "The loss is divided by the length of the accumulation window, but the engine already averages over the "
@@ -171,12 +173,13 @@ _TEXTS = {
     "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
     "W93": "A reshape in place of a transpose, or a softmax over the batch, mixes the values of different samples or "
     "positions.",
-    "W94": "The forward uses a time step of a recurrent layer that is padding, or that has seen only one step of the "
-    "sequence.",
+    "W94": "The forward uses an output step of a recurrent layer that is padding, or that depends on only one step of "
+    "the sequence.",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
-    "W96": "The loss is a mean over targets, but the batches of a window count equally although their numbers of "
+    "W96": "The loss is a mean over targets, but the batches of a window have equal weights although their numbers of "
     "targets differ.",
-    "W97": "The first loss is far above the loss of guessing, because the inputs or the initial weights are too large.",
+    "W97": "The first loss is far above that of random guessing, because the inputs or the initial weights are too "
+    "large.",
     "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
     "W99": "A term of the loss has no gradient, so it changes the reported loss but trains nothing.",
     # C: what `Engine.check` finds before a run
@@ -185,22 +188,23 @@ _TEXTS = {
     "C03": "Two handlers use the same thing at the same event, phase and rank, so the order in which you attach them "
     "matters.",
     "C04": "Gradients are clipped twice.",
-    "C05": "A schedule counts in a different unit than it was written for, such as in epochs although it steps after "
-    "each optimizer step.",
-    "C06": "A schedule is longer than the run, so it never reaches its end, or shorter, so the learning rate is wrong "
-    "for the rest. Omit its length (`T_max`, `total_steps`): `LRScheduling` fills it in.",
-    "C07": "An optimizer holds parameters that are not the model's, such as those of an older model.",
+    "C05": "A schedule steps in a different unit than it was written for: its lengths are in epochs, for example, but "
+    "it steps after each optimizer step.",
+    "C06": "A schedule is longer than the run, so it never reaches its end; or it is shorter than the run, so the "
+    "learning rate is wrong for the rest of the run. Omit its length (`T_max`, `total_steps`): `LRScheduling` fills it "
+    "in.",
+    "C07": "An optimizer holds parameters that do not belong to the model, such as those of an older model.",
     "C08": "Trainable parameters are in no optimizer, so they do not train.",
     "C09": "Parameters are frozen (`requires_grad=False`).",
     "C10": "Two handlers write to the same file.",
-    "C11": 'A checkpoint is named "best", but keeps the latest states, because it monitors no metric.',
+    "C11": 'A `Checkpoint` handler is named "best", but keeps the latest states, because it monitors no metric.',
     "C12": "The batches and the model are on different devices, and nothing moves the batches.",
     "C13": "The training data is not shuffled.",
     "C14": "The validation data contains training samples, so it cannot show overfitting.",
     "C15": "An evaluator has a different model, which shares no parameters with the one being trained.",
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
     "C17": "An interval is longer than this run, so what it triggers never happens.",
-    "C18": "Weights are averaged only after the end of this run, so the averages are never used.",
+    "C18": "Weight averaging is set to start after the end of this run, so the averages are never used.",
     "C19": "The patience is longer than the run, so it cannot stop the run.",
     "C20": "An evaluation measures nothing, because no metrics are attached to the evaluator.",
     "C21": "The last batch has one sample, for which BatchNorm has no variance. PyTorch may raise an error.",
@@ -221,16 +225,16 @@ _TEXTS = {
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
     "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "
     "stay equal.",
-    "C34": "A BatchNorm layer keeps the statistics of almost no batch, or only of the last one, because its `momentum` "
-    "is reversed.",
+    "C34": "The running statistics of a BatchNorm layer stay at their initial values, or come almost only from the "
+    "last batch, because its `momentum` is reversed.",
     "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
     "C36": "The same layer object appears in several places in the model, so these places share its weights. `[layer] "
     "* n` does this.",
     "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
     "C38": "A handler for several processes is attached in a notebook, which is a single process.",
     "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
-    "C40": "A metric name without a prefix was taken for the validation metric.",
-    "C41": "There are more processes than compute shards, so some are idle.",
+    "C40": "A metric name without a prefix was taken to mean the validation metric.",
+    "C41": "There are more processes than compute shards, so some of the processes are idle.",
     "C42": "A function is called only for the shards of its own process, so its result depends on the number of "
     "processes.",
     # G: what `handlers.Guards` finds in a run
@@ -261,7 +265,7 @@ _TEXTS = {
     "classes.",
     "G23": "A spectral norm is evaluated before its first power iteration, so the weights are divided by a random "
     "number.",
-    "G24": "The mean loss of an epoch equals the loss of guessing.",
+    "G24": "The mean loss of an epoch equals that of random guessing.",
 }
 
 CODES: dict[str, tuple[Severity, str]] = {

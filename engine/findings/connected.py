@@ -84,8 +84,9 @@ def report_double(engine: Engine, event: object, added: Connection, others: Iter
         engine.remark(
             "W44",
             what,
-            f"detach the earlier one first, with engine.detach({added!r}) or the handle of connect(); in a notebook, "
-            "build the engine in the same cell; in a loop, bind the differing arguments with functools.partial",
+            f"detach the earlier one first, with engine.detach({added!r}) or the handle that connect() returned; in a "
+            "notebook, build the engine in the same cell; in a loop, bind the differing arguments with "
+            "functools.partial",
             key=(event, repr(added)),
         )
         return

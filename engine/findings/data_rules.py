@@ -47,7 +47,8 @@ def data_read_once(it: Composition) -> Iterator[Finding]:
         yield finding(
             "C24",
             f"the data is a {type(it.data).__name__}, which is exhausted after the first of {state.max_epochs} epochs",
-            "pass data that can be iterated again, such as a list or a DataLoader, or run(epoch_length=)",
+            "pass data that can be iterated again, such as a list or a DataLoader; or set the length of an epoch with "
+            "run(epoch_length=)",
         )
 
 
@@ -197,7 +198,8 @@ def _training_data(name: str, what: str) -> Finding:
     return finding(
         "C14",
         f"the data of {name!r} {what}, so it cannot show overfitting",
-        "evaluate data that you do not train on; if this is intended, mark it with Validation(..., prefix='train_')",
+        "evaluate on data that you do not train on; if you evaluate on training data on purpose, mark its metrics with "
+        "Validation(..., prefix='train_')",
         [name],
     )
 

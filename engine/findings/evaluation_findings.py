@@ -126,8 +126,8 @@ def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[st
             "W53",
             f"the evaluator {evaluator!r} measures nothing, because no handler is attached and no function is "
             "connected",
-            "attach Metrics to the evaluator, such as Metrics(loss=Average()); attached to the trainer, they measure "
-            "the training",
+            "attach Metrics to the evaluator, such as Metrics(loss=Average()); Metrics that are attached to the "
+            "trainer measure the training",
             key=id(evaluator),
         )
 

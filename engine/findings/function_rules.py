@@ -50,7 +50,10 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
         for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
             if one.owner is None and _clips(one.receiver):
                 what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
-                way_out = "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where they are unscaled"
+                way_out = (
+                    "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where the gradients are "
+                    "unscaled"
+                )
                 yield finding("C25", what, way_out, [str(unscale.owner)])
 
 
@@ -181,10 +184,10 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                 if (position := _position_read_by(function)) is not None:
                     yield finding(
                         "W65",
-                        f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} of the engine "
-                        "that calls it, which counts from 1 in each evaluation, so the evaluation computes a different "
-                        "loss than the training",
-                        "read the position from trainer.state, not from the engine that is passed to the function",
+                        f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} from the engine "
+                        "that is passed to it. That engine counts from 1 in each evaluation, so the evaluation "
+                        "computes a different loss than the training",
+                        "read the position from trainer.state instead",
                         [one.handler.name],
                     )
 

@@ -82,7 +82,8 @@ def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
         "W24",
         f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers "
         "restart their random numbers, so augmented samples differ from those of an uninterrupted run",
-        "use a DataLoader, for which each sample is seeded, use num_workers=0, or save only at the end of an epoch",
+        "use a DataLoader, in which each sample is seeded separately; or use num_workers=0; or save only at the end of "
+        "an epoch",
         key="resumed",
     )
 

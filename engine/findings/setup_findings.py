@@ -151,8 +151,8 @@ def report_loss_parameters(engine: Engine) -> None:
         elif trained:
             engine.findings.report(
                 "W43",
-                f"the parameters of the loss {kind} are trained, moved and saved with the model's, as {name!r}: "
-                f"{', '.join(trained)}",
-                "call requires_grad_(False) on those that are constant, before building the Engine",
+                f"the parameters of the loss {kind} are trained, moved and saved with those of the model, under the "
+                f"name {name!r}: {', '.join(trained)}",
+                "if some of them are constant, call requires_grad_(False) on these before you build the Engine",
                 key=name,
             )
