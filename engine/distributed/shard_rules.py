@@ -45,8 +45,8 @@ def check_handlers(engine: Engine) -> None:
         if (why := _reason(engine, handler)) is not None:
             raise ValueError(
                 f"{handler.name!r} {why}, but in a step with shards, each shard has its own batch, held by the process "
-                "that computes the shard. Detach the handler; or, if it keeps nothing from one shard for the next, set "
-                "by_shard = True in its class"
+                "that computes the shard. Detach the handler; or, if it carries no state from one shard to the next, "
+                "set by_shard = True in its class"
             )
 
 

@@ -83,7 +83,7 @@ class ExactResume(TrainerCallback, ExportableState):
         if state.global_step and loaded is None:
             warn(
                 "ExactResume: the checkpoint was saved without ExactResume, so the first epoch after the resume may "
-                "differ from an uninterrupted run"
+                "differ from that of an uninterrupted run"
             )
         elif loaded is not None and loaded["weights"] != fingerprint(model):
             raise ValueError(

@@ -55,7 +55,7 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
                 return folder
             damaged.append(folder)
             warn(
-                f"{folder}: the folder is damaged, because its content differs from its checksums; the folder is "
+                f"{folder}: the content of the folder does not match its checksums, so the folder is damaged and is "
                 "skipped"
             )
         except (FileNotFoundError, NotADirectoryError):
@@ -65,7 +65,7 @@ def newest_sealed(path: str | os.PathLike[str], prefix: str) -> Path | None:
             )
         except ValueError:
             damaged.append(folder)
-            warn(f"{folder}: the folder is damaged, because its checksums cannot be read; the folder is skipped")
+            warn(f"{folder}: the checksums of the folder cannot be read, so the folder is damaged and is skipped")
     if damaged:
         raise ValueError(
             f"newest_sealed({str(path)!r}): all {len(damaged)} checkpoint folders are damaged; start the run in a "

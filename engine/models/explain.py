@@ -49,8 +49,8 @@ def _meaning_without_update(error: Exception, engine: Engine) -> str | None:
         return None
     names = ", ".join(repr(update.name) for update in engine.updates)
     return (
-        f"the evaluator has only the trainer's update {names}; build an evaluator with all updates that it needs: "
-        "Validation(evaluator, data)"
+        f"the evaluator has only the trainer's update {names}; build an evaluator with all updates that the evaluation "
+        "needs, and pass it: Validation(evaluator, data)"
     )
 
 

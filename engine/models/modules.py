@@ -60,8 +60,8 @@ class Modules(dict[str, nn.Module]):
             if name in self:
                 raise ValueError(
                     f"Engine: the model {name!r} has the same name as the loss {type(loss).__name__} of update "
-                    f"{update.name!r}, whose parameters are also trained; rename the model, or also pass the loss in "
-                    "model="
+                    f"{update.name!r}, and the parameters of this loss are trained under the same name; rename the "
+                    "model, or pass the loss in model= under a different name"
                 )
             self[name] = loss
             self.losses.append(name)

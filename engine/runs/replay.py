@@ -142,8 +142,8 @@ class Replay:
             raise RuntimeError(f"replay({iteration!r}) was called during a run; call it between runs")
         if engine.processes.distributed:
             raise RuntimeError(
-                f"replay({iteration!r}): the engine trains with several processes, but only an iteration of a single "
-                "process can be replayed"
+                f"replay({iteration!r}): the engine trains with several processes, but an iteration can be replayed "
+                "only in a single-process run"
             )
         if (
             isinstance(iteration, bool)

@@ -68,7 +68,10 @@ class Comparison:
         lines += [f"not comparable: {one}" for one in self._shortened(self.unlike, 4)]
         lines += [f"different setup: {one}" for one in self._shortened(self.composed, 4)]
         if not self.compared:
-            return [*lines, "the traces have no record in common; record the same iterations with every="]
+            return [
+                *lines,
+                "the traces have no record in common; record the same iterations in both runs, with the same every=",
+            ]
         if self.first is None:
             lines.append(f"equal: {self.compared} records, up to iteration {self.rows[-1].iteration}")
         else:

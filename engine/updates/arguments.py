@@ -57,7 +57,7 @@ def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iter
     unknown = None if names is None else next((name for name in options if name not in names), None)
     if unknown is None:
         return
-    there = f"the options are {', '.join(names)}" if names else "it takes no options; set them inside it"
+    there = f"the options are {', '.join(names)}" if names else "the factory takes no options; set them in the factory"
     hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {there}"
     raise TypeError(f"{where}: {unknown}= is neither an option of {_name_of(optimizer)} nor an argument{hint}")
 

@@ -123,6 +123,6 @@ def described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        return f"a {kind} of {len(value)}"
+        return f"a {kind} of length {len(value)}"
     named = keyword_arguments(value)
     return f"a {kind}" if named is None else f"a {kind} with {', '.join(map(repr, named.keys())) or 'nothing'}"

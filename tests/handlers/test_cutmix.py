@@ -187,7 +187,7 @@ def test_gradients_of_parts_of_the_batch_and_replaced_targets_are_refused() -> N
     [
         ((torch.zeros(4, 2), torch.zeros(4)), r"the inputs have shape \(4, 2\)"),
         ((torch.zeros(4, 2, 3), torch.zeros(3)), r"shape \(4, 2, 3\) and targets of shape \(3,\)"),
-        ((torch.zeros(4, 2, 3), None), r"a tuple of 2, has no tensor at 1.*CutMix\(target=\)"),
+        ((torch.zeros(4, 2, 3), None), r"a tuple of length 2, has no tensor at 1.*CutMix\(target=\)"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, message: str) -> None:

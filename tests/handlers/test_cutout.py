@@ -157,7 +157,7 @@ def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
         ((torch.zeros(4, 2), torch.zeros(4)), r"shape \(4, 2\) have 0 spatial dimensions"),
         ((torch.zeros(4), torch.zeros(4)), r"shape \(4,\) have 0 spatial dimensions"),
         ((torch.zeros(4, 2, 3), torch.zeros(3)), r"have 1 spatial dimensions.*length=\(3, 3\)"),
-        (["cat", 1], r"a list of 2, has no tensor at 0.*Cutout\(input=\)"),
+        (["cat", 1], r"a list of length 2, has no tensor at 0.*Cutout\(input=\)"),
     ],
 )
 def test_batches_that_cannot_be_cut_are_refused_by_name(batch: Any, message: str) -> None:

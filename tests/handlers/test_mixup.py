@@ -372,7 +372,7 @@ def test_targets_that_are_replaced_after_the_mixing_are_an_error() -> None:
     [
         ((torch.zeros(4, 2, dtype=torch.long), torch.zeros(4)), {}, "the inputs have dtype torch.int64"),
         ((torch.zeros(4, 2), torch.zeros(3)), {}, r"shape \(4, 2\) and targets of shape \(3,\)"),
-        ((torch.zeros(4, 2), "cat"), {}, r"a tuple of 2, has no tensor at 1.*MixUp\(target=\)"),
+        ((torch.zeros(4, 2), "cat"), {}, r"a tuple of length 2, has no tensor at 1.*MixUp\(target=\)"),
         (torch.zeros(4, 2), {}, r"a tensor of shape .*has no tensor at 0.*MixUp\(input=\)"),
         ({"x": torch.zeros(4, 2)}, {"input": "x", "target": "y"}, r"no tensor at 'y'"),
         ((torch.zeros(4, 2),), {}, r"no tensor at 1"),

@@ -55,7 +55,8 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
         (
             lambda p: SGD(p),
             {"lr": 0.1},
-            "lr= is neither an option of <lambda> nor an argument; it takes no options; set them inside it",
+            "lr= is neither an option of <lambda> nor an argument; the factory takes no options; set them in the "
+            "factory",
         ),
         (
             "adamw",

@@ -304,7 +304,10 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
         "but a Output .* has no loss.*put the targets into the batch under the name",
         lambda: trainer().run([{"x": torch.ones(2, 5)}], max_epochs=1),
     ),
-    (r"by keyword, but this batch is a tuple of 2; .*Update\.supervised", lambda: trainer().run(PAIRS, max_epochs=1)),
+    (
+        r"by keyword, but this batch is a tuple of length 2; .*Update\.supervised",
+        lambda: trainer().run(PAIRS, max_epochs=1),
+    ),
     ("unexpected keyword argument 'idx'", lambda: trainer().run([{**MAPPINGS[0], "idx": 1}], max_epochs=1)),
     ("takes the loss from the model's output.*loss=cross_entropy", lambda: mixing().run(MAPPINGS, max_epochs=1)),
     (
