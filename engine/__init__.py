@@ -2,8 +2,8 @@
 
 if __name__ != "signalfire":
     raise ImportError(
-        f"this package is installed as 'signalfire', but was imported as {__name__!r}. A second copy of the classes is "
-        "not compatible with the first; run `pip install -e .`, and write `from signalfire import ...`"
+        f"this package is installed as 'signalfire', but was imported as {__name__!r}. Classes that are imported under "
+        "both names are not compatible with each other; run `pip install -e .`, and write `from signalfire import ...`"
     )
 
 from typing import TYPE_CHECKING

@@ -261,8 +261,8 @@ def read_state(path: Path, manifest: Mapping[str, Any], files: Files) -> dict[st
         _check_position(state, manifest)
     if not isinstance(state, dict):
         raise Damaged(
-            f"{STATE} contains a {type(state).__name__}, but according to {MANIFEST}, it should contain a dict that "
-            "maps names to weights"
+            f"{STATE} contains a {type(state).__name__}, although {MANIFEST} describes it as a dict that maps names to "
+            "weights"
         )
     return dict(state)
 
@@ -271,7 +271,7 @@ def _check_position(state: Any, manifest: Mapping[str, Any]) -> None:
     """Raise an error unless this is the state of an engine at the position that the manifest gives."""
     position = state.get("engine") if isinstance(state, dict) else None
     if not isinstance(position, dict) or not {"epoch", "iteration"} <= position.keys():
-        raise Damaged(f"{STATE} does not contain the state of an engine, but according to {MANIFEST}, it should")
+        raise Damaged(f"{STATE} does not contain the state of an engine, although {MANIFEST} describes it as one")
     for key in ("epoch", "iteration"):
         if position[key] != manifest[key]:
             raise Damaged(f"{MANIFEST} has {key} {manifest[key]}, but {STATE} has {key} {position[key]}")

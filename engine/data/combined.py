@@ -69,7 +69,8 @@ class CombinedData:
             if self.mode == "min":
                 return None
             raise TypeError(
-                f"CombinedData(parts[{name!r}], mode={self.mode!r}): the {type(part).__name__} has no length; use mode='min'"
+                f"CombinedData(parts[{name!r}], mode={self.mode!r}): this mode needs the length of each part, but the "
+                f"{type(part).__name__} has none; use mode='min'"
             ) from None
         if length == 0:
             raise ValueError(f"CombinedData(parts[{name!r}]): the data is empty")

@@ -57,8 +57,8 @@ class DataRefusals(Service):
 def _refuse_no_batches(data: Any) -> None:
     if isinstance(data, Mapping) and all(isinstance(key, str) for key in data):
         raise TypeError(
-            f"run(): the data is a {type(data).__name__}, whose keys would be the batches; pass one of its values, "
-            f"such as data[{next(iter(data), 'train')!r}]"
+            f"run(): the data is a {type(data).__name__}, so an iteration over it yields its keys instead of batches; "
+            f"pass one of its values, such as data[{next(iter(data), 'train')!r}]"
         )
     if isinstance(data, str | bytes):
         raise TypeError(f"run(): the data is the text {data[:40]!r}; pass an iterable of batches, such as a DataLoader")

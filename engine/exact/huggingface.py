@@ -77,7 +77,10 @@ class ExactResume(TrainerCallback, ExportableState):
                 f"ExactResume: with {', '.join(wrong)}, a run cannot be resumed exactly; change these settings"
             )
         if held := held_generators(loader, fetching=True):
-            warn(f"ExactResume: Trainer does not save {', '.join(held)}; draw from the global generators instead")
+            warn(
+                f"ExactResume: Trainer does not save the random generators {', '.join(held)}; draw from the global "
+                "generators instead"
+            )
         loader.collate_fn = loader.dataset.collating(loader.collate_fn)
         loaded = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None
         if state.global_step and loaded is None:

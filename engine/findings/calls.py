@@ -295,11 +295,11 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
         return
     steps = f"of the {one.length} output steps of a"
     if one.kind == "forward":
-        what = f"{steps} recurrent layer, only the first one is used, which depends on no other step"
+        what = f"{steps} recurrent layer, only the first is used, and this step depends on no other step"
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
         what = (
-            f"{steps} bidirectional layer, only the last one is used, whose backward direction depends on no other step"
+            f"{steps} bidirectional layer, only the last is used, and its backward direction depends on no other step"
         )
         way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
     else:

@@ -88,8 +88,8 @@ _TEXTS = {
     "store part of the output.",
     # W4x: how functions and handlers are attached and connected
     "W40": "A logged value, such as an image with values out of range, cannot be written as it is.",
-    "W41": "A function is never called, or called too late: a method lacks `@on(...)`, or a metric is written after "
-    "the handler that monitors it has read it.",
+    "W41": "A function is never called, or called too late: a method lacks `@on(...)`, or a metric is written only "
+    "after a handler that monitors the metric has read it.",
     "W42": "A loss module has trainable parameters that no optimizer holds, so they do not train.",
     "W43": "The parameters of a loss module are trained, moved and saved with those of the model.",
     "W44": "One function is connected twice, so it is called twice at each event. Running a notebook cell again is "
@@ -116,7 +116,7 @@ _TEXTS = {
     "their averages (EMA, SWA).",
     "W57": "An evaluation runs with modules in training mode, or applies dropout. Its metrics may be random, and "
     "batch statistics may change.",
-    "W58": "A handler limits the data of this run, for example `FastDevRun`, `LimitBatches` or `OverfitBatches`.",
+    "W58": "A handler, such as `FastDevRun`, `LimitBatches` or `OverfitBatches`, limits the data of this run.",
     "W59": "`drop_last=True` leaves out evaluation samples or training samples.",
     "W60": "The evaluation inputs are on a different scale than the training inputs, so they seem to be normalized "
     "differently.",
@@ -140,12 +140,12 @@ _TEXTS = {
     "one trains.",
     "W72": "The loss receives the wrong kind of output, such as probabilities where it expects logits. The model "
     "trains slowly, or not at all.",
-    "W73": "Output and targets have different shapes and broadcast in the loss, so every output is compared with "
+    "W73": "Output and targets have different shapes and are broadcast in the loss, so every output is compared with "
     "every target.",
     "W74": "The loss is divided by the length of the accumulation window, but the engine already averages over the "
     "window, so gradients are too small.",
-    "W75": "Parameters have gradients before the first backward of a window, for example from your own `backward()`. "
-    "The step includes them.",
+    "W75": "Parameters have gradients before the first backward of a window, for example because your code calls "
+    "`backward()`. The step includes these gradients.",
     "W76": "Your code keeps losses or outputs with their graphs, so memory grows with each iteration.",
     "W77": "Targets are outside the range that the loss accepts, or that the last activation can reach.",
     "W78": "The global generator is seeded in each iteration, so dropout draws the same mask every time.",
@@ -251,10 +251,11 @@ _TEXTS = {
     "G09": "The weights differ between ranks, so the ranks train different models.",
     "G10": "Gradients remain from an earlier iteration because nothing cleared them. The step includes them.",
     "G11": "The data yields the same batch again and again.",
-    "G12": "Labels are outside the range of the classes, from 0 to one less than their number.",
+    "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1.",
     "G13": "The inputs have large values, so they do not seem normalized.",
     "G14": "The inputs or the loss are NaN or infinite.",
-    "G15": "Each batch has labels of a single class. The finding is only informational if it is always the same class.",
+    "G15": "Each batch has labels of a single class. The finding is only informational if this is the same class in "
+    "all batches.",
     "G16": "The model gives the same output for all samples of a batch.",
     "G17": "The loss is exactly the same for different batches, so it does not depend on the data.",
     "G18": "The learning rate is almost 0 before the middle of the run, because the schedule counts in the wrong unit.",

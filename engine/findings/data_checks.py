@@ -238,7 +238,7 @@ def report_length(engine: Engine, more: bool) -> None:
         engine.findings.report(
             "W21",
             f"the data ({type(data).__name__}) has length {length}, but {what}",
-            "correct its __len__, or pass run(epoch_length=)",
+            "correct the __len__ of the data, or pass run(epoch_length=)",
         )
 
 

@@ -152,8 +152,8 @@ class EpochChecks:
                 "W13",
                 f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) received no "
                 "gradient",
-                "if they should train, look for detach(), no_grad() or an unused module in the forward; if not, freeze "
-                "them (requires_grad_(False), Freezing) or leave them out of the optimizer",
+                "if these parameters should train, look for detach(), no_grad() or an unused module in the forward; if "
+                "not, freeze them with requires_grad_(False) or Freezing, or leave them out of the optimizer",
                 key=(update.name, 2 * missing >= total),
                 severity="warning" if 2 * missing >= total else "info",
             )

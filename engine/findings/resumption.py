@@ -133,8 +133,8 @@ def _different_handlers(engine: Engine, before: Mapping[str, str] | None, allowe
         if before.get(name, kind) != kind
     ]
     return [
-        *([f"this run lacks {', '.join(left_out)}"] if left_out else []),
-        *([f"{', '.join(added)} is new"] if added else []),
+        *([f"missing in this run: {', '.join(left_out)}"] if left_out else []),
+        *([f"new in this run: {', '.join(added)}"] if added else []),
         *other,
     ]
 
@@ -228,5 +228,5 @@ def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
         if key in now and key in before and now[key] != before[key]
     ][:1]
     if before.get("sampler", now.get("sampler")) != now.get("sampler"):
-        found.append(f"the data has a {now.get('sampler')}, but had a {before['sampler']}")
+        found.append(f"the data is drawn by a {now.get('sampler')}, but was drawn by a {before['sampler']}")
     return found

@@ -115,9 +115,9 @@ class TargetCounts:
     @staticmethod
     def _report(engine: Engine, update: UpdateState, one: Mean, other: Mean, what: str, weight: float) -> None:
         own = float(update.weight)
-        count = "equally" if own == weight else f"with weights {weight:.3g} and {own:.3g}"
+        count = "have equal weights" if own == weight else f"have the weights {weight:.3g} and {own:.3g}"
         ranks = engine.group.data.world_size
-        alike = f"the two count {count}" if ranks == 1 else f"the batches of {ranks} ranks count {count}"
+        alike = f"the two {count}" if ranks == 1 else f"the batches of {ranks} ranks {count}"
         over, number = (
             ("the sum of the class weights of its targets", "weights[targets].sum()")
             if other.weight is not None

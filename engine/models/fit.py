@@ -47,7 +47,7 @@ def check_parameters(engine: Engine, update: UpdateState, part: Mapping[str, Any
         return  # one side has no optimizer: nothing to compare
     where = f"the loaded state does not match this engine: update {update.name!r}"
     if part["kind"] != update.kind:
-        raise ValueError(f"{where} was optimized by {part['kind']}, but is now optimized by {update.kind}")
+        raise ValueError(f"{where} used the optimizer {part['kind']}, but now uses {update.kind}")
     then, here = part["parameters"], parameter_names(engine, update, modules)
     groups_then, groups_here = _groups_saved(part["optimizer"]), _groups_of(update)
     if groups_then is None or _decides_itself(update.optimizer):
@@ -55,12 +55,12 @@ def check_parameters(engine: Engine, update: UpdateState, part: Mapping[str, Any
     if problem := _different_groups(groups_then, groups_here, then, here):
         raise ValueError(f"{where} {problem}; {_WAY_OUT}")
     if not _same(then, here, modules, update.parameters):
-        raise ValueError(f"{where} optimized {then}, but now optimizes {here}")
+        raise ValueError(f"{where} optimized the parameters {then}, but now optimizes {here}")
     for place, value in part["own_parameters"].items():
         if (shape := update.parameters[place].shape) != value.shape:
             raise ValueError(
-                f"{where} optimized a parameter outside all modules (number {place}) with shape {tuple(value.shape)}, "
-                f"but now with shape {tuple(shape)}; {_WAY_OUT}"
+                f"{where} optimized a parameter that is in no module (number {place}); its shape was "
+                f"{tuple(value.shape)}, but is now {tuple(shape)}; {_WAY_OUT}"
             )
 
 
@@ -111,7 +111,7 @@ def _sizes(groups: Sequence[Sequence[int]]) -> str:
 
 
 def _listed(places: Sequence[int], names: Sequence[str]) -> str:
-    found = [names[place] or "one outside all modules" for place in places if place < len(names)]
+    found = [names[place] or "a parameter in no module" for place in places if place < len(names)]
     more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
     return f"{', '.join(found[:_MOST_NAMED]) or 'none'}{more}"
 

@@ -329,7 +329,7 @@ def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step)
             continue
         if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
-    return replace(found, cause=f"{found.cause}; compared one by one, its operations are the same")
+    return replace(found, cause=f"{found.cause}; a comparison of its operations one by one finds no difference")
 
 
 def _is_unknown(one: Operation | None, other: Operation | None, itself: Operation | None) -> bool:

@@ -35,8 +35,8 @@ def call_by_keyword(model: nn.Module, batch: Any, where: str) -> Any:
     arguments = keyword_arguments(batch)
     if arguments is None:
         raise TypeError(
-            f"{where} passes its batches to the model by keyword, but this batch is {described(batch)}; yield "
-            "mappings, or use Update.supervised for batches of (input, target)"
+            f"{where} passes its batches to the model by keyword, but this batch is {described(batch)}; pass data that "
+            "yields mappings, or use Update.supervised for batches of (input, target)"
         )
     try:
         return model(**arguments)

@@ -192,7 +192,7 @@ def a_state_of_a_smaller_model(right: bool) -> None:
     resumed(engine_of(hidden=8 if right else 16), saved())
 
 
-@mistake(ValueError, "optimized by SGD, but is now optimized by Adam")
+@mistake(ValueError, "used the optimizer SGD, but now uses Adam")
 def a_state_of_another_optimizer(right: bool) -> None:
     resumed(engine_of(optimizer=SGD if right else Adam), saved())
 

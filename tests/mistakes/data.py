@@ -205,7 +205,7 @@ def inputs_and_targets_in_place_of_batches(right: bool) -> None:
     Engine(Update.from_function(loss, SGD), model=linear(5, 1)).run([whole] if right else whole, max_epochs=1)
 
 
-@mistake(TypeError, r"keys would be the batches.*data\['train'\]")
+@mistake(TypeError, r"yields its keys instead of batches.*data\['train'\]")
 def a_dictionary_of_loaders(right: bool) -> None:
     data: dict[str, Any] = {"train": batches(), "test": batches(2)}
     build(linear(5, 1)).run(data["train"] if right else data, max_epochs=1)

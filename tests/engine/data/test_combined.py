@@ -43,7 +43,7 @@ def test_a_stream_without_a_length_goes_along_with_what_has_one() -> None:
             return iter(range(1000))
 
     assert list(CombinedData([B, Numbers()], mode="min")) == [(20, 0), (21, 1)]
-    with pytest.raises(TypeError, match=r"parts\[1\].*Numbers has no length; use mode='min'"):
+    with pytest.raises(TypeError, match=r"parts\[1\].*the Numbers has none; use mode='min'"):
         CombinedData([B, Numbers()], mode="cycle")
     with pytest.raises(TypeError, match="no part has a length"):
         CombinedData([Numbers()], mode="min")

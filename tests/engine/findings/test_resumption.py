@@ -104,7 +104,7 @@ SETTINGS: dict[str, tuple[Handler, Handler, str]] = {
         Damping(0.1, parts=["a"]),
         "'damping' has factor=0.1, but had factor=0.5; 'damping' has parts=['a'], but",
     ),
-    "precision": (MixedPrecision("bf16"), History(), r"this run lacks 'mixed_precision' (MixedPrecision)"),
+    "precision": (MixedPrecision("bf16"), History(), r"missing in this run: 'mixed_precision' (MixedPrecision)"),
 }
 
 
@@ -139,7 +139,7 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
     said, frozen = (str(one.message) for one in caught if "W32" in str(one.message))
     assert "weights are torch.float64, but were torch.float32" in said
     assert "now frozen: model.0.weight, model.0.bias" in frozen
-    assert "the data has a SequentialSampler, but had a RandomSampler" in said
+    assert "the data is drawn by a SequentialSampler, but was drawn by a RandomSampler" in said
     assert "seed=7 is not used, because the state has seed=0" in said
 
 

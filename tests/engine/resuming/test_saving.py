@@ -139,7 +139,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     engine, other = make_engine(partial(torch.optim.Adam, lr=0.1)), make_engine()
     engine.run(DATA, max_epochs=1)
     other.load_state_dict(engine.state_dict())
-    with pytest.raises(ValueError, match="optimized by Adam, but is now optimized by SGD"):
+    with pytest.raises(ValueError, match="used the optimizer Adam, but now uses SGD"):
         other.run(DATA, max_epochs=2)
 
 

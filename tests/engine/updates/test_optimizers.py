@@ -204,7 +204,7 @@ def test_a_state_of_other_optimizers_is_refused() -> None:
         model=network(),
     )
     other.load_state_dict(first.state_dict())
-    with pytest.raises(ValueError, match=r"optimized by Muon \+ AdamW, but is now optimized by SGD \+ AdamW"):
+    with pytest.raises(ValueError, match=r"used the optimizer Muon \+ AdamW, but now uses SGD \+ AdamW"):
         other.run(data(2), max_epochs=2)
 
 
