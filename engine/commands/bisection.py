@@ -26,7 +26,8 @@ def add_bisect(commands: Any) -> None:
         "--script",
         nargs="+",
         metavar="SCRIPT",
-        help="the training script, or one script for each run; quote a script with its arguments: 'train.py --lr 0.1'",
+        help="the training script, or one script for each run; put a script and its arguments in quotes: "
+        "'train.py --lr 0.1'",
     )
     parser.add_argument(
         "--build", nargs="+", metavar="NAME", help="one or two functions that return (engine, run), such as train:build"

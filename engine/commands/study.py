@@ -43,7 +43,7 @@ def add_study(parser: argparse.ArgumentParser) -> None:
         "--handlers", nargs="+", metavar="NAME", help="handlers to switch off (default: those that affect the training)"
     )
     parser.add_argument(
-        "--run", help="function that runs the engine, if build returns only the engine, such as train:run"
+        "--run", help="function that runs the engine, such as train:run; needed if build returns only the engine"
     )
     parser.add_argument(
         "--store", default="runs/study.jsonl", help="file that stores the finished runs (default: runs/study.jsonl)"

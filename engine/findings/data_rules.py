@@ -197,7 +197,7 @@ def _places(data: Any) -> set[int] | None:
 def _training_data(name: str, what: str) -> Finding:
     return finding(
         "C14",
-        f"the data of {name!r} {what}, so it cannot show overfitting",
+        f"the data of {name!r} {what}, so its metrics cannot show overfitting",
         "evaluate on data that you do not train on; if you evaluate on training data on purpose, mark its metrics with "
         "Validation(..., prefix='train_')",
         [name],

@@ -104,8 +104,7 @@ class EpochChecks:
         if made > 1 and update.omitted_in == made and update.steps == 0 and update.raw_loss is None and not limited:
             engine.findings.report(
                 "C17",
-                f"update {update.name!r} did not run in any of the {made} iterations of this run, because no "
-                "iteration's plan included it",
+                f"update {update.name!r} never ran, because it was left out of all {made} iterations of this run",
                 "choose a smaller n for UpdateFrequency, or a longer run",
                 key=update.name,
             )
@@ -166,7 +165,8 @@ class EpochChecks:
             engine.remark(
                 "W84",
                 f"update {update.name!r} ran {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight "
-                f"changed, because the gradients are zero, or the steps are below the precision of {types}",
+                "changed, either because the gradients are zero or because the steps are below the precision of "
+                f"{types}",
                 "use a larger learning rate, check the clipping bound and the loss, or keep the weights in float32",
                 key=update.name,
             )

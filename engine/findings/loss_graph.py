@@ -87,7 +87,7 @@ def problems_of(
             yield (
                 "W72",
                 f"{_PROBABILITIES[name]} is applied twice in a row, in the loss or right before it",
-                "remove one of the two: the model's last layer, or the one inside the loss function",
+                "remove either the one at the end of the model or the one in the loss function",
             )
         elif name in _DISTANCES:
             yield from _out_of_reach(node)
@@ -248,7 +248,7 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
             "W79",
             f"the softmax in the loss is over a single class (its input has shape {list(result.shape)}), so the loss "
             "is constant, whatever the model returns",
-            "give the model one output per class, or use binary_cross_entropy_with_logits for one output",
+            "give the model one output per class; for a single output, use binary_cross_entropy_with_logits",
         )
 
 
@@ -266,7 +266,7 @@ def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
         what = "cross_entropy, which applies log_softmax first," if function == "log_softmax" else function
         yield (
             "W72",
-            f"{what} expects logits, but receives probabilities, the output of {found}",
+            f"{what} expects logits, but receives the probabilities that {found} returns",
             f"remove the {found}, because the loss already applies it",
         )
 
@@ -370,7 +370,7 @@ def _negated(node: Any) -> Iterator[Problem]:
     if negative and kind in _NEVER_NEGATIVE:
         yield (
             "W90",
-            f"the loss is the negative of {kind}, so training makes {kind} as large as possible",
+            f"the loss is the negative of {kind}, so training maximizes {kind}",
             "remove the minus sign",
         )
 
@@ -394,7 +394,7 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
             "W74",
             f"the loss is divided by {window}, the length of the accumulation window, although the engine already "
             "averages the gradients over the window",
-            "return the undivided loss, because the gradients are now divided twice",
+            "return the loss without dividing it, because the gradients are now divided twice",
         )
 
 

@@ -44,7 +44,7 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
         return (
             "C27",
             f"computed from a parameter of shape {made_of} that is not part of the model, so the parameter is not "
-            "trained, moved or saved, and the first backward frees the graph",
+            "trained, moved or saved, and a second backward fails, because the first one frees the graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
@@ -185,7 +185,7 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
                  "use a learning rate such as 1e-3"),
                 (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients and outweighs them",
                  "use AdamW, which applies the decay directly to the weights, or weight_decay=1e-4"),
-                (momentum >= 1, f"momentum={momentum:g} never decays past gradients, so the steps grow without bound",
+                (momentum >= 1, f"with momentum={momentum:g}, past gradients never decay, so the steps grow without bound",
                  "use a momentum below 1, such as 0.9"),
                 (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
                  f"lr={lr:g} and weight_decay={decay:g} shrink each weight by {min(1.0, lr * decay):.0%} in every step",

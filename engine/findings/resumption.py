@@ -228,5 +228,5 @@ def _different_data(engine: Engine, saved: Mapping[str, Any]) -> list[str]:
         if key in now and key in before and now[key] != before[key]
     ][:1]
     if before.get("sampler", now.get("sampler")) != now.get("sampler"):
-        found.append(f"the data is drawn by a {now.get('sampler')}, but was drawn by a {before['sampler']}")
+        found.append(f"the sampler of the data is a {now.get('sampler')}, but was a {before['sampler']}")
     return found

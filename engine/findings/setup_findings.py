@@ -53,7 +53,7 @@ def report_parts_in_eval(engine: Engine, found: tuple[Parts, Parts] | None) -> N
         if parts:
             engine.findings.report(
                 "W52",
-                f"parts of the model that are in eval mode are {what}: {', '.join(parts)}",
+                f"parts of the model are in eval mode; these parts are {what}: {', '.join(parts)}",
                 "to keep a part in eval mode during training, freeze it with requires_grad_(False); otherwise, call "
                 "train() before run()",
                 key=what,

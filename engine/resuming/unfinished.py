@@ -170,7 +170,7 @@ class Unfinished(Part["Engine"]):
         yield from self._lost_windows(made)
         if parts := _changed_by_forward(self.engine):
             iteration = self.engine.state.iteration
-            again = f"iteration {iteration} is repeated, but what its first forward pass changed is not undone"
+            again = f"iteration {iteration} is repeated, but the changes from its first forward pass are not undone"
             yield f"{again}: {', '.join(parts)}"
 
     def _lost_windows(self, made: int) -> Iterator[str]:

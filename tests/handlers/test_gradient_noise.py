@@ -181,7 +181,7 @@ def test_one_update_of_two_gets_noise() -> None:
         engine.attach(GradientNoise(update="c", name="other"))
 
 
-@pytest.mark.filterwarnings("ignore:.*is repeated, but what its first forward pass")
+@pytest.mark.filterwarnings("ignore:.*is repeated, but the changes from its first forward pass")
 def test_an_iteration_that_is_made_again_after_an_error_draws_the_same_noise() -> None:
     engine = build()
     engine.attach(GradientNoise(0.3))

@@ -139,7 +139,7 @@ def test_a_resume_with_another_seed_dtype_sampler_or_with_frozen_layers_says_so(
     said, frozen = (str(one.message) for one in caught if "W32" in str(one.message))
     assert "weights are torch.float64, but were torch.float32" in said
     assert "now frozen: model.0.weight, model.0.bias" in frozen
-    assert "the data is drawn by a SequentialSampler, but was drawn by a RandomSampler" in said
+    assert "the sampler of the data is a SequentialSampler, but was a RandomSampler" in said
     assert "seed=7 is not used, because the state has seed=0" in said
 
 

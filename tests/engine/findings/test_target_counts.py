@@ -72,7 +72,12 @@ def test_what_is_weighted_by_its_targets_or_has_as_many_is_no_mistake(
             cross_entropy,
             "which is 1 and 2 in two pieces of a batch, but the two have equal weights",
         ),
-        ([0, 0], MicroBatching(2), weighted, "which is 3 and 6 in two pieces of a batch, but the two have equal weights"),
+        (
+            [0, 0],
+            MicroBatching(2),
+            weighted,
+            "which is 3 and 6 in two pieces of a batch, but the two have equal weights",
+        ),
     ],
 )
 def test_means_over_different_numbers_are_reported_with_these(

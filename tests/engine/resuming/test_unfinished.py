@@ -334,8 +334,8 @@ def test_what_a_forward_that_is_made_again_has_changed_is_reported() -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.run(BATCHES, max_epochs=1)
     said = (
-        "iteration 2 is repeated, but what its first forward pass changed is not undone: random numbers for dropout, "
-        "running statistics of norm"
+        "iteration 2 is repeated, but the changes from its first forward pass are not undone: random numbers for "
+        "dropout, running statistics of norm"
     )
     with pytest.warns(UserWarning, match=said):
         trainer.run(BATCHES, max_epochs=1)
