@@ -84,8 +84,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
     if not launched():
         missing = ", ".join(name for name in ENVIRONMENT if name not in os.environ)
         raise RuntimeError(
-            f"join(): not set in the environment: {missing}. Start the script with torchrun, set these variables "
-            "yourself (LOCAL_RANK is 0 if the machine runs a single process), or call "
+            f"join(): these environment variables are not set: {missing}. Start the script with torchrun, set these "
+            "variables yourself (LOCAL_RANK is 0 if the machine runs a single process), or call "
             "torch.distributed.init_process_group first"
         )
     rank, size, local_rank = (int(os.environ[name]) for name in ENVIRONMENT[:3])

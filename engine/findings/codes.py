@@ -66,8 +66,8 @@ _TEXTS = {
     "W25": "Ranks that should have the same data have different data. If the engine also shards this data over the "
     "ranks, part of it is never used.",
     "W26": "Every worker reads the whole iterable dataset, so each sample appears once per worker in an epoch.",
-    "W27": "BatchNorm normalizes over the batch, but each batch has one sample, so its statistics are those of that "
-    "sample.",
+    "W27": "BatchNorm normalizes over the batch, but each batch has a single sample, so the batch statistics are those "
+    "of this one sample.",
     "W28": "Your code changed the batches of the data in place, so the next epoch trains on the changed batches.",
     "W29": "No optimizer step ran, because no function returned a loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming
@@ -231,7 +231,7 @@ _TEXTS = {
     "C36": "The same layer object appears in several places in the model, so these places share its weights. `[layer] "
     "* n` does this.",
     "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
-    "C38": "A handler for several processes is attached in a notebook, which is a single process.",
+    "C38": "A handler for several processes is attached in a notebook, which runs as a single process.",
     "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
     "C40": "A metric name without a prefix was taken to mean the validation metric.",
     "C41": "There are more processes than compute shards, so some of the processes are idle.",

@@ -60,7 +60,7 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
         return None
     return (
         f"{kind.__name__} has no method decorated with @on(...), so it is never called",
-        "put @on(Events.EPOCH_COMPLETED), or a different event, above the methods that should be called",
+        "decorate the methods that should be called, for example with @on(Events.EPOCH_COMPLETED)",
     )
 
 

@@ -269,8 +269,8 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
         yield finding(
             "C16",
             f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has its own copy "
-            f"of it, so if samples use this generator, a run that resumes from {saves[0].name!r} draws different "
-            "numbers",
+            f"of it, so a run that resumes from {saves[0].name!r} draws different numbers if the samples use this "
+            "generator",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

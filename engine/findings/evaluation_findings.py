@@ -85,8 +85,8 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
     if not engine.running if before is None else before.sums == now.sums and before.iteration < now.iteration:
         engine.findings.report(
             "W51",
-            f"the evaluator {evaluator!r} shares no parameter with this engine's model, and its weights did not "
-            "change, so its metrics do not describe the model being trained",
+            f"the evaluator {evaluator!r} shares no parameters with this engine's model, and the weights of the "
+            "evaluator did not change, so its metrics do not describe the model being trained",
             "build the evaluator on the same module: Engine(update.evaluation(), model=trainer.model); or copy the "
             "weights at EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
@@ -177,14 +177,14 @@ def report_dropped_samples(engine: Engine) -> None:
         engine.findings.report(
             "W59",
             f"{'each epoch leaves out' if drawn else 'the training never uses the last'} {dropped} of {samples} "
-            "samples, because its DataLoader has drop_last=True",
+            "samples, because the DataLoader has drop_last=True",
             "set drop_last=False, or use a smaller batch_size=",
             key=id(data),
         )
     elif dropped and not engine.training:
         engine.findings.report(
             "W59",
-            f"the evaluation leaves out the last {dropped} of {samples} samples, because its DataLoader has "
+            f"the evaluation leaves out the last {dropped} of {samples} samples, because the DataLoader has "
             "drop_last=True",
             "set drop_last=False; metrics weight a smaller last batch by its size",
             key=id(data),
@@ -205,8 +205,8 @@ def report_drawn_samples(engine: Engine) -> None:
     if isinstance(sampler, WeightedRandomSampler | RandomSampler) and sampler.replacement:
         engine.findings.report(
             "W20",
-            f"the evaluation draws its samples with replacement ({type(sampler).__name__}), so some appear twice and "
-            "others not at all",
+            f"the evaluation draws its samples with replacement ({type(sampler).__name__}), so some samples appear "
+            "more than once and others not at all",
             "to evaluate each sample once, use DataLoader(dataset, batch_size) without a sampler",
             key=id(data),
         )

@@ -103,9 +103,9 @@ def given_parameters(
     trained = own_parameters(engine)
     if missing := sorted(values.keys() - trained.keys()):
         warn(
-            f"load_weights(): not loaded: {', '.join(missing)}. These parameters are in no module, and no optimizer "
-            "holds them yet. If a factory builds the optimizer when the run begins, load the weights at STARTED, or "
-            "pass a complete state to load_state_dict()"
+            f"load_weights(): these parameters were not loaded: {', '.join(missing)}. They are in no module, and no "
+            "optimizer holds them yet. If a factory builds the optimizer when the run begins, load the weights at "
+            "STARTED, or pass a complete state to load_state_dict()"
         )
     for name in values.keys() & trained.keys():
         if values[name].shape != trained[name].shape:

@@ -33,7 +33,8 @@ def needs_onnx(where: str) -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"{where}: not installed, but needed for ONNX: {' and '.join(missing)}; run: pip install signalfire[onnx]"
+            f"{where}: ONNX files require packages that are not installed: {' and '.join(missing)}; run: pip install "
+            "signalfire[onnx]"
         )
 
 

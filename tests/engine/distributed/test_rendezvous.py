@@ -549,7 +549,7 @@ def test_without_a_launcher_there_is_nothing_to_join(monkeypatch: pytest.MonkeyP
         monkeypatch.delenv(name, raising=False)
     assert not launched()
     with pytest.raises(
-        RuntimeError, match="not set in the environment: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+        RuntimeError, match="variables are not set: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
     ):
         join(timeout=1.0)
     for name in ENVIRONMENT:
@@ -570,7 +570,7 @@ def test_a_launch_of_several_that_does_not_say_where_they_are_is_no_process_alon
     assert not process_group().distributed
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError, match=r"in the environment: .*MASTER_ADDR, MASTER_PORT\. Start .* torchrun"):
+    with pytest.raises(RuntimeError, match=r"variables are not set: .*MASTER_ADDR, MASTER_PORT\. Start .* torchrun"):
         process_group(timeout=1.0)
 
 

@@ -32,7 +32,7 @@ def run_with(model: nn.Module, other: nn.Module, copying: Callable[[], object], 
 
 
 def test_an_evaluator_over_another_model_is_reported_once_a_run() -> None:
-    with pytest.warns(FindingWarning, match="W51: the evaluator .* shares no parameter") as caught:
+    with pytest.warns(FindingWarning, match="W51: the evaluator .* shares no parameters") as caught:
         run_with(network(), network(), lambda: None)
     assert len(caught) == 1
 

@@ -78,7 +78,7 @@ def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
 @pytest.mark.parametrize(
     ("optimizer", "words"),
     [
-        (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "momentum=1 never decays"),
+        (partial(torch.optim.SGD, lr=0.1, momentum=1.0), "with momentum=1, past gradients never decay"),
         (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "shrink each weight by 50% in every step"),
         (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "shrink each weight by 10%"),
         (partial(torch.optim.AdamW, lr=1.0), "moves each weight by about 1 in every step"),

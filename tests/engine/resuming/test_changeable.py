@@ -456,7 +456,7 @@ def test_weights_without_a_place_for_the_temperature_say_so() -> None:
     engine, _ = with_temperature(built=True)
     weights = engine.weights()
     other, _ = with_temperature()
-    with pytest.warns(UserWarning, match="not loaded: parameter 0 of update 'main'. These"):
+    with pytest.warns(UserWarning, match="not loaded: parameter 0 of update 'main'. They"):
         other.load_weights(weights)
     evaluator = Engine(Update.prediction(), model=nn.Linear(4, 1))
     evaluator.load_weights(weights)  # has no use for it

@@ -314,6 +314,6 @@ def test_a_limit_before_the_loaded_position_is_reported() -> None:
     resumed.attach(LimitBatches(2))
     resumed.load_state_dict(engine.state_dict(), allow=["limit_batches"])
     with pytest.raises(
-        ValueError, match="had read 4 batches of its epoch, but a handler limits this data to the first 2"
+        ValueError, match="had read 4 batches of its epoch, but a handler limits this data to its first 2 batches"
     ):
         resumed.run(DATA, max_epochs=2)
