@@ -121,7 +121,7 @@ def check_handler(
         gradient_clipping: 14 runs
         - attaching and detaching it, or disabling it, has no effect
         - two runs with the same seed are equal
-        - on a different engine, it starts fresh
+        - attached to a different engine, it starts in its initial state
         - every receiver whose event is emitted is called
         - resumed after iterations 1, 2, 3, 4, the run equals an uninterrupted run
         - after an error, no region is open, and detaching removes all receivers
@@ -195,7 +195,7 @@ class _Check:
         held = [
             "attaching and detaching it, or disabling it, has no effect",
             f"two runs with the same seed are equal{effect}",
-            "on a different engine, it starts fresh",
+            "attached to a different engine, it starts in its initial state",
             f"every receiver whose event is emitted is called{silent}",
             f"resumed after iterations {', '.join(map(str, resumed))}, the run equals an uninterrupted run",
             "after an error, no region is open, and detaching removes all receivers",
@@ -309,8 +309,8 @@ class _Check:
         _same(
             whole,
             after,
-            f"{self.name}: after a run on a different engine, it does not start fresh; load_state_dict() must reset "
-            "its state",
+            f"{self.name}: after a run on a different engine, it does not start in its initial state; "
+            "load_state_dict() must reset its state",
         )
 
     def resumed(self, whole: dict[str, str]) -> list[int]:

@@ -72,12 +72,12 @@ class ExactResume(Callback):
             (not isinstance(data, ResumableData), f"the data is a {kind}; pass ResumableData(loader) to fit()"),
             (
                 trainer.num_training_batches == inf,
-                "the data has no length, so the position that Lightning saves is one batch too far; pass data with a "
+                "the data has no length, so the position that Lightning saves is one batch ahead; pass data with a "
                 "length",
             ),
             (
                 trainer.reload_dataloaders_every_n_epochs,
-                "data that Lightning reloads loses its position; set reload_dataloaders_every_n_epochs=0",
+                "Lightning reloads the data, so its position is lost; set reload_dataloaders_every_n_epochs=0",
             ),
             (trainer.world_size > 1, f"world_size={trainer.world_size}; expected a single process"),
         )

@@ -58,8 +58,8 @@ _TEXTS = {
     "W20": "An evaluation draws its samples with replacement, so some count several times and others not at all.",
     "W21": "The data yields more batches than its length says, or the evaluation data yields fewer. Schedules and "
     "progress rely on the length.",
-    "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so its tensors stay on their "
-    "device.",
+    "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so the tensors in this object "
+    "stay on their device.",
     "W23": "The data yields single samples or whole arrays, and each is treated as a batch.",
     "W24": "Workers of the `DataLoader` draw from generators that a resumed run does not restore, so the resume is "
     "not exact.",
@@ -104,12 +104,12 @@ _TEXTS = {
     # W5x: evaluation
     "W50": "The evaluation samples change from one read to the next, as if random augmentation were applied to them, "
     "so the metrics are noisy.",
-    "W51": "An evaluator measures a model that is not the one being trained, so its metrics never change with the "
+    "W51": "An evaluator measures a model other than the one being trained, so its metrics do not reflect the "
     "training.",
     "W52": "Parts of the model are in eval mode when a training run begins, so their dropout is off and their batch "
     "statistics do not update.",
     "W53": "An evaluator measures nothing, because no metrics are attached to it.",
-    "W54": "Predictions are collected from shuffled data, so their order is not that of the dataset.",
+    "W54": "Predictions are collected from shuffled data, so their order differs from the order of the dataset.",
     "W55": "After this run, an average of the weights still consists mostly of the initial weights, so metrics in "
     "evaluations are worse than in training.",
     "W56": "An evaluator that is run separately from the trainer measures the weights of the last step instead of "
@@ -122,18 +122,19 @@ _TEXTS = {
     "differently.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar is set to show a metric that nothing measures.",
-    "W62": "A logger is attached to an evaluator, so its log starts again with each evaluation.",
-    "W63": "The interval of a logger is longer than the run, so it wrote nothing at that interval.",
-    "W64": "The accuracy never exceeded that of always predicting the most frequent class, so the model seems to learn "
-    "nothing about the labels.",
-    "W65": "A loss depends on the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, "
-    "so it computes a different loss.",
+    "W62": "A logger is attached to an evaluator, so the log starts again in each evaluation.",
+    "W63": "The interval of a logger is longer than the run, so the logger never wrote at this interval.",
+    "W64": "The accuracy never exceeded the accuracy of always predicting the most frequent class, so the model seems "
+    "to learn nothing about the labels.",
+    "W65": "A loss depends on the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, so "
+    "the evaluator computes a different loss than the trainer.",
     "W66": "Other code replaced the signal handler of `Preemption`, so a preemption signal does not save the run.",
     "W67": "`load_state_dict` received the model's own tensors. `state_dict()` returns references, so these tensors "
     "changed during training.",
     "W68": "A function changes the trained weights when a run continues, because it initializes them at `STARTED`, "
     "which every `run()` emits.",
-    "W69": "With `TruncatedBPTT`, the forward never carries the hidden state over, so each chunk starts from zero.",
+    "W69": "With `TruncatedBPTT`, the forward never carries the hidden state over, so each chunk starts from a hidden "
+    "state of zeros.",
     "W70": "Ranks that should each have their own data have the same data, so all train on the same samples.",
     # W7x: losses and gradients
     "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
@@ -152,7 +153,7 @@ _TEXTS = {
     "W79": "The loss is over a single class, so it is constant and its gradients are zero.",
     # W8x: functions and handlers, studies, and more about losses
     "W80": "A function changes only the reported loss. Gradients come from `backward_loss`, which is unchanged.",
-    "W81": "The runs of a study are identical although their seeds differ, so they are one result counted several "
+    "W81": "The runs of a study are identical although their seeds differ, so a single result is counted several "
     "times.",
     "W82": "The runs of a study start with different handlers, weights or data than earlier runs with the same seed, "
     "so the runs depend on each other.",
@@ -185,8 +186,8 @@ _TEXTS = {
     # C: what `Engine.check` finds before a run
     "C01": "A handler monitors a metric that nothing measures.",
     "C02": "Metrics are measured, but no handler logs, shows or monitors them.",
-    "C03": "Two handlers use the same thing at the same event, phase and rank, so the order in which you attach them "
-    "matters.",
+    "C03": "Two handlers use the same value at the same event, phase and rank, and at least one of them writes it, so "
+    "the order in which you attach them matters.",
     "C04": "Gradients are clipped twice.",
     "C05": "A schedule steps in a different unit than it was written for: its lengths are in epochs, for example, but "
     "it steps after each optimizer step.",
@@ -200,7 +201,7 @@ _TEXTS = {
     "C11": 'A `Checkpoint` handler is named "best", but keeps the latest states, because it monitors no metric.',
     "C12": "The batches and the model are on different devices, and nothing moves the batches.",
     "C13": "The training data is not shuffled.",
-    "C14": "The validation data contains training samples, so it cannot show overfitting.",
+    "C14": "The validation data contains training samples, so its metrics cannot show overfitting.",
     "C15": "An evaluator has a different model, which shares no parameters with the one being trained.",
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
     "C17": "An interval is longer than this run, so what it triggers never happens.",
@@ -219,8 +220,8 @@ _TEXTS = {
     "C28": "An optimizer option has a value with which no training converges. Use values such as `lr=1e-3, "
     "weight_decay=1e-2` with AdamW.",
     "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
-    "C30": "The process was launched as one of several, such as by `torchrun`, but no handler connects the processes, "
-    "so each one trains alone.",
+    "C30": "The process was launched as one of several, for example by `torchrun`, but no handler connects the "
+    "processes, so each one trains alone.",
     "C31": "`Preemption` would stop the run, but nothing would save it.",
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
     "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "

@@ -119,8 +119,8 @@ def _report_workers(engine: Engine, data: Any) -> None:
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(
             "W24",
-            f"{', '.join(held)}: each worker has its own copy of this generator, so all workers draw the same numbers "
-            "in every epoch, and a resumed run draws different numbers",
+            f"each worker has its own copy of every random generator in the data ({', '.join(held)}), so all workers "
+            "draw the same numbers in every epoch, and a resumed run draws different numbers",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )

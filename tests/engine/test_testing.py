@@ -353,7 +353,7 @@ def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> N
             Misdeclared,
             "Misdeclared.on_epoch_completed is never called.*put @on.Events.EPOCH_COMPLETED. above the method",
         ),
-        (Hoarding, "hoarding: after a run on a different engine, it does not start fresh.*modules.model"),
+        (Hoarding, "hoarding: after a run on a different engine, it does not start in .*modules.model"),
     ],
     ids=["no subscription", "a forgotten one", "keeps what it counted"],
 )

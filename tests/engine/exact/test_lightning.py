@@ -218,7 +218,7 @@ def test_data_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
         trainer.fit(module, ResumableData(Unsized()))
     trainer, module = trainer_of(tmp_path, nothing, True, 1)
     trainer.reload_dataloaders_every_n_epochs = 1
-    with pytest.raises(ValueError, match="data that Lightning reloads loses its position"):
+    with pytest.raises(ValueError, match="Lightning reloads the data, so its position is lost"):
         trainer.fit(module, ResumableData(DataLoader(Samples(), batch_size=4)))
 
 
