@@ -45,17 +45,18 @@ _TEXTS = {
     "graph is cut between the parameters and the loss.",
     "W13": "Some parameters in the optimizer received no gradient in an epoch, so they do not train. The finding is "
     "only informational if these are a minority.",
-    "W14": "Modules were set to eval mode during training and stayed there, so dropout is off and batch statistics "
-    "are frozen.",
+    "W14": "Modules were set to eval mode during training and stayed in eval mode, so dropout is off and batch "
+    "statistics are frozen.",
     "W15": "Weights or the loss are NaN. Training cannot recover from NaN weights.",
     "W16": "Gradients were cleared inside an accumulation window, so the step uses only the batches after that point.",
     "W17": "Your code calls `optimizer.step()`. The engine also calls it, so the engine does not count all steps.",
-    "W18": "The learning rate is 0 for a whole epoch, so nothing is learned, or it is negative, so steps increase the "
+    "W18": "The learning rate is 0 for a whole epoch, so nothing is learned; or it is negative, so steps increase the "
     "loss.",
     "W19": "A guard skipped steps, because their gradients or losses were not finite, or were far above the usual "
     "values.",
     # W2x: data
-    "W20": "An evaluation draws its samples with replacement, so some count several times and others not at all.",
+    "W20": "An evaluation draws its samples with replacement, so some samples count more than once and others not at "
+    "all.",
     "W21": "The data yields more batches than its length says, or the evaluation data yields fewer. Schedules and "
     "progress rely on the length.",
     "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so the tensors in this object "
@@ -202,7 +203,7 @@ _TEXTS = {
     "C12": "The batches and the model are on different devices, and nothing moves the batches.",
     "C13": "The training data is not shuffled.",
     "C14": "The validation data contains training samples, so its metrics cannot show overfitting.",
-    "C15": "An evaluator has a different model, which shares no parameters with the one being trained.",
+    "C15": "An evaluator has a different model, which shares no parameters with the model being trained.",
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
     "C17": "An interval is longer than this run, so what it triggers never happens.",
     "C18": "Weight averaging is set to start after the end of this run, so the averages are never used.",
@@ -222,7 +223,7 @@ _TEXTS = {
     "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
     "C30": "The process was launched as one of several, for example by `torchrun`, but no handler connects the "
     "processes, so each one trains alone.",
-    "C31": "`Preemption` would stop the run, but nothing would save it.",
+    "C31": "`Preemption` would stop the run, but no handler would save its state.",
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
     "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "
     "stay equal.",
@@ -250,7 +251,7 @@ _TEXTS = {
     "G07": "Dropout is active in an evaluation, so its metrics are random.",
     "G08": "The running statistics of normalization layers change in an evaluation, so evaluating changes the model.",
     "G09": "The weights differ between ranks, so the ranks train different models.",
-    "G10": "Gradients remain from an earlier iteration because nothing cleared them. The step includes them.",
+    "G10": "Nothing cleared the gradients of an earlier iteration, so the step includes these gradients.",
     "G11": "The data yields the same batch again and again.",
     "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1.",
     "G13": "The inputs have large values, so they do not seem normalized.",

@@ -233,8 +233,8 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
         if it.parameters and other and other.isdisjoint(it.parameters):
             yield finding(
                 "C15",
-                f"the evaluator of {one.handler.name!r} has a different model, which shares no parameters with the one "
-                "being trained",
+                f"the evaluator of {one.handler.name!r} has a different model, which shares no parameters with the "
+                "model being trained",
                 "build the evaluator on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
                 severity="info" if is_meant(one.evaluator) else None,

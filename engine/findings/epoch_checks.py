@@ -201,8 +201,8 @@ class EpochChecks:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
                 "W14",
-                f"{what} was set to eval mode during training and stayed there (seen at the end of epoch "
-                f"{engine.state.epoch}), so dropout is off and batch statistics do not update",
+                f"{what} was set to eval mode during training and was still in eval mode at the end of epoch "
+                f"{engine.state.epoch}, so dropout is off and batch statistics do not update",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
 

@@ -103,7 +103,7 @@ def steps_of_their_own(it: Composition) -> Iterator[Finding]:
         if is_users(one) and _steps_an_optimizer(it, one.receiver):
             yield finding(
                 "W17",
-                f"the function {one!r} calls optimizer.step(), so there are steps that the engine does not count",
+                f"the function {one!r} calls optimizer.step(), so the engine does not count all steps",
                 "remove the call, because the engine calls step() once per accumulation window, before it clears the "
                 "gradients",
             )

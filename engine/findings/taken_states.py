@@ -71,7 +71,7 @@ def _report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
         place, kind = next(((place, kind) for place, kind in _types(state) if kind in refused), ("", refused[0]))
         engine.remark(
             "W47",
-            f"the state holds a {kind} ({place}), which torch.load rejects, so no run can resume from it",
+            f"the state holds a {kind} ({place}), which torch.load rejects, so no run can resume from this state",
             f"if you trust {', '.join(refused)}, pass it to torch.serialization.add_safe_globals before the run, and "
             "again before resuming"
             if _loads(content, refused)

@@ -68,8 +68,8 @@ class LearningRateCurve:
         rates, losses = self._finite()
         if self.losses and not losses:
             raise ValueError(
-                f"no loss in the sweep is finite, not even the first ({self.losses[0]}, from before any step), so no "
-                "learning rate can help; check the data and the loss"
+                f"no loss in the sweep is finite, not even the first ({self.losses[0]}, computed before any step), so "
+                "no learning rate can help; check the data and the loss"
             )
         if len(rates) < 3:
             raise ValueError(
