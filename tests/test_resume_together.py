@@ -559,7 +559,7 @@ def ends_early() -> str:
 @pytest.mark.moderate
 def test_a_run_that_a_process_does_not_begin_any_more_says_so() -> None:
     reported, _ = run_together(ends_early, 2)
-    assert "Call run() and evaluate() on all ranks" in reported
+    assert "Call run() and evaluate() either on all ranks" in reported
 
 
 @pytest.mark.slow

@@ -156,9 +156,9 @@ class Group(SingleProcess):
         except Exception as error:
             if lost_another(error):
                 error.add_note(
-                    "the ranks could not start a run together. Call run() and evaluate() on all ranks or on none of "
-                    "them. If your script already does so, a rank has ended, or an error in the previous run closed "
-                    "the connections; in that case, restart the script"
+                    "the ranks could not start a run together. Call run() and evaluate() either on all ranks or on "
+                    "none. If your script already does this, then either a rank has ended or an error in the previous "
+                    "run closed the connections; restart the script"
                 )
                 for rank in self.processes.ended():
                     error.add_note(f"{rank} has ended")

@@ -105,8 +105,8 @@ def join(*, backend: str | None = None, timeout: float) -> Store:
         host = "the launcher" if _launcher_hosts() else "rank 0"
         if rank == 0 and host == "rank 0" and "EADDRINUSE" in str(error):
             raise RuntimeError(
-                f"join(): rank 0 could not host the store at {address}, because another process, perhaps of another "
-                "job, already uses this port; give each job on a machine its own MASTER_PORT"
+                f"join(): rank 0 could not host the store at {address}, because another process, perhaps from a "
+                "different job, already uses this port; give each job on a machine its own MASTER_PORT"
             ) from error
         raise RuntimeError(
             f"join(): rank {rank} could not use the store at {address}, hosted by {host}; check that {host} is running"
@@ -136,7 +136,7 @@ def bounded(timeout: float, who: str) -> Iterator[None]:
 
     def wait() -> None:
         deadline = time.monotonic() + timeout + GRACE
-        cause = f"within {timeout:g} s, because one of them has ended or cannot be reached"
+        cause = f"within {timeout:g} s, because one of these ranks has ended or cannot be reached"
         while not joined.wait(min(NOTICING, max(0.0, deadline - time.monotonic()))):
             ended = ended_peers()
             if ended and not cause.startswith("because"):
@@ -407,7 +407,7 @@ def _missing_ranks(store: Store, prefix: str, words: list[str | None], size: int
         if where
     ]
     return TimeoutError(
-        f"join(): of {size} ranks, rank {', '.join(missing) or 0} did not join within {timeout:g} s; "
+        f"join(): not all {size} ranks joined within {timeout:g} s; missing: rank {', '.join(missing) or 0}; "
         f"{'; '.join([*refused, 'check that every rank was started and calls join()'])}"
     )
 

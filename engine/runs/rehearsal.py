@@ -71,8 +71,8 @@ def rehearsal(engine: Engine, data: Iterable[Any], *, where: str) -> Iterator[No
         )
     if isinstance(data, Iterator):
         raise TypeError(
-            f"{where}: the data is a {type(data).__name__}, which would be exhausted; pass data that can be iterated "
-            "again, such as a DataLoader or a list"
+            f"{where}: the data is a {type(data).__name__}, which this call would exhaust; pass data that can be "
+            "iterated again, such as a DataLoader or a list"
         )
     check_initialized(engine, where)
     interrupts = Interrupts()

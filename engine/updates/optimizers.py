@@ -84,8 +84,8 @@ class JointOptimizer(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
             raise TypeError(
-                "step(closure): optimizers that step together cannot use a closure; give an optimizer that needs one, "
-                "such as LBFGS, its own Update"
+                "step(closure): optimizers that step together cannot use a closure; give an optimizer that needs a "
+                "closure, such as LBFGS, its own Update"
             )
         for optimizer in self.optimizers.values():
             optimizer.step()
@@ -99,8 +99,8 @@ class JointOptimizer(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise TypeError(
-            "these optimizers step together; add the group to one of them: update.optimizer.optimizers[name], where "
-            f"the names are {', '.join(self.optimizers)}"
+            "these optimizers step together, so add the parameter group to one of them: "
+            f"update.optimizer.optimizers[name], where name is one of {', '.join(self.optimizers)}"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class JointOptimizer(Optimizer):
 
     def _refuse_hook(self, *_: Any, **__: Any) -> Any:
         raise TypeError(
-            "these optimizers step together; register the hook with one of them: update.optimizer.optimizers[name]"
+            "these optimizers step together, so register the hook with one of them: update.optimizer.optimizers[name]"
         )
 
     register_step_pre_hook = register_step_post_hook = _refuse_hook
@@ -167,8 +167,8 @@ class JointFactory:
         if not isinstance(parameters, Mapping) or set(parameters) != set(self.factories):
             found = f"the names {', '.join(map(str, parameters))}" if isinstance(parameters, Mapping) else "no mapping"
             raise TypeError(
-                f"{self.where}: parameters= returned {found}; expected a mapping from the names of the optimizers, "
-                f"{', '.join(self.factories)}, to their parameters: lambda engine: groups(engine.model, {{...}})"
+                f"{self.where}: parameters= returned {found}; expected a mapping from the names of the optimizers "
+                f"({', '.join(self.factories)}) to their parameters: lambda engine: groups(engine.model, {{...}})"
             )
         made = {}
         for name, factory in self.factories.items():
@@ -201,8 +201,8 @@ def joined(where: str, optimizers: Any, *, with_parameters: bool) -> Any:
     kinds = dict.fromkeys(getattr(one, "__name__", type(one).__name__) for one in named.values())
     if any(built) or not all(map(callable, named.values())) or not isinstance(optimizers, Mapping):
         raise TypeError(
-            f"{where}: optimizer=a {type(optimizers).__name__} of {', '.join(kinds)}; expected built "
-            "optimizers, or a mapping from names to factories such as partial(torch.optim.AdamW, lr=1e-3)"
+            f"{where}: optimizer= is a {type(optimizers).__name__} of {', '.join(kinds)}; expected optimizers that are "
+            "already built, or a mapping from names to factories such as partial(torch.optim.AdamW, lr=1e-3)"
         )
     if not with_parameters:
         raise ValueError(

@@ -94,7 +94,7 @@ class Update:
             check_place(f"{where}: {argument}", getattr(self, argument))
         self._check_functions(where)
         if self.optimizer is not None and self.loss is None and self.function is None:
-            raise TypeError(f"{where}: an optimizer needs a loss; pass loss=")
+            raise TypeError(f"{where}: an update with an optimizer needs a loss; pass loss=")
         if isinstance(self.optimizer, type):
             _check_signature(f"{where}: optimizer", self.optimizer, 1)
         if isinstance(self.optimizer, Optimizer) and self.parameters is not None:

@@ -333,7 +333,7 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
             r"optimizer=0.1 is not callable; pass a factory",
         ),
         ({"function": forward, "optimizer": SGD, "parameters": 3}, r"parameters=3; expected the name of a module"),
-        ({"forward": forward, "optimizer": SGD}, "an optimizer needs a loss"),
+        ({"forward": forward, "optimizer": SGD}, "an update with an optimizer needs a loss"),
         ({"forward": forward, "loss": loss_of, "optimizer": BUILT, "parameters": list}, "optimizer= is already built"),
         ({"forward": lambda batch: None}, r"forward=.* must accept \(engine, batch\)"),
         ({"function": lambda: None}, r"function=.* must accept \(engine, batch\)"),

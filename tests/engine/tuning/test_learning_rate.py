@@ -537,7 +537,9 @@ def test_bounds_that_make_no_sense_are_refused(options: dict[str, Any], message:
 def test_an_engine_that_does_not_train_and_data_that_is_used_up_are_refused() -> None:
     with pytest.raises(ValueError, match="does not train"):
         find_learning_rate(Engine(Update.supervised(F.cross_entropy), model=model()), batches(5))
-    with pytest.raises(TypeError, match="a generator, which would be exhausted; pass data that can be iterated again"):
+    with pytest.raises(
+        TypeError, match="a generator, which this call would exhaust; pass data that can be iterated again"
+    ):
         find_learning_rate(build(), (batch for batch in batches(5)))
     engine = build()
     engine.connect(Events.STARTED, lambda engine: find_learning_rate(engine, batches(5)))

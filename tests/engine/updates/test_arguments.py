@@ -217,5 +217,5 @@ def test_tensors_are_not_printed_in_an_error() -> None:
     tensors = list(linear(5, 1).parameters())
     with pytest.raises(TypeError, match=r"parameters=a list of Parameter; expected the name of a module"):
         Update.supervised(F.mse_loss, SGD, lr=0.1, parameters=tensors)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"optimizer=a list of Parameter; expected built optimizers"):
+    with pytest.raises(TypeError, match=r"optimizer= is a list of Parameter; expected optimizers"):
         Update.supervised(F.mse_loss, tensors)  # type: ignore[arg-type]

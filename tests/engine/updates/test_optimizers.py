@@ -237,7 +237,9 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
     model = network()
     with pytest.raises(ValueError, match=r"pass the parameters of each optimizer: parameters=lambda engine: groups"):
         Update.supervised(F.cross_entropy, {"matrices": MUON, "rest": ADAM})
-    with pytest.raises(TypeError, match="expected built optimizers, or a mapping from names to factories"):
+    with pytest.raises(
+        TypeError, match="expected optimizers that are already built, or a mapping from names to factories"
+    ):
         Update.supervised(F.cross_entropy, [MUON, ADAM])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="is empty"):
         Update.supervised(F.cross_entropy, {})
@@ -246,7 +248,7 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
     with pytest.raises(ValueError, match=r"'1' \(LBFGS\) computes gradients inside its step"):
         Update.supervised(F.cross_entropy, [ADAM(model[0].parameters()), torch.optim.LBFGS(model[1].parameters())])
     wrong = Update.supervised(F.cross_entropy, {"matrices": MUON, "rest": ADAM}, parameters=lambda engine: {"rest": []})
-    with pytest.raises(TypeError, match=r"returned the names rest; expected .* the optimizers, matrices, rest, to"):
+    with pytest.raises(TypeError, match=r"returned the names rest; expected .* the optimizers \(matrices, rest\) to"):
         Engine(wrong, model=model).run(data(1), max_epochs=1)
     joint = JointOptimizer({"a": ADAM(model.parameters())})
     with pytest.raises(TypeError, match=r"update\.optimizer\.optimizers"):
