@@ -293,9 +293,9 @@ class _Check:
                 "changes_training=True",
             )
         assert draws or not self._drawing, (
-            f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators, or seeds them, which "
-            "changes the random numbers of other code; draw from self.generator(engine) instead, or set draws=True if "
-            "this is intended"
+            f"{self.name}: {', '.join(sorted(self._drawing))} draws from the global generators or seeds them, so the "
+            "random numbers of other code change; draw from self.generator(engine) instead, or set draws=True if this "
+            "is intended"
         )
         return whole
 

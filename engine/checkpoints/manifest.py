@@ -281,7 +281,7 @@ def _verify_shard(path: Path, file: str, entry: Mapping[str, Any]) -> None:
     """Verify a shard file, which is not read here, against the manifest."""
     try:
         if Path(file).name != file or "\0" in file:
-            raise Damaged(f"{MANIFEST} lists {file!r}, which is not the name of a file in the checkpoint")
+            raise Damaged(f"{MANIFEST} lists {file!r}, which is not a valid name for a file in a checkpoint")
         found = (path / file).stat()
         if not stat.S_ISREG(found.st_mode):
             raise Damaged(f"{file!r} is not a regular file")

@@ -121,14 +121,14 @@ def fill_in(
     own = {name: p for name, p in _parameters(modules) if bare_name(name) in left_out}
     if missing := left_out.keys() - {bare_name(name) for name in own}:
         raise ValueError(
-            f"{where}: the state was saved without its frozen parameters, but this model lacks some of them, such as "
-            f"{min(missing)!r}; build the model from the same base, such as the same pretrained weights"
+            f"{where}: the state was saved without its frozen parameters, but some of them, such as {min(missing)!r}, "
+            "are missing from this model; build the model from the same base, such as the same pretrained weights"
         )
     if different := [name for name, p in own.items() if _digest(p) != left_out[bare_name(name)]]:
         raise ValueError(
             f"{where}: the state was saved without its {len(left_out)} frozen parameters, but {len(different)} of "
-            f"them, such as {min(different)!r}, have different values in this model; build the model from the same "
-            "base, such as the same pretrained weights"
+            f"these parameters, such as {min(different)!r}, have different values in this model; build the model from "
+            "the same base, such as the same pretrained weights"
         )
     filled = dict(saved["modules"])
     for name, parameter in own.items():

@@ -37,7 +37,7 @@ def test(
 ) -> dict[str, Any]:
     """Measure data as a validation does, with the weights of a checkpoint; see `Engine.test`."""
     if engine.running:
-        raise RuntimeError("test() was called during a run; during a run, call engine.evaluate(evaluator, data)")
+        raise RuntimeError("test() was called during a run; call engine.evaluate(evaluator, data) instead")
     measures = _validation_of(engine, validation)
     evaluator = measures.evaluator_for(engine, metrics, named)
     data_sets = measures.data_sets_of(data)

@@ -231,7 +231,7 @@ def _compare(root: nn.Module, program: Callable[..., Any], inputs: _Inputs, size
     except Exception as error:
         raise ValueError(
             f"{_WHERE}(): the model {type(root).__name__} itself fails for a batch of {size} samples: {error}. Every "
-            f"tensor whose first dimension is {inputs.size}, as in the example, is treated as a batch"
+            f"tensor in the example whose first dimension is {inputs.size} is treated as a batch"
         ) from error
     try:
         found, other = _pytree.tree_flatten(program(*args, **kwargs))

@@ -85,14 +85,15 @@ def test_a_model_with_another_base_is_refused_and_keeps_its_weights(tmp_path: Pa
     before = {name: value.clone() for name, value in other.model.state_dict().items()}
     other.load_state_dict(Checkpoint.load(tmp_path))
     with pytest.raises(
-        ValueError, match=r"its 6 frozen parameters, but 4 of them, such as 'model\.base\.bias', have different"
+        ValueError,
+        match=r"its 6 frozen parameters, but 4 of these parameters, such as 'model\.base\.bias', have different",
     ):
         other.run(batches(), max_epochs=2)
     assert_same(other.model, before)
     smaller = build(nn.Linear(5, 1), Checkpoint(tmp_path / "smaller"))
     smaller.load_state_dict(Checkpoint.load(tmp_path))
     with pytest.raises(
-        ValueError, match=r"frozen parameters, but this model lacks some of them, such as 'model\.base\.bias'"
+        ValueError, match=r"frozen parameters, but some of them, such as 'model\.base\.bias', are missing"
     ):
         smaller.run(batches(), max_epochs=2)
 

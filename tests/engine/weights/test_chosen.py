@@ -161,7 +161,7 @@ def test_weights_that_nothing_chose_are_refused(tmp_path: Path) -> None:
 def test_it_is_refused_inside_a_run() -> None:
     engine = trainer_of()
     engine.connect(Events.EPOCH_COMPLETED, lambda engine: engine.test(TEST))
-    with pytest.raises(RuntimeError, match=r"test\(\) was called during a run; during a run, call engine.evaluate"):
+    with pytest.raises(RuntimeError, match=r"test\(\) was called during a run; call engine.evaluate"):
         engine.run(labelled(1), max_epochs=1)
 
 

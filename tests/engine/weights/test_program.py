@@ -142,7 +142,10 @@ class Counting(nn.Module):
     [
         (Branching(), r"Branching cannot be exported: .*data-dependent.*test_program.py:\d+: if x.sum\(\) > 0"),
         (FixedSize(), r"FixedSize cannot be exported: Constraints violated \(batch\)"),
-        (Pairs(), r"for a batch of 1 samples: two samples at least. Every tensor whose first dimension is 4"),
+        (
+            Pairs(),
+            r"for a batch of 1 samples: two samples at least. Every tensor in the example whose first dimension is 4",
+        ),
         (
             Counting(),
             r"for a batch of 1 samples, the output of the exported program of Counting differs from that of the model",
