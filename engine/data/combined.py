@@ -40,7 +40,9 @@ class CombinedData:
         self, parts: Mapping[str, Any] | Sequence[Any], *, mode: Literal["min", "max", "cycle"] = "cycle"
     ) -> None:
         if not isinstance(parts, Mapping | list | tuple) or not parts:
-            raise TypeError(f"CombinedData(parts={parts!r}): expected a non-empty mapping or sequence of data")
+            raise TypeError(
+                f"CombinedData(parts={parts!r}): expected a non-empty sequence of data, or a mapping from names to data"
+            )
         self.mode = check_choice(self, "mode", mode, ("min", "max", "cycle"))
         self.names = list(parts) if isinstance(parts, Mapping) else None
         self.parts = list(parts.values() if isinstance(parts, Mapping) else parts)

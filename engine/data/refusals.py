@@ -61,7 +61,9 @@ def _refuse_no_batches(data: Any) -> None:
             f"pass one of its values, such as data[{next(iter(data), 'train')!r}]"
         )
     if isinstance(data, str | bytes):
-        raise TypeError(f"run(): the data is the text {data[:40]!r}; pass an iterable of batches, such as a DataLoader")
+        raise TypeError(
+            f"run(): the data is the string {data[:40]!r}; pass an iterable of batches, such as a DataLoader"
+        )
 
 
 def _refuse_endless(engine: Engine, data: Any) -> None:

@@ -92,7 +92,7 @@ class Source:
         if keeps_position(data) and "random" not in (position or {}):
             raise DataError(
                 f"restore(): the data ({type(data).__name__}) keeps its own position, but the state was taken before "
-                "the first pass over it; take the state at ITERATION_COMPLETED or later"
+                "the first pass over this data; take the state at ITERATION_COMPLETED or later"
             )
 
     def begun_again(self, epoch: int) -> Source:
@@ -407,7 +407,7 @@ class Source:
             return iterator
         warn(
             f"the data ({type(self.data).__name__}) cannot skip batches, so {wanted} batches are read again. A "
-            "DataLoader over a map-style dataset skips them; other data can implement batches_from(start), or "
+            "DataLoader over a map-style dataset can skip batches; other data can implement batches_from(start), or "
             "state_dict() and load_state_dict()",
             RereadingWarning,
         )

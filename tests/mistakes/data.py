@@ -211,7 +211,7 @@ def a_dictionary_of_loaders(right: bool) -> None:
     build(linear(5, 1)).run(data["train"] if right else data, max_epochs=1)
 
 
-@mistake(TypeError, "the data is the text 'train.csv'")
+@mistake(TypeError, "the data is the string 'train.csv'")
 def the_name_of_a_file(right: bool) -> None:
     build(linear(5, 1)).run(batches() if right else "train.csv", max_epochs=1)
 
