@@ -41,7 +41,8 @@ class CombinedData:
     ) -> None:
         if not isinstance(parts, Mapping | list | tuple) or not parts:
             raise TypeError(
-                f"CombinedData(parts={parts!r}): expected a non-empty sequence of data, or a mapping from names to data"
+                f"CombinedData(parts={parts!r}): expected a non-empty sequence of data, or a non-empty mapping from "
+                "names to data"
             )
         self.mode = check_choice(self, "mode", mode, ("min", "max", "cycle"))
         self.names = list(parts) if isinstance(parts, Mapping) else None
