@@ -152,7 +152,7 @@ def entry_of(content: bytes) -> dict[str, Any]:
     [
         ("shard", "shard has 5 bytes, but 4 were written"),
         ("gone", "gone is missing"),
-        ("../shard", r"manifest\.json lists '\.\./shard', which is not the name of a file in the checkpoint"),
+        ("../shard", r"manifest\.json lists '\.\./shard', which is not a valid name for a file in a checkpoint"),
     ],
     ids=["size", "missing", "outside"],
 )
