@@ -359,7 +359,10 @@ def check_fit(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[str],
     _check_names(engine, modules, saved, allowed)
     for name in modules:
         if different := _different(engine.modules[name], saved["modules"][name], goes_back=goes_back):
-            raise ValueError(f"the loaded state does not match this engine: module {name!r} differs in {different}")
+            raise ValueError(
+                f"the loaded state does not match this engine: module {name!r} differs in {different}; to start a new run "
+                "from the weights that match, use WarmStart(path, allow=...)"
+            )
     for update in engine.updates:
         check_parameters(engine, update, saved["updates"][update.name], saved["modules"])
 

@@ -458,7 +458,7 @@ class Snapshots(Part["Engine"]):
             )
         for name, root in modules.items():
             if different := refusal(root, weights[name]):
-                raise ValueError(f"load_weights(): module {name!r} differs in {different}")
+                raise ValueError(f"load_weights(): module {name!r} differs in {different}; use WarmStart(allow=...)")
         load_modules({root: weights[name] for name, root in modules.items()})
 
     # ---- lineage --------------------------------------------------------------------------------------------------
