@@ -228,7 +228,7 @@ def test_the_embedding_is_found_or_named() -> None:
 @pytest.mark.parametrize(
     ("mask", "error", "message"),
     [
-        ("mask", TypeError, r"no tensor at 'mask'; pass the index or key of a tensor with NEFTune\(mask=\)"),
+        ("mask", TypeError, r"no tensor at 'mask'; set NEFTune\(mask=\) to the index or key of a tensor"),
         ("y", ValueError, r"the mask has shape \(4,\), but the embeddings have shape \(4, 7, 4\)"),
         (lambda batch: 3, ValueError, "the mask is 3"),
     ],

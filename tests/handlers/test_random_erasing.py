@@ -182,7 +182,7 @@ def test_whole_numbers_take_a_number_and_no_random_ones() -> None:
         (
             {"input": 3},
             pictures()[0],
-            r"no tensor at 3; pass the index or key of a tensor with RandomErasing\(input=\)",
+            r"no tensor at 3; set RandomErasing\(input=\) to the index or key of a tensor",
         ),
     ],
 )

@@ -440,7 +440,7 @@ def test_data_of_another_kind_is_refused_by_a_loaded_position() -> None:
     engine.run(SKIPPED["shuffled, generator"](), max_iters=2)
     resumed = build()
     resumed.load_state_dict(engine.state_dict())
-    with pytest.raises(ValueError, match=r"had 1 generator\(s\), but this data \(DataLoader\) has 0"):
+    with pytest.raises(ValueError, match=r"had 1 random generator\(s\), but this data \(DataLoader\) has 0"):
         resumed.run(SKIPPED["shuffled"](), max_epochs=1)
 
 
