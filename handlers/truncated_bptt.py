@@ -221,8 +221,8 @@ class TruncatedBPTT(Handler):
         if self._index == 0:
             if list(state.plan).count(update) != self._planned[update.name]:
                 raise RuntimeError(
-                    f"{self.name!r}: state.plan was changed too late: the chunks of update {update.name!r} have already "
-                    "been planned; change state.plan earlier, at ITERATION_STARTED with phase=Phase.PREPARE"
+                    f"{self.name!r}: state.plan was changed too late: the chunks of update {update.name!r} have "
+                    "already been planned; change state.plan earlier, at ITERATION_STARTED with phase=Phase.PREPARE"
                 )
             update.hidden = None
             self._skipped = update.skipped
