@@ -179,8 +179,8 @@ class Compile(Handler):
         except exc.InvalidCxxCompiler:
             tried = " or ".join(repr(one) for one in config.cpp.cxx if one is not None)
             raise ValueError(
-                f"{self.name!r}: backend='inductor' needs a C++ compiler on a CPU, but {tried} is not a working C++ "
-                "compiler; install g++, or set the environment variable CXX to the name of a compiler"
+                f"{self.name!r}: backend='inductor' needs a C++ compiler to compile for the CPU, but {tried} is not a "
+                "working C++ compiler; install g++, or set the environment variable CXX to the name of a compiler"
             ) from None
 
     def _compile_modules(self, engine: Engine) -> None:
@@ -261,9 +261,9 @@ class Compile(Handler):
         compiled = "; ".join(dict.fromkeys(", ".join(map(_shown, one)) for one in self.sizes))
         limit = self.recompile_limit or usual_recompile_limit()
         warn(
-            f"{self.name!r}: the limit of {limit} compiled graphs is reached, so inputs of other sizes run uncompiled. "
-            f"The compiled sizes are {compiled}. Pad or drop the smaller batches, omit dynamic=False, or pass a larger "
-            "recompile_limit="
+            f"{self.name!r}: the limit of {limit} compiled graphs has been reached, so inputs of other sizes run "
+            f"uncompiled. The compiled sizes are {compiled}. Pad or drop the smaller batches, omit dynamic=False, or pass "
+            "a larger recompile_limit="
         )
 
 
