@@ -241,7 +241,7 @@ def find(folder: Path, files: Files, unreadable: list[OSError] | None = None) ->
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(_Changed):
             return _find(folder, files, unreadable)
-    raise OSError(errno.EBUSY, "the checkpoints are removed faster than they can be listed", str(folder))
+    raise OSError(errno.EBUSY, "the checkpoints are being removed faster than they can be listed", str(folder))
 
 
 def _find(folder: Path, files: Files, unreadable: list[OSError] | None) -> list[tuple[str, Path]]:
@@ -316,7 +316,7 @@ def open_version(
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(_Changed):
             return _open_version(Path(path), name=name, where=where, files=files, without=without)
-    raise ValueError(f"{where}: the checkpoints are replaced faster than they can be read")
+    raise ValueError(f"{where}: the checkpoints are being replaced faster than they can be read")
 
 
 def _open_version(
