@@ -66,8 +66,8 @@ class ParameterPenalty(Penalizing):
             raise ValueError(f"{self.name!r}: there is no parameter to penalize{but if left_out else ''}")
         if any(map(is_sharded, chosen)):
             raise ValueError(
-                f"{self.name!r}: the parameters are sharded over ranks, which a penalty in the loss does not support; "
-                "use the optimizer's weight_decay"
+                f"{self.name!r}: a loss penalty does not work with parameters that are sharded across ranks; use "
+                "the optimizer's weight_decay instead"
             )
         self._found = {update.name: (update.parameters, self._of_update(engine, update)) for update in updates}
 
