@@ -133,8 +133,8 @@ class Distribution(Handler):
             for index, parameter in enumerate(update.parameters):
                 if not is_sharded(parameter):
                     raise ValueError(
-                        f"{self.name!r}: parameter {index} of update {update.name!r} is in none of the engine's "
-                        f"modules, so it would {else_it}; make it a parameter of the model"
+                        f"{self.name!r}: parameter {index} of update {update.name!r} does not belong to any of the "
+                        f"engine's modules, so it would {else_it}; make it a parameter of the model"
                     )
 
     def _check_device(self, engine: Engine) -> None:
