@@ -202,7 +202,7 @@ class Metrics(Handler):
             if getattr(metric, "carries_over", False):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) depends on the order of the batches, "
-                    "which shards do not preserve; use Average()"
+                    "which sharding does not preserve; use Average()"
                 )
         self._shared = {id(part): part for root in engine.modules.values() for part in root.modules()}
         if engine.training:
@@ -337,7 +337,7 @@ class Metrics(Handler):
             if "expected scalar type" in str(error):
                 error.add_note(
                     f"{self.name!r}: metrics receive half-precision tensors as float32; if your function combines them "
-                    "with other tensors, such as class weights, convert those to float32"
+                    "with other tensors, such as class weights, convert the other tensors to float32"
                 )
             raise
 
@@ -447,8 +447,8 @@ class Metrics(Handler):
         if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
             engine.findings.report(
                 "W64",
-                f"in {chance.evaluations} evaluations, {key!r} was at most {chance.best:.3g} (now: {value:.3g}); always "
-                f"predicting the most frequent class reaches {share:.3g}, plus up to {deviation:.2g} by chance",
+                f"in {chance.evaluations} evaluations, {key!r} has not exceeded {chance.best:.3g} (now: {value:.3g}); a model "
+                f"that always predicts the most frequent class scores {share:.3g}, plus up to {deviation:.2g} by chance",
                 "check that inputs and labels belong together and that both datasets number the classes in the same "
                 "way; then check the learning rate, weight decay and clipping",
                 self.name,
