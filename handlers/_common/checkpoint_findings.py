@@ -83,8 +83,8 @@ def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
         )
     elif engine.processes.is_rank_zero:
         print(
-            f"{name}: leaves out {base.count} frozen parameters ({base.size / 1e6:.1f} of {every / 1e6:.1f} MB), so "
-            "its checkpoints can be loaded only into a model with the same frozen parameters",
+            f"{name}: {base.count} frozen parameters ({base.size / 1e6:.1f} of {every / 1e6:.1f} MB) are left out, so "
+            "the checkpoints can be loaded only into a model with the same frozen parameters",
             file=sys.stderr,
         )
 
