@@ -59,7 +59,7 @@ class EarlyStopping(Handler):
         >>> _ = engine.attach(EarlyStopping("score", mode="max", patience=2))
         >>> state = engine.run(data, max_epochs=5)
         >>> state.epoch, state.stop_reason
-        (4, 'score has not improved on 0.7 for 2 values (greater is better)')
+        (4, 'score has not improved on 0.7 in the last 2 values (greater is better)')
     """
 
     trains = True
@@ -201,7 +201,7 @@ class EarlyStopping(Handler):
         if self.threshold is not None and (value == self.threshold or self._worse(self.threshold, value)):
             return f"{metric} is {value}, which reaches threshold={self.threshold}"
         if self.waited >= self.patience:
-            return f"{metric} has not improved on {self.best} for {self.waited} values ({better} is better)"
+            return f"{metric} has not improved on {self.best} in the last {self.waited} values ({better} is better)"
         return None
 
     def _worse(self, value: float, than: float) -> bool:
@@ -261,7 +261,7 @@ class EarlyStopping(Handler):
             yield finding(
                 "C19",
                 f"{self.name!r} waits for {self.patience} values without improvement, but this run has at most "
-                f"{int(last / every.value)}, so the handler cannot stop the run",
+                f"{int(last / every.value)} values, so the handler cannot stop the run",
                 "reduce the patience, or evaluate more often",
                 [self.name],
             )

@@ -73,7 +73,7 @@ def is_picture(path: Path) -> bool:
 def check_tabular(folder: Path) -> None:
     stopped, test = run("tabular", folder).splitlines()
     found = re.fullmatch(
-        r"stopped: val_f1 has not improved on ([\d.]+) for 5 values \(greater is better\) at epoch 7", stopped
+        r"stopped: val_f1 has not improved on ([\d.]+) in the last 5 values \(greater is better\) at epoch 7", stopped
     )
     assert found is not None, stopped
     assert float(found[1]) == share(71, 74)

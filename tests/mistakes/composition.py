@@ -537,7 +537,7 @@ def an_update_that_was_never_due_in_data_without_a_length(right: bool) -> None:
     alternating(3 if right else 50).run((batch for batch in batches()), max_epochs=1)
 
 
-@said("C19: 'early_stopping' waits for 20 values without improvement, but this run has at most 4")
+@said("C19: 'early_stopping' waits for 20 values without improvement, but this run has at most 4 values")
 def a_patience_that_cannot_end_this_run(right: bool) -> None:
     engine = build(net(), EarlyStopping("score", mode="max", patience=2 if right else 20))
     engine.connect(
