@@ -93,9 +93,9 @@ class ElasticDataParallel(Distribution):
         if idle := processes - shards.readers:
             yield finding(
                 "C41",
-                f"{self.name!r}: {idle} of {processes} processes compute no shard, because {shards.world_size} shards "
-                "can only be shared by a number of processes that is a power of two",
-                f"start {shards.readers} processes, or twice as many",
+                f"{self.name!r}: {idle} of {processes} processes are idle, because the {shards.world_size} shards can be "
+                "divided evenly only among a power-of-two number of processes",
+                f"start {shards.readers} processes, or another power of two that is at most {shards.world_size}",
                 [self.name],
             )
         for function in functions_of_shards(engine) if processes > 1 else ():
