@@ -213,8 +213,9 @@ class Guards(Handler):
             several = len(set(self._labels)) > 1
             self._report(
                 "G15",
-                "each batch has labels from only one class"
-                + (", because the data is sorted by class" if several else f" so far ({low})"),
+                "each batch contains labels from only one class, because the data is sorted by class"
+                if several
+                else f"each batch so far has contained labels from only one class ({low})",
                 "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
                 key=several,
                 severity="warning" if several else "info",
@@ -249,8 +250,8 @@ class Guards(Handler):
             if window.filled == 0 and window.held == 0 and (left := total(p.grad for p in update.parameters)) > 0:
                 self._report(
                     "G10",
-                    f"gradients of norm {left:.3g} exist before iteration {engine.state.iteration} starts, and are "
-                    f"added to the gradients of update {update.name!r}",
+                    f"gradients with norm {left:.3g} already exist before iteration {engine.state.iteration} starts and "
+                    f"are added to the gradients of update {update.name!r}",
                     "clear the gradients that your own backward() call produces, or use "
                     "backward(inputs=...) to leave out the parameters of the model",
                     key=update.name,
@@ -422,8 +423,8 @@ class Guards(Handler):
         if left := look.left_over(self._stepped):
             self._report(
                 "G10",
-                f"the gradients of {shown(left, names_of(engine))} are added to the gradients of the previous "
-                "iteration, which an optimizer step has already used",
+                f"the gradients of {shown(left, names_of(engine))} are added to gradients that an optimizer step "
+                "has already used in the previous iteration",
                 "call zero_grad() on the optimizer that you step yourself, or build an Update for that optimizer",
                 key="elsewhere",
             )
@@ -450,7 +451,7 @@ class Guards(Handler):
                 "G23",
                 f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so the "
                 "weights of this layer are divided by a random number",
-                "run one forward in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
+                "run one forward pass in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
             )
         look.statistics = statistics_of(engine)
         if not has_other_path(engine):
@@ -462,7 +463,7 @@ class Guards(Handler):
         if look.dropout.seen:
             self._report(
                 "G07",
-                "dropout is active in the forward during an evaluation",
+                "dropout is active in the forward pass during an evaluation",
                 "keep the model in eval mode, and pass training=self.training to dropout functions",
             )
         now = statistics_of(engine)
