@@ -203,7 +203,7 @@ class Distillation(LossTerm):
         if ours.shape != theirs.shape:
             raise ValueError(
                 f"{self.name!r}: the output of update {update.name!r} has shape {tuple(ours.shape)}, but the teacher's "
-                f"has {tuple(theirs.shape)}; both must score the same classes for the same samples"
+                f"output has shape {tuple(theirs.shape)}; both must score the same classes for the same samples"
             )
         positions = ours.numel() // ours.shape[self.dim]
         T = self.temperature

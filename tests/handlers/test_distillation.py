@@ -362,7 +362,7 @@ def test_a_teacher_that_is_trained_is_refused() -> None:
 @pytest.mark.parametrize(
     ("teacher", "error", "message"),
     [
-        (nn.Linear(5, 4), ValueError, r"has shape \(6, 3\), but the teacher's has \(6, 4\)"),
+        (nn.Linear(5, 4), ValueError, r"has shape \(6, 3\), but the teacher's output has shape \(6, 4\)"),
         (nn.Linear(5, 1), TypeError, r"the teacher's output is of shape \(6, 1\); expected a tensor of logits"),
         (nn.GRU(5, 3), TypeError, "the teacher's output is a tuple"),
     ],
