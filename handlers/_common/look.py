@@ -40,8 +40,8 @@ def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[...
         if errors and engine.findings.has_failed(function):
             engine.findings.report(
                 "W09",
-                f"{function.__qualname__} raised an error and was skipped, so error={sorted(errors)} may miss the "
-                "mistakes that this check looks for",
+                f"{function.__qualname__} raised an error and was skipped, so the mistakes that this check looks "
+                f"for may go undetected despite error={sorted(errors)}",
                 "please report the error, which is in engine.findings, and describe your data and model",
                 owner,
                 severity="warning",
