@@ -99,7 +99,7 @@ class Freezing(Handler):
             raise ValueError(f"Freezing(parts={parts!r}): expected at least one part of the model")
         for pattern, epoch in self.parts.items():
             if not isinstance(pattern, str) or not pattern:
-                raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is not a path of a module or parameter")
+                raise TypeError(f"Freezing(parts={parts!r}): {pattern!r} is not the path of a module or parameter")
             if epoch is not None:
                 _check_epoch(
                     f"parts={parts!r}" if isinstance(parts, Mapping) else f"unfreeze_at={unfreeze_at!r}", pattern, epoch
