@@ -55,7 +55,7 @@ class JointSchedule:
             unwrap_step(optimizer)
             if takes_metric(scheduler) or hasattr(scheduler, "step_update"):
                 raise ValueError(
-                    f"LRScheduling({name!r}: ...): the step() of {type(scheduler).__name__} needs an argument, but in "
+                    f"LRScheduling({name!r}: ...): {type(scheduler).__name__}.step() needs an argument, but in "
                     "an update with several optimizers, step() is called without arguments; use a torch scheduler "
                     "other than ReduceLROnPlateau"
                 )
