@@ -179,8 +179,8 @@ class _Recomputed:
             if old != new:
                 raise RuntimeError(
                     f"the forward of {self.path!r} changes the buffer {key!r} of {type(module).__name__}, so "
-                    "recomputing the forward would change the buffer a second time in each iteration; leave this module "
-                    "out of ActivationCheckpointing(modules=)"
+                    "recomputing the forward would change the buffer a second time in each iteration; leave this "
+                    "module out of ActivationCheckpointing(modules=)"
                 )
         return result
 

@@ -262,8 +262,8 @@ class Compile(Handler):
         limit = self.recompile_limit or usual_recompile_limit()
         warn(
             f"{self.name!r}: the limit of {limit} compiled graphs has been reached, so inputs of other sizes run "
-            f"uncompiled. The compiled sizes are {compiled}. Pad or drop the smaller batches, omit dynamic=False, or pass "
-            "a larger recompile_limit="
+            f"uncompiled. The compiled sizes are {compiled}. Pad or drop the smaller batches, omit dynamic=False, or "
+            "pass a larger recompile_limit="
         )
 
 

@@ -93,8 +93,8 @@ class ElasticDataParallel(Distribution):
         if idle := processes - shards.readers:
             yield finding(
                 "C41",
-                f"{self.name!r}: {idle} of {processes} processes are idle, because the {shards.world_size} shards can be "
-                "divided evenly only among a power-of-two number of processes",
+                f"{self.name!r}: {idle} of {processes} processes are idle, because the {shards.world_size} shards can "
+                "be divided evenly only among a power-of-two number of processes",
                 f"start {shards.readers} processes, or another power of two that is at most {shards.world_size}",
                 [self.name],
             )

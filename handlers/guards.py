@@ -250,8 +250,8 @@ class Guards(Handler):
             if window.filled == 0 and window.held == 0 and (left := total(p.grad for p in update.parameters)) > 0:
                 self._report(
                     "G10",
-                    f"gradients with norm {left:.3g} already exist before iteration {engine.state.iteration} starts and "
-                    f"are added to the gradients of update {update.name!r}",
+                    f"gradients with norm {left:.3g} already exist before iteration {engine.state.iteration} starts "
+                    f"and are added to the gradients of update {update.name!r}",
                     "clear the gradients that your own backward() call produces, or use "
                     "backward(inputs=...) to leave out the parameters of the model",
                     key=update.name,

@@ -447,8 +447,8 @@ class Metrics(Handler):
         if late and not chance.exceeded and count >= _ENOUGH_SAMPLES and share <= _MOST_BALANCED:
             engine.findings.report(
                 "W64",
-                f"in {chance.evaluations} evaluations, {key!r} has not exceeded {chance.best:.3g} (now: {value:.3g}); a model "
-                f"that always predicts the most frequent class scores {share:.3g}, plus up to {deviation:.2g} by chance",
+                f"in {chance.evaluations} evaluations, {key!r} has not exceeded {chance.best:.3g} (now: {value:.3g}); "
+                f"always predicting the most frequent class gives {share:.3g}, plus up to {deviation:.2g} by chance",
                 "check that inputs and labels belong together and that both datasets number the classes in the same "
                 "way; then check the learning rate, weight decay and clipping",
                 self.name,

@@ -268,7 +268,7 @@ def test_a_checkpoint_has_no_prefix_and_each_kind_of_run_resumes_the_other(tmp_p
 @pytest.mark.moderate
 def test_more_sizes_than_graphs_are_one_warning_that_names_them() -> None:
     engine = build(network(), Compile(backend="eager", dynamic=False, recompile_limit=3))
-    message = r"'compile': the limit of 3 compiled graphs has been reached.* are \(2, 5\); \(3, 5\); \(4, 5\)\. Pad or drop"
+    message = r"the limit of 3 compiled graphs has been reached.* are \(2, 5\); \(3, 5\); \(4, 5\)\. Pad or drop"
     with pytest.warns(UserWarning, match=message) as caught:
         engine.run(batches(range(2, 8), 5), max_epochs=2)
     assert len([one for one in caught if "the limit" in str(one.message)]) == 1
@@ -348,7 +348,10 @@ def test_without_a_compiler_inductor_is_refused_before_the_first_batch() -> None
     steps: list[int] = []
     engine = build(network(), Compile())
     engine.connect(Events.ITERATION_STARTED, lambda engine: steps.append(1))
-    message = r"needs a C\+\+ compiler to compile for the CPU, but 'no-such-compiler' is not a working C\+\+ compiler; install"
+    message = (
+        r"needs a C\+\+ compiler to compile for the CPU, but 'no-such-compiler' is not a working C\+\+ compiler; "
+        r"install g\+\+"
+    )
     with options.patch({"cpp.cxx": (None, "no-such-compiler")}), pytest.raises(ValueError, match=message):
         engine.run(batches([16], 5), max_epochs=1)
     assert not steps

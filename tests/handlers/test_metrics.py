@@ -475,7 +475,7 @@ def test_an_accuracy_below_that_of_the_most_frequent_class_is_only_listed_for_we
         trainer.run(data, max_epochs=4)
     [found] = trainer.findings.of_run().of("W64")
     assert found.severity == severity
-    assert "has not exceeded 0.25 (now: 0.25); a model that always predicts the most frequent class scores 0.75" in found.sentence
+    assert "has not exceeded 0.25 (now: 0.25); always predicting the most frequent class gives 0.75" in found.sentence
 
 
 class Graph:
