@@ -268,7 +268,7 @@ def test_a_checkpoint_has_no_prefix_and_each_kind_of_run_resumes_the_other(tmp_p
 @pytest.mark.moderate
 def test_more_sizes_than_graphs_are_one_warning_that_names_them() -> None:
     engine = build(network(), Compile(backend="eager", dynamic=False, recompile_limit=3))
-    message = r"the limit of 3 compiled graphs has been reached.* are \(2, 5\); \(3, 5\); \(4, 5\)\. Pad or drop"
+    message = r"'compile': the limit of 3 compiled graphs has been reached.* \(2, 5\); \(3, 5\); \(4, 5\)\. Pad or drop"
     with pytest.warns(UserWarning, match=message) as caught:
         engine.run(batches(range(2, 8), 5), max_epochs=2)
     assert len([one for one in caught if "the limit" in str(one.message)]) == 1
