@@ -63,8 +63,8 @@ def check_shared(handler: Handler, folder: Path, processes: Processes) -> None:
     for rank, (sees, own, host) in enumerate(found):
         if not sees:
             raise ValueError(
-                f"{handler.name!r}: rank 0 writes to {found[0][1]!r} on {found[0][2]}, but rank {rank} does not find "
-                f"the files of rank 0 in {own!r} on {host}; use the same folder on a shared file system for all ranks"
+                f"{handler.name!r}: rank 0 writes to {found[0][1]!r} on {found[0][2]}, but rank {rank} cannot find "
+                f"the files from rank 0 in {own!r} on {host}; use the same folder on a shared file system for all ranks"
             )
 
 

@@ -1296,7 +1296,7 @@ def test_ranks_that_do_not_see_the_same_folder_are_refused_before_the_first_batc
     before = set(tmp_path.rglob("*"))
     for said in run_together(_in_a_folder_of_its_own, 2, tmp_path, resume):
         assert f"rank 0 writes to '{tmp_path / '0'}'" in said
-        assert f"rank 1 does not find the files of rank 0 in '{tmp_path / '1'}'" in said
+        assert f"rank 1 cannot find the files from rank 0 in '{tmp_path / '1'}'" in said
     assert set(tmp_path.rglob("*")) - before <= {tmp_path / "0"}
 
 
