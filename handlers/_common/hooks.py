@@ -42,8 +42,8 @@ def check_not_compiled(handler: Handler, engine: Engine) -> None:
     """Raise ValueError for a model that is or will be compiled, because it skips hooks that are added and removed."""
     if (other := engine.overrides.owner_of(COMPILATION)) is not None:
         raise ValueError(
-            f"{handler.name!r} adds hooks during the run, but modules compiled by {other!r} do not call them; detach "
-            "one of the two"
+            f"{handler.name!r} adds hooks during the run, but modules compiled by {other!r} do not call these hooks; "
+            "detach one of the two"
         )
     for root, module in engine.modules.items():
         for path, part in module.named_modules(prefix=root):
