@@ -150,7 +150,7 @@ class FullyShardedDataParallel(Distribution):
         if size % self.replicas or size == self.replicas:
             raise ValueError(
                 f"{self.name!r}: replicas={self.replicas} does not split {size} ranks into equal groups of two or more"
-                + ("; to replicate on each rank, use DistributedDataParallel" if size == self.replicas else "")
+                + ("; to keep a full replica on each rank, use DistributedDataParallel" if size == self.replicas else "")
             )
         if len(engine.updates) > 1:
             raise ValueError(
@@ -206,12 +206,12 @@ class FullyShardedDataParallel(Distribution):
             return
         if self.replicas > 1:
             raise ValueError(
-                f"{self.name!r}: replicas={self.replicas} with layers split over {engine.group.alike} ranks needs a "
+                f"{self.name!r}: replicas={self.replicas} with layers split across {engine.group.alike} ranks needs a "
                 "three-dimensional mesh, which is not supported; use replicas=1, or detach TensorParallel"
             )
         if self.shard_policy == "own":
             raise ValueError(
-                f"{self.name!r}: shard_policy='own' does not work with layers split over {engine.group.alike} ranks, "
+                f"{self.name!r}: shard_policy='own' does not work with layers split across {engine.group.alike} ranks, "
                 "which must read the same data; use 'auto' or 'round_robin'"
             )
 
@@ -329,7 +329,7 @@ class FullyShardedDataParallel(Distribution):
             kept = engine.processes.gather(len(update.window.kept))
             if len(set(kept)) > 1:
                 raise ValueError(
-                    f"{self.name!r}: the accumulation window of update {update.name!r} must be computed again, but the "
+                    f"{self.name!r}: the accumulation window of update {update.name!r} must be recomputed, but the "
                     f"number of batches in this window differs between ranks ({kept}); use DataLoader(drop_last=True), "
                     "or detach the handler that computes gradients several times per step"
                 )

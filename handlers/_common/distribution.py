@@ -165,8 +165,8 @@ class Distribution(Handler):
             return
         if 1 < engine.group.alike < self.processes.world_size and not self.beside_split_layers:
             raise ValueError(
-                f"{self.name!r} does not support a model whose layers are split over {engine.group.alike} ranks; use "
-                "FullyShardedDataParallel instead, or split the layers over all ranks"
+                f"{self.name!r} does not support a model whose layers are split across {engine.group.alike} ranks; use "
+                "FullyShardedDataParallel instead, or split the layers across all ranks"
             )
         self._last_event = Events.MODEL_SETUP.name
         for event in _RECORDED:

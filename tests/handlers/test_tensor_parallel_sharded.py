@@ -394,7 +394,7 @@ REFUSALS: dict[str, tuple[Callable[[], Engine], str]] = {
     "nobody shards the data": (beside, "'tensor_parallel': size=2 splits layers over only some of the 4 ranks"),
     "whole copies of the model": (
         lambda: beside(DistributedDataParallel()),
-        "'distributed_data_parallel' does not support a model whose layers are split over 2 ranks",
+        "'distributed_data_parallel' does not support a model whose layers are split across 2 ranks",
     ),
     "three ranks of four": (
         lambda: beside(size=3),
@@ -406,11 +406,11 @@ REFUSALS: dict[str, tuple[Callable[[], Engine], str]] = {
     ),
     "copies of sharded models": (
         lambda: make(replicas=2),
-        "'fully_sharded_data_parallel': replicas=2 with layers split over 2 ranks",
+        "'fully_sharded_data_parallel': replicas=2 with layers split across 2 ranks",
     ),
     "data of each rank": (
         lambda: make(shard_policy="own"),
-        "'fully_sharded_data_parallel': shard_policy='own' does not work with layers split over 2 ranks",
+        "'fully_sharded_data_parallel': shard_policy='own' does not work with layers split across 2 ranks",
     ),
     "a parameter that gets a part of its gradient": (
         lambda: make(model=Partial(), plan={"up": ColwiseParallel(), "down": RowwiseParallel()}, units=()),
