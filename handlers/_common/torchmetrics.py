@@ -106,8 +106,8 @@ def merge(metric: Any, states: Sequence[Mapping[str, Any]]) -> None:
         several = [state[path] for state in states if state[path]["count"]]
         if any(not _same(one["own"], _own_values(part)) for one in several):
             raise ValueError(
-                f"{type(part).__name__} keeps values outside its states, but only states can be merged across "
-                "shards; use this metric only in runs without shards"
+                f"{type(part).__name__} keeps values outside its metric states, but only metric states can be merged "
+                "across shards; use this metric only in runs without shards"
             )
         for key, reduce in part._reductions.items() if several else ():
             setattr(part, key, _reduced([one["state"][key] for one in several], reduce))
