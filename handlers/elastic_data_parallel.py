@@ -102,7 +102,7 @@ class ElasticDataParallel(Distribution):
             yield finding(
                 "C42",
                 f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so anything "
-                "that it counts or stores depends on the number of processes",
+                "that this function counts or stores depends on the number of processes",
                 "at ITERATION_COMPLETED, read values of the whole step, such as engine.loss",
                 [self.name],
             )
