@@ -138,7 +138,7 @@ class EMA(AveragedWeights):
         if averages > 0 and (share := self.decay ** (averages - 1)) > 0.5:
             engine.findings.report(
                 "W55",
-                f"EMA(decay={self.decay:g}): after the {averages} updates of this run, {share:.1%} of the average "
+                f"EMA(decay={self.decay:g}): after the {averages} updates in this run, {share:.1%} of the average "
                 "still comes from the initial weights",
                 "use a smaller decay, or warmup=True, which starts with a smaller decay",
                 self.name,
