@@ -68,7 +68,7 @@ class Guards(Handler):
         >>> _ = engine.run([(torch.full((4, 2), 255.0), torch.ones(4, 1))], max_epochs=1)
         Traceback (most recent call last):
             ...
-        signalfire.findings.reports.FindingError: G13: the inputs are large: their absolute values average 255; normalize them...
+        signalfire.findings.reports.FindingError: G13: the inputs are large: their mean absolute value is 255; normalize them...
     """
 
     capture = Capture.FORBIDDEN
@@ -191,7 +191,7 @@ class Guards(Handler):
             if spread > 20:
                 self._report(
                     "G13",
-                    f"the inputs are large: their absolute values average {spread:.3g}",
+                    f"the inputs are large: their mean absolute value is {spread:.3g}",
                     "normalize them, for example to a mean of 0 and a standard deviation of 1",
                 )
 
@@ -241,7 +241,7 @@ class Guards(Handler):
             self._report(
                 "G22",
                 f"only normalization layers are trained, and the last layer {last!r} is frozen",
-                f"unfreeze {last!r} if this layer should learn the labels of this data",
+                f"unfreeze {last!r} if this layer should learn the labels in this dataset",
             )
 
     def _check_left_over(self, engine: Engine) -> None:
@@ -340,7 +340,7 @@ class Guards(Handler):
             self._report(
                 "G04",
                 f"the learning rate of update {update.name!r} is 0 in iteration {engine.state.iteration}",
-                "check lr=, and check the warm-up of the schedule and the unit of its length (steps or epochs)",
+                "check lr=, the warm-up of the schedule, and the unit of its length (steps or epochs)",
                 key=update.name,
             )
         converged = facts.has_converged(look.largest.get(update.name, 0.0))
