@@ -150,7 +150,7 @@ class FullyShardedDataParallel(Distribution):
         if size % self.replicas or size == self.replicas:
             raise ValueError(
                 f"{self.name!r}: replicas={self.replicas} does not split {size} ranks into equal groups of two or more"
-                + ("; to keep a full replica on each rank, use DistributedDataParallel" if size == self.replicas else "")
+                + ("; for a full replica on each rank, use DistributedDataParallel" if size == self.replicas else "")
             )
         if len(engine.updates) > 1:
             raise ValueError(
