@@ -204,8 +204,8 @@ class LRScheduling(Handler):
             raise TypeError(f"{self.name!r}: the factory returned {scheduler!r}, which is not a scheduler")
         if getattr(scheduler, "optimizer", optimizer) is not optimizer:
             raise ValueError(
-                f"{self.name!r}: the factory schedules a different optimizer than the one it is called with, so no "
-                "learning rate in this run would change; build the scheduler with the factory's argument, as in "
+                f"{self.name!r}: the factory ignores the optimizer passed to it and schedules a different one, so no "
+                "learning rate in this run would change; build the scheduler with the optimizer that is passed, as in "
                 "lambda optimizer: StepLR(optimizer, ...)"
             )
         check_drivable(self.name, scheduler, self.every, monitored=self.monitor is not None)
@@ -300,7 +300,7 @@ class LRScheduling(Handler):
         engine.findings.report(
             "W89",
             f"{self.name!r}: the learning rate was changed from {last:g} to {float(now):g} between two steps of the "
-            f"{type(self.scheduler).__name__}, which either overwrites this change or continues from the new value",
+            f"{type(self.scheduler).__name__}; the scheduler either overwrites the change or continues from the new value",
             "change learning rates only in the schedule: chain schedules with SequentialLR, or pass a LambdaLR to "
             "LRScheduling",
             self.name,
@@ -421,7 +421,7 @@ class LRScheduling(Handler):
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
             rest = f"{self.name!r} schedules only some updates; the learning rates of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "if not intended, attach an LRScheduling(..., update=) for each", [self.name])
+            yield finding("C23", rest, "if this is not intended, attach an LRScheduling(..., update=) for each", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:
