@@ -176,7 +176,7 @@ class MicroBatching(Handler):
         self.reduced = min(size for size in reduced if size is not None)
         if any(exhausted):
             raise torch.OutOfMemoryError(
-                f"{self.name!r}: out of memory with a single sample on rank {exhausted.index(True)}, which cannot be "
+                f"{self.name!r}: out of memory on rank {exhausted.index(True)} with a single sample, which cannot be "
                 "split further; use a smaller model or smaller samples"
             )
 
@@ -200,7 +200,7 @@ class MicroBatching(Handler):
         if sum(sizes) != samples:
             raise ValueError(
                 f"{self.name!r}: split= divided a batch of {samples} samples into pieces of {sizes} samples, "
-                f"{sum(sizes)} in total; return pieces that contain each sample once, and pass samples= if the first "
+                f"{sum(sizes)} in total; return each sample in exactly one piece, and pass samples= if the first "
                 "dimension of the first tensor is not the number of samples"
             )
         return batches, sizes
@@ -413,7 +413,7 @@ def _split(value: Any, sizes: list[int], samples: int) -> list[Any]:
         if value.shape[0] != samples:
             raise ValueError(
                 f"MicroBatching: a batch of {samples} samples holds a tensor of shape {tuple(value.shape)}, which "
-                f"cannot be split by samples; pass split=, and samples= if {samples} is not the number of samples"
+                f"cannot be split into samples; pass split=, and samples= if {samples} is not the number of samples"
             )
         if isinstance(value, Tensor):
             return list(value.split(sizes))
