@@ -118,7 +118,7 @@ class ModelSummary:
         total = "?" if self.parameters is None else f"{self.parameters:,}"
         lines = [
             f"parameters: {total}, of which {self.trainable:,} are trainable"
-            + ("; lazy modules are initialized by the first forward" if unknown else "")
+            + ("; lazy modules are initialized in the first forward pass" if unknown else "")
         ]
         memory = f"memory: weights {_size(self.weight_bytes)}, gradients {_size(self.gradient_bytes)}"
         if self.optimizer_bytes is not None:
