@@ -175,7 +175,7 @@ class NonFiniteGuard(Handler):
         engine.findings.report(
             "W19",
             f"{self.name!r} has skipped {steps} of update {update.name!r}: {reason}",
-            "if this is unexpected, check the data of this iteration and the learning rate; to raise an error instead "
+            "if this is unexpected, check this iteration's data and the learning rate; to raise an error instead "
             "of skipping steps, use action='raise'",
             self.name,
             key=(update.name, count),
