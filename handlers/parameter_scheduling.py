@@ -229,8 +229,8 @@ def _check_schedule(schedule: Schedule | Mapping[int, Any]) -> None:
     if not isinstance(schedule, Mapping):
         if not callable(schedule):
             raise TypeError(
-                f"ParameterScheduling(schedule={schedule!r}): expected a function of the number of steps, or a mapping "
-                "from numbers of steps to values"
+                f"ParameterScheduling(schedule={schedule!r}): expected a function of the step count, or a mapping "
+                "from step counts to values"
             )
         check_function("ParameterScheduling", "schedule", schedule, "steps")
         return
