@@ -58,7 +58,7 @@ class Precision32(Handler):
         self._before: tuple[str, dict[str, str]] | None = None  # only during a run
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Claim("the precision of float32 products"), by=self)
+        engine.overrides.claim(Claim("the precision of float32 matrix products"), by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, rank=BEFORE_ALL, reads=[], writes=[])
     def begin(self, engine: Engine) -> None:
@@ -69,7 +69,7 @@ class Precision32(Handler):
         except RuntimeError as error:
             found = ", ".join(f"{name}: {one.fp32_precision!r}" for name, one in backends.items())
             raise RuntimeError(
-                f"{self.name!r}: an fp32_precision in torch.backends was set in this process ({found}), which "
+                f"{self.name!r}: this process has set fp32_precision in torch.backends ({found}), which "
                 "conflicts with torch.set_float32_matmul_precision; remove the line that sets fp32_precision, or detach "
                 f"{self.name!r}"
             ) from error

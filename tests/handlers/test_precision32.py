@@ -83,7 +83,7 @@ def test_the_newer_interface_of_torch_is_refused_with_what_was_set() -> None:
     engine = build(linear(5, 1), Precision32("high"))
     before = process_state()
     with pytest.raises(
-        RuntimeError, match=r"'precision32': an fp32_precision in torch.backends was set .*cuda.matmul: 'tf32'"
+        RuntimeError, match=r"'precision32': this process has set fp32_precision in torch.backends .*cuda.matmul: 'tf32'"
     ):
         engine.run(batches(1), max_epochs=1)
     assert process_state() == before
@@ -128,5 +128,5 @@ def test_another_word_is_refused() -> None:
 
 
 def test_a_second_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="'precision32' and 'other' override the precision of float32 products"):
+    with pytest.raises(ValueError, match="'precision32' and 'other' override the precision of float32 matrix products"):
         build(linear(5, 1), Precision32("high"), Precision32("medium", name="other"))
