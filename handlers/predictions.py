@@ -206,8 +206,8 @@ class Predictions(Handler):
     def _joined(self, part: str) -> Any:
         if self.folder is not None:
             raise RuntimeError(
-                f"{self.name!r}: the {part} are on disk, in one file per batch; load the files that "
-                f"{self.name}.files lists"
+                f"{self.name!r}: the {part} are on disk, in one file per batch; load the files listed in "
+                f"{self.name}.files"
             )
         if part not in self._collected:
             way_out = f"pass {part}=True" if part != "outputs" and part not in self._parts else "run the engine first"
