@@ -107,7 +107,7 @@ class Preemption(Handler):
             yield finding(
                 "C31",
                 f"{self.name!r} stops the run when a signal arrives, but nothing saves the run",
-                "attach a Checkpoint of the whole state, or connect a function to Events.PREEMPTED",
+                "attach a Checkpoint that saves the whole state, or connect a function to Events.PREEMPTED",
                 [self.name],
             )
 
@@ -190,8 +190,8 @@ class Preemption(Handler):
         """Warn if nothing saved the run."""
         if self.preempted is not None and not self._savers(engine):
             warn(
-                f"{self.name!r}: the run was stopped by {self.preempted}, but nothing saved it; attach a Checkpoint of the "
-                "whole state, or connect a function to Events.PREEMPTED",
+                f"{self.name!r}: the run was stopped by {self.preempted}, but nothing saved it; attach a Checkpoint "
+                "that saves the whole state, or connect a function to Events.PREEMPTED",
             )
 
     @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["signals"])
