@@ -117,7 +117,7 @@ class SequenceLengthWarmup(Handler):
             other = engine.overrides.owner_of(TIME_CHUNKS, f"of update {update.name!r}")
             if self.mode == "split" and other is not None:
                 raise ValueError(
-                    f"{self.name!r}: mode='split' turns the parts of a sequence into rows, so {other!r} cannot carry a "
+                    f"{self.name!r}: mode='split' turns the parts of a sequence into separate rows, so {other!r} cannot carry a "
                     "hidden state from one part to the next; use mode='cut'"
                 )
 
@@ -152,8 +152,8 @@ class SequenceLengthWarmup(Handler):
         found = next((one for one in range(length, self.start - 1, -1) if whole % one == 0), None)
         if found is None:
             raise ValueError(
-                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts of length {self.start} "
-                f"to {length}; choose a start= that divides {whole}, or use mode='cut'"
+                f"{self.name!r}: sequences of length {whole} cannot be split into equal parts, because no length from "
+                f"{self.start} to {length} divides {whole}; choose a start= that divides {whole}, or use mode='cut'"
             )
         return found
 
