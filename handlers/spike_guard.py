@@ -128,7 +128,7 @@ class SpikeGuard(Handler):
         self._told = False  # that a loss has no logarithm
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Claim("what happens at loss spikes", rehearsed=False), by=self)
+        engine.overrides.claim(Claim("the response to loss spikes", rehearsed=False), by=self)
         if self.policy != "skip":
             engine.past.keep_states(every=self.rewind, keep=self.keep, by=self)
 
