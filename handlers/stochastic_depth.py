@@ -97,7 +97,7 @@ class StochasticDepth(Handler):
 
     def attached(self, engine: Engine) -> None:
         update = only_update(engine, self.update, by=self, does="blocks= applies to")
-        engine.overrides.claim(Claim("which blocks are dropped"), by=self, target=f"of update {update.name!r}")
+        engine.overrides.claim(Claim("which blocks are dropped"), by=self, target=f"in update {update.name!r}")
 
     def rates(self, step: int) -> dict[str, float]:
         """The drop rate of each block after a number of optimizer steps, by path; empty before the first run.
