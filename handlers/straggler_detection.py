@@ -23,7 +23,7 @@ LEAST_EXCESS = 0.001
 """Seconds an iteration by which a straggler is slower than the median, at least: less is lost in the noise of any machine."""
 PARTS = {
     "data": "waiting for data",
-    "forward": "transfer of the batch, forward and loss",
+    "forward": "batch transfer, forward pass, and loss",
     "backward": "backward",
     "handlers": "optimizer step and handlers",
 }
