@@ -102,7 +102,7 @@ class TensorBoardLogger(ScalarLogger):
         self._inputs: tuple[Any, ...] | None = None  # of the model in the first forward
         if graph and find_spec("tensorboard") is None:
             raise ImportError(
-                "TensorBoardLogger(graph=True): torch needs the package tensorboard to trace a model: pip install "
+                "TensorBoardLogger(graph=True): torch needs the tensorboard package to trace a model: pip install "
                 "tensorboard"
             )
         self.folder = check_folder(self, folder)
