@@ -124,7 +124,9 @@ class Throughput(Handler):
         if peak is not None:
             check_number(self, "peak", peak, above=0)
             if flops is None:
-                raise ValueError(f"Throughput(peak={peak!r}): peak= requires flops=, a number per sample or 'count'")
+                raise ValueError(
+                    f"Throughput(peak={peak!r}): peak= requires flops=; pass the operations per sample, or 'count'"
+                )
 
     def metric_names(self, engine: Engine) -> list[str]:
         optional = {
