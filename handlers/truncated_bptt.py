@@ -93,8 +93,8 @@ class TruncatedBPTT(Handler):
         super().__init__(name=name)
         if (steps is None) == (split is None):
             raise TypeError(
-                f"TruncatedBPTT(steps={steps!r}, split={split!r}): pass exactly one of the two: steps=, the length of "
-                "a chunk, or split=, a function that splits a batch"
+                f"TruncatedBPTT(steps={steps!r}, split={split!r}): pass exactly one of steps= (the length of a "
+                "chunk) and split= (a function that splits a batch)"
             )
         self.steps = None if steps is None else check_int(self, "steps", steps)
         self.dim = check_int(self, "dim", dim, least=0)
