@@ -79,8 +79,8 @@ class UpdateFrequency(Handler):
             raise ValueError("UpdateFrequency(every={}): name at least one update: UpdateFrequency({'generator': 5})")
         if twice := sorted(set(every or {}) & set(frequencies)):
             raise ValueError(
-                f"UpdateFrequency(every={every!r}): {', '.join(twice)} is given twice, in every= and as a keyword; "
-                "omit one of the two"
+                f"UpdateFrequency(every={every!r}): given both in every= and as a keyword: {', '.join(twice)}; "
+                "use only one of the two"
             )
         for argument, numbers, least in (("every", self.every, 1), ("offset", self.offset, 0)):
             for update, number in numbers.items():
@@ -150,8 +150,8 @@ class UpdateFrequency(Handler):
             if every > 1 and update.window.length > 1 and engine.state.epoch_length is None:
                 raise ValueError(
                     f"{self.name!r}: update {name!r} accumulates gradients and runs every {every} iterations, but the "
-                    "data has no length, so the last such iteration of an epoch is not known; pass epoch_length= to "
-                    "run()"
+                    "data has no length, so the last of these iterations in an epoch is not known; pass epoch_length= "
+                    "to run()"
                 )
 
     @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan"], writes=["plan"])

@@ -412,7 +412,7 @@ def test_two_refuse_each_other_since_together_they_could_leave_an_iteration_with
         ({"generator": True}, TypeError, r"UpdateFrequency\(every\['generator'\]=True\)"),
         ({"generator": 2, "offset": {"generator": -1}}, ValueError, r"UpdateFrequency\(offset\['generator'\]=-1\)"),
         ({"generator": 2, "offset": {"critic": 1}}, ValueError, r"UpdateFrequency\(offset={'critic': 1}\)"),
-        ({"every": {"generator": 2}, "generator": 3}, ValueError, r"generator is given twice, in every= and as"),
+        ({"every": {"generator": 2}, "generator": 3}, ValueError, r"given both in every= and as a keyword: generator;"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
