@@ -262,7 +262,7 @@ class _History:
         end = time.monotonic() + _PATIENCE
         while not self._ended:
             if time.monotonic() > end:
-                raise TimeoutError(f"{str(self.path)!r} was not completed by W&B within {_PATIENCE} s")
+                raise TimeoutError(f"W&B did not finish writing {str(self.path)!r} within {_PATIENCE} s")
             self.count()
             time.sleep(0.005)
 
