@@ -299,8 +299,8 @@ class LRScheduling(Handler):
             return
         engine.findings.report(
             "W89",
-            f"{self.name!r}: the learning rate was changed from {last:g} to {float(now):g} between two steps of the "
-            f"{type(self.scheduler).__name__}; the scheduler either overwrites the change or continues from the new value",
+            f"{self.name!r}: the learning rate was changed from {last:g} to {float(now):g} between two steps of "
+            f"{type(self.scheduler).__name__}; the next step may overwrite this change or continue from the new value",
             "change learning rates only in the schedule: chain schedules with SequentialLR, or pass a LambdaLR to "
             "LRScheduling",
             self.name,
@@ -421,7 +421,7 @@ class LRScheduling(Handler):
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
             rest = f"{self.name!r} schedules only some updates; the learning rates of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "if this is not intended, attach an LRScheduling(..., update=) for each", [self.name])
+            yield finding("C23", rest, "to schedule the rest, attach an LRScheduling(..., update=) for each", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:

@@ -117,8 +117,8 @@ class SequenceLengthWarmup(Handler):
             other = engine.overrides.owner_of(TIME_CHUNKS, f"of update {update.name!r}")
             if self.mode == "split" and other is not None:
                 raise ValueError(
-                    f"{self.name!r}: mode='split' turns the parts of a sequence into separate rows, so {other!r} cannot carry a "
-                    "hidden state from one part to the next; use mode='cut'"
+                    f"{self.name!r}: mode='split' turns the parts of a sequence into separate rows, so {other!r} "
+                    "cannot carry a hidden state from one part to the next; use mode='cut'"
                 )
 
     @on(Events.GET_BATCH_COMPLETED, rank=CUT_SEQUENCES, reads=["batch", "step"], writes=["batch"])
