@@ -219,7 +219,9 @@ class Pruning(Handler):
                 "become zeros in the weight; remove the parametrization, or exclude the parameter with parameters="
             )
         if is_sharded(parameter):
-            raise ValueError(f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support")
+            raise ValueError(
+                f"{self.name!r}: {name!r} is sharded over the ranks, but pruning does not support sharded parameters"
+            )
         if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
             raise ValueError(
                 f"{self.name!r}: structure={self.structure!r} requires the number of inputs per unit to be a multiple "
