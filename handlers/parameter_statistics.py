@@ -87,7 +87,8 @@ class ParameterStatistics(Handler):
         for name, parameter in named.items():
             if is_sharded(parameter):
                 raise ValueError(
-                    f"{self.name!r}: {name!r} is sharded over the ranks, which this handler does not support"
+                    f"{self.name!r}: {name!r} is sharded over the ranks, but this handler does not support "
+                    "sharded parameters"
                 )
         self._names = {id(parameter): name for name, parameter in named.items()}
         engine.state.metrics.announce(self.name, self.metric_names(engine))
