@@ -137,7 +137,7 @@ class MixedPrecision(Handler):
                     kind = type(update.optimizer).__name__
                     raise ValueError(
                         f"{self.name!r}: the {kind} of update {update.name!r} computes gradients inside its step, with "
-                        "a closure, which gradient scaling does not support; use MixedPrecision('bf16')"
+                        "a closure, but gradient scaling does not support closures; use MixedPrecision('bf16')"
                     )
                 if update.name not in self.scalers:
                     scaler = torch.amp.GradScaler(device, **self.scaler_options)  # type: ignore[arg-type]

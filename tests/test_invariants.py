@@ -435,7 +435,7 @@ REFUSED: dict[frozenset[str], str] = {
         ("MixedPrecision", "TruePrecision"): "override the precision",
         ("Rewindable", "SpikeGuard"): "override which earlier states are kept",
         ("SharpnessAwareMinimization", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer available",
-        ("LBFGS", "MixedPrecision, fp16"): "which gradient scaling does not support",
+        ("LBFGS", "MixedPrecision, fp16"): "gradient scaling does not support closures",
         ("LBFGS", "ParameterScheduling"): "the optimizer has no field 'weight_decay'",
         ("LBFGS", "SharpnessAwareMinimization"): "computes gradients inside its step, with a closure",
         ("LBFGS", "TruncatedBPTT"): "the hidden states of earlier chunks are no longer available",
