@@ -193,7 +193,7 @@ class Validation(Handler):
             )
         if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
             raise ValueError(
-                f"{self.name!r}: update {spec.name!r} is a single function without an output for {', '.join(unknown)} "
+                f"{self.name!r}: update {spec.name!r} is a single function and has no output for {', '.join(unknown)} "
                 "to measure; evaluate with a separate engine whose update has an output: Validation(evaluator, data)"
             )
         evaluator = Engine(spec.evaluation(), model=next(iter(models.values())) if len(models) == 1 else models or None)

@@ -659,7 +659,7 @@ def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
 
     engine = Engine(Update.from_function(whole, torch.optim.SGD, lr=0.05), model=mlp(5, 8, 3))
     with pytest.raises(
-        ValueError, match=r"'validation': update 'main' is a single function without an output for accuracy"
+        ValueError, match=r"'validation': update 'main' is a single function and has no output for accuracy"
     ):
         engine.attach(Validation(labelled(2), accuracy=Accuracy()))
     engine.attach(Validation(labelled(2)))
