@@ -168,7 +168,7 @@ class SequenceLengthWarmup(Handler):
                 return value  # it belongs to no sequence
             raise ValueError(
                 f"{self.name!r}: the batch holds a tensor of shape {tuple(value.shape)} with values for whole "
-                "sequences, so this batch cannot be split; use mode='cut'"
+                "sequences instead of time steps, so this batch cannot be split; use mode='cut'"
             )
         parts = value.movedim(self.dim, 1)
         parts = parts.reshape(rows * (whole // length), length, *parts.shape[2:])
