@@ -265,8 +265,9 @@ class SpikeGuard(Handler):
         if engine.processes.is_rank_zero:
             engine.findings.report(
                 "W19",
-                f"{self.name!r} has skipped {_MOST_IN_A_ROW} steps of update {update.name!r} in a row and accepts the "
-                f"new level as normal from iteration {engine.state.iteration} on: {'; '.join(reasons)}",
+                f"{self.name!r} has skipped {_MOST_IN_A_ROW} steps of update {update.name!r} in a row "
+                f"({'; '.join(reasons)}); from iteration {engine.state.iteration} on, it accepts the new level as "
+                "normal",
                 "check the data and the learning rate in these iterations",
                 self.name,
                 key=f"level {engine.state.iteration}",
