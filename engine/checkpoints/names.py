@@ -94,9 +94,9 @@ class NameTemplate:
                 raise ValueError(f"{self.where}: {{{key}}}: {error}") from None
         if not _NAME.fullmatch(filled) or filled.endswith(".damaged") or len(filled) > LONGEST_NAME:
             raise ValueError(
-                f"{self.where}: the name {filled!r} is invalid; use at most {LONGEST_NAME} letters, digits, and the "
-                "characters '_', '-', '.', '+', '=', '@', ',', and neither begin the name with '.' nor end it with "
-                "'.damaged'"
+                f"{self.where}: the name {filled!r} is invalid; use at most {LONGEST_NAME} characters, which may be "
+                "letters, digits, and '_', '-', '.', '+', '=', '@' or ','; the name must not begin with '.' or end "
+                "with '.damaged'"
             )
         return filled
 

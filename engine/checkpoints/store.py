@@ -399,7 +399,7 @@ def _open_newest(
                 raise _Changed from error  # the newest one now may be a newer one
             continue
         for problem in unreadable:
-            warn(f"{where}: an entry of the folder cannot be read and is skipped: {problem}", RuntimeWarning)
+            warn(f"{where}: an entry in the folder cannot be read and is skipped: {problem}", RuntimeWarning)
         _compare_names(label, manifest, where)
         return path, manifest, state, damaged
     if gone:

@@ -36,7 +36,7 @@ def add_bisect(commands: Any) -> None:
         "--checkpoints",
         type=Path,
         metavar="FOLDER",
-        help="checkpoints of either run; the repeated runs start from one of them instead of from iteration 1",
+        help="checkpoints from either run; the repeated runs start from one of them instead of from iteration 1",
     )
     parser.add_argument("--until", type=int, metavar="N", help="the last iteration to compare if no traces are given")
 

@@ -49,10 +49,10 @@ def accuracy(make_model: Callable[[], nn.Module], without: tuple[str, ...] = ())
 def demo() -> None:
     """Train two models, print the wiring, and train one of them without one of its handlers."""
     torch.set_num_threads(1)
-    print(f"Training on {SAMPLES:,} one-dimensional digits, testing on {SAMPLES:,}. A linear model:\n", flush=True)
-    print(f"linear model: {accuracy(logistic):.1%} of the test digits\n")
+    print(f"Training on {SAMPLES:,} one-dimensional digits and testing on {SAMPLES:,} others. A linear model:\n", flush=True)
+    print(f"Linear model: {accuracy(logistic):.1%} of the test digits are classified correctly.\n")
     whole = accuracy(mlp)
-    print(f"MLP: {whole:.1%}\n")
+    print(f"MLP: {whole:.1%} of the test digits are classified correctly.\n")
     print("The engine's calls in this run, event by event:\n")
     print(build(mlp).wiring())
     print("\nThe same without mixup, in one line: with trainer.without('mixup'): trainer.run(...)\n")

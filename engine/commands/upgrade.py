@@ -146,7 +146,7 @@ def _cells(path: Path) -> Iterator[tuple[int, ast.Module]]:
                 yield number, _parsed(_MAGIC.sub(r"\1pass", source))
             except SyntaxError as error:
                 if not source.lstrip().startswith("%%"):  # such a cell may be in another language
-                    raise SyntaxError(f"{error.msg}, in line {error.lineno} of cell {number}") from None
+                    raise SyntaxError(f"{error.msg}, on line {error.lineno} of cell {number}") from None
 
 
 Found = Iterator[tuple[ast.expr | ast.stmt | ast.keyword, str, str]]

@@ -49,8 +49,8 @@ class CombinedData:
         self.parts = list(parts.values() if isinstance(parts, Mapping) else parts)
         if all(length is None for length in self._measure()):
             raise TypeError(
-                "CombinedData(mode='min'): no part has a length, so the epoch has none; pass at least one part that "
-                "has a length"
+                "CombinedData(mode='min'): no part has a length, so the epoch has no length either; pass at least "
+                "one part that has a length"
             )
 
     def _measure(self) -> list[int | None]:

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["DataError", "check_same_extent", "extent_of", "known_length", "length_of"]
 
-_WORDS = {"samples": "samples", "batch_size": "samples in a batch", "batches": "batches"}
+_WORDS = {"samples": "samples", "batch_size": "samples per batch", "batches": "batches"}
 
 
 class DataError(ValueError):

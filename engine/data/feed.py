@@ -272,7 +272,7 @@ class Feed(PlainFeed):
             "if the length is only an estimate, pass an epoch_length= that differs from it, such as "
             f"run(epoch_length={taken})"
             + (
-                f"; because epoch_length={source.length} equals the length, each epoch is one pass over the data"
+                f" (epoch_length={source.length} equals the length, so each epoch is still one pass over the data)"
                 if source.given_length
                 else ""
             )

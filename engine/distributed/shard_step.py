@@ -183,8 +183,8 @@ class ShardedStep(DistributedStep):
         names = (f"the parameter {key!r} of a {kind}" for kind, key, p in named if p is changed)
         name = next(names, "a parameter that is no longer in its module")
         raise RuntimeError(
-            f"the forward pass changes {name} once for each shard of this process; make the parameter a buffer, or "
-            "change it at OPTIMIZER_STEP_COMPLETED"
+            f"the forward pass changes {name}, so the parameter would change once for each shard of this process "
+            "instead of once per step; make the parameter a buffer, or change it at OPTIMIZER_STEP_COMPLETED"
         )
 
     def take(self, update: UpdateState, parameters: list[Tensor], part: _Part) -> list[Tensor] | None:

@@ -76,7 +76,7 @@ _TEXTS = {
     "W31": "The run resumes from a saved state. It continues at the saved epoch and iteration.",
     "W32": "The run resumes with options, handlers or data that differ from those of the saved run, so it does not "
     "continue the saved run exactly.",
-    "W33": "Entries of the checkpoint folder cannot be read and are skipped.",
+    "W33": "Entries in the checkpoint folder cannot be read and are skipped.",
     "W34": "A log on disk is not the log that the saved run was writing, so rows may be missing.",
     "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights in the loaded "
     "state.",

@@ -92,7 +92,7 @@ def a_resume_inside_an_epoch_after_data_was_added(right: bool) -> None:
     resumed(DataLoader(pairs(24), 4), DataLoader(pairs(24 if right else 32), 4))
 
 
-@mistake(ValueError, "4 samples in a batch.*has 8")
+@mistake(ValueError, "4 samples per batch.*has 8")
 def a_resume_inside_an_epoch_with_a_larger_batch(right: bool) -> None:
     resumed(DataLoader(pairs(24), 4), DataLoader(pairs(24), 4 if right else 8))
 

@@ -18,7 +18,7 @@ from tests.kit import finished, python
 def test_the_demo_trains_prints_the_wiring_and_shows_what_a_handler_does() -> None:
     done = finished("-m", "signalfire")
     assert done.returncode == 0, done.stderr
-    linear, whole, less = re.findall(r"^(?:linear model|MLP|MLP without mixup): (\d+\.\d)%", done.stdout, re.MULTILINE)
+    linear, whole, less = re.findall(r"^(?:Linear model|MLP|MLP without mixup): (\d+\.\d)%", done.stdout, re.MULTILINE)
     assert float(linear) < 40 < float(less) < float(whole)
     assert f"a difference of {float(whole) - float(less):+.1f} points" in done.stdout
     assert re.search(r"^GET_BATCH_COMPLETED\n  CHANGE    mixup\.mix$", done.stdout, re.MULTILINE)

@@ -35,7 +35,7 @@ def resumed(state: dict[str, Any], data: Any, **options: Any) -> Engine:
     ("data", "words"),
     [
         (loader(28), "24 samples, .* has 28"),
-        (loader(24, 6), "4 samples in a batch, .* has 6"),
+        (loader(24, 6), "4 samples per batch, .* has 6"),
         (loader(24, sampler=RandomSampler(range(20))), "24 samples, .* has 20"),
         (batches(7), "6 batches, .* has 7"),
     ],
