@@ -49,7 +49,7 @@ def accuracy(make_model: Callable[[], nn.Module], without: tuple[str, ...] = ())
 def demo() -> None:
     """Train two models, print the wiring, and train one of them without one of its handlers."""
     torch.set_num_threads(1)
-    print(f"Training on {SAMPLES:,} one-dimensional digits and testing on {SAMPLES:,} others. A linear model:\n", flush=True)
+    print(f"Training on {SAMPLES:,} one-dimensional digits and testing on {SAMPLES:,} others.\n", flush=True)
     print(f"Linear model: {accuracy(logistic):.1%} of the test digits are classified correctly.\n")
     whole = accuracy(mlp)
     print(f"MLP: {whole:.1%} of the test digits are classified correctly.\n")

@@ -92,7 +92,8 @@ class Source:
         if keeps_position(data) and "random" not in (position or {}):
             raise DataError(
                 f"restore(): the data ({type(data).__name__}) saves its own position, but the state was taken before "
-                "the first pass over this data, so it contains no position; take the state at ITERATION_COMPLETED or later"
+                "the first pass over this data, so it contains no position; take the state at ITERATION_COMPLETED or "
+                "later"
             )
 
     def begun_again(self, epoch: int) -> Source:

@@ -250,8 +250,8 @@ class FirstCalls(EagerMode):
         if moved and sorted(before) == sorted(after):
             yield (
                 "W93",
-                f"a tensor of shape {before} is reshaped to {after}, but a reshape keeps the order of the values, so "
-                "it mixes the dimensions",
+                f"a tensor of shape {before} is reshaped to {after}, but a reshape keeps the values in order, so it "
+                "mixes the dimensions instead of swapping them",
                 "to swap dimensions, use transpose or permute",
             )
 
@@ -299,7 +299,8 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
         what = (
-            f"{steps} bidirectional layer, only the last is used, and its backward direction depends on no other step"
+            f"{steps} bidirectional layer, only the last is used, and in the backward direction, this step depends on no "
+            "other step"
         )
         way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
     else:

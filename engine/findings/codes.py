@@ -27,8 +27,8 @@ _TEXTS = {
     "checkpoint is written.",
     "W03": "The class of the batch has no length, so each batch counts as one sample. Averages then give a short last "
     "batch the same weight as a full batch.",
-    "W04": "A metric is not, or may not be, the value over all samples: it is the value of the last batch, or the "
-    "mean of values, such as F1 scores of batches, whose mean differs from the value over all samples.",
+    "W04": "A metric is not, or may not be, the value over all samples: it is either the value of the last batch, or "
+    "the mean of one value per batch, such as an F1 score, and this mean differs from the value over all samples.",
     "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores lie outside the range from "
     "0 to 1, as logits do.",
     "W06": "A handler monitors a metric of the training data, although validation metrics are also measured. "
@@ -38,7 +38,7 @@ _TEXTS = {
     "early.",
     "W09": "A check raised an error and was skipped. The run continues, because it does not depend on the check.",
     # W1x: steps and optimizers
-    "W10": "Nothing is trained: no `Update` has an optimizer, but `run` was called with the bounds of a training run.",
+    "W10": "Nothing is trained: no `Update` has an optimizer, but `run` was called for several epochs, as in training.",
     "W11": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
     "optimizer was built. They do not train.",
     "W12": "Optimizer steps ran, but no parameter received a gradient, so the model does not learn. Usually the "
@@ -175,8 +175,8 @@ _TEXTS = {
     "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
     "W93": "A reshape in place of a transpose, or a softmax over the batch, mixes the values of different samples or "
     "positions.",
-    "W94": "The forward uses an output step of a recurrent layer that is padding, or that depends on only one step of "
-    "the sequence.",
+    "W94": "From the output of a recurrent layer, the forward uses a step that is padding, or a step that depends on "
+    "only one step of the sequence.",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
     "W96": "The loss is a mean over targets, but the batches of a window have equal weights although their numbers of "
     "targets differ.",
@@ -209,7 +209,7 @@ _TEXTS = {
     "C18": "Weight averaging is set to start after the end of this run, so the averages are never used.",
     "C19": "The patience is longer than the run, so it cannot stop the run.",
     "C20": "An evaluation measures nothing, because no metrics are attached to the evaluator.",
-    "C21": "The last batch has one sample, for which BatchNorm has no variance. PyTorch may raise an error.",
+    "C21": "The last batch has one sample, for which BatchNorm cannot compute a variance. PyTorch may raise an error.",
     "C22": "An accumulation window is longer than an epoch. Windows end with the epoch, so steps use fewer batches.",
     "C23": "A schedule changes the learning rates of only some optimizers.",
     "C24": "Data that can be iterated only once, such as a generator, is used for several epochs.",
@@ -218,7 +218,7 @@ _TEXTS = {
     "complete.",
     "C27": "The model keeps trainable tensors or layers in a plain list or attribute, where PyTorch does not find "
     "them, so they are not trained, moved or saved.",
-    "C28": "An optimizer option has a value with which no training converges. Use values such as `lr=1e-3, "
+    "C28": "An optimizer option has a value that keeps training from converging. Use values such as `lr=1e-3, "
     "weight_decay=1e-2` with AdamW.",
     "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
     "C30": "The process was launched as one of several, for example by `torchrun`, but no handler connects the "

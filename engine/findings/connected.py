@@ -85,8 +85,8 @@ def report_double(engine: Engine, event: object, added: Connection, others: Iter
             "W44",
             what,
             f"detach the earlier one first, with engine.detach({added!r}) or the handle that connect() returned; in a "
-            "notebook, build the engine in the same cell; in a loop, bind the differing arguments with "
-            "functools.partial",
+            "notebook, build the engine in the cell that connects the function; in a loop, use functools.partial to "
+            "bind the arguments that differ",
             key=(event, repr(added)),
         )
         return

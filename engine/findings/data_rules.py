@@ -27,7 +27,7 @@ def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
         if all(function is None or is_ours(function) for function in own):  # others may store what they compute
             yield finding(
                 "C20",
-                f"{one.handler.name!r} runs an evaluator without handlers, so it measures nothing",
+                f"{one.handler.name!r} runs an evaluator without handlers, so the evaluation measures nothing",
                 "attach Metrics to the evaluator: evaluator.attach(Metrics(loss=Average()))",
                 [one.handler.name],
             )

@@ -245,7 +245,7 @@ class _Look:
             engine.findings.report(
                 "W80",
                 f"a function changed the loss of update {update.name!r}, but that changes only the reported loss. The "
-                "backward still starts from the original loss",
+                "backward pass still starts from the original loss",
                 "set engine.state.update.backward_loss to change the gradients",
                 key=update.name,
             )
@@ -281,7 +281,7 @@ class _Look:
             engine.findings.report(
                 "W75",
                 f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients "
-                "before the first backward of the window, and the backward adds to them",
+                "before the first backward of the window, and each backward adds to these gradients",
                 "do not call backward() in the forward, the loss or a connected function, because the engine calls it; "
                 "and clear old gradients before the run",
                 key=update.name,

@@ -93,8 +93,8 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
                 what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
                 yield finding("C26", what, way_out)
             elif signal.event is Events.BACKWARD_COMPLETED and max(lengths) > 1:
-                what = f"the function {one!r} clips gradients after each batch of a window of {max(lengths)} batches"
-                yield finding("C26", f"{what}, not the gradients of the whole step", way_out)
+                what = f"the function {one!r} clips gradients after each of the {max(lengths)} batches in a window"
+                yield finding("C26", f"{what}, instead of once for the whole step", way_out)
 
 
 def steps_of_their_own(it: Composition) -> Iterator[Finding]:

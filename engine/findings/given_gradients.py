@@ -106,7 +106,7 @@ class GivenGradients:
         engine.findings.report(
             "W16",
             f"gradients of update {update.name!r} were cleared inside an accumulation window of "
-            f"{update.window.length}, so the step uses only the batches after this point",
+            f"{update.window.length} batches, so the step uses only the batches after this point",
             "do not call zero_grad(), because the engine clears the gradients after each step",
             key=update.name,
         )

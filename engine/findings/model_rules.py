@@ -242,8 +242,8 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C34",
                 f"the running statistics of the layer {name!r} {keeps}, because momentum={part.momentum:g}",
-                "in PyTorch, momentum is the weight of the new batch, such as 0.1, or 0.01 where other libraries use "
-                "0.99; to freeze the statistics, put the layer in eval mode",
+                "in PyTorch, momentum is the weight of the new batch, so use a value such as 0.1 (a momentum of 0.99 "
+                "in other libraries is 0.01 in PyTorch); to freeze the statistics, put the layer in eval mode",
             )
 
 
@@ -254,7 +254,7 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
             yield finding(
                 "C33",
                 f"the layer {name!r} drops {part.p:.0%} of its inputs",
-                "p is the fraction that is dropped, such as 0.1, not the fraction that is kept",
+                "p is the fraction that is dropped, not the fraction that is kept; use a value such as 0.1",
             )
     yield from _units_that_begin_alike(it)
 

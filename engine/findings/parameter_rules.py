@@ -28,9 +28,9 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
         if foreign:
             yield finding(
                 "C07",
-                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters that do not belong to the "
-                f"model, of shape {listed(str(tuple(one.shape)) for one in foreign)}, so they are not moved or "
-                "averaged with the model",
+                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters (of shape "
+                f"{listed(str(tuple(one.shape)) for one in foreign)}) that do not belong to the model, so they are "
+                "not moved or averaged with the model",
                 "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
                 severity="warning" if replaced and update.spec.parameters is None else "info",
             )
@@ -43,8 +43,8 @@ def untrained_parameters(it: Composition) -> Iterator[Finding]:
         yield finding(
             "C08",
             f"{len(left)} trainable parameters are in no optimizer: {listed(left.values())}",
-            "add them to an optimizer, or freeze them with requires_grad_(False), which also saves the memory of "
-            "their gradients",
+            "add them to an optimizer, or freeze them with requires_grad_(False), which also saves the memory "
+            "for their gradients",
             severity="info" if chosen and left.keys() <= {*_first_layers(it), *_targets(it)} else None,
         )
 
@@ -119,7 +119,7 @@ def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) ->
     over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
     what = f"over which BatchNorm ({listed(norms)}) computes the mean and the variance"
     if over_samples:
-        what = f"for which BatchNorm ({listed(over_samples)}) has no variance"
+        what = f"for which BatchNorm ({listed(over_samples)}) cannot compute a variance"
     # Places have a variance, too, and a handler may freeze the statistics as the run starts.
     warns = over_samples and not any(getattr(one, "freezes", False) for one in it.handlers)
     return finding(

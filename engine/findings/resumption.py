@@ -183,8 +183,8 @@ def report_frozen(engine: Engine, before: list[str]) -> None:
         engine.findings.report(
             "W32",
             f"the setup differs from the setup of the run that saved the state: {'; '.join(different)}",
-            "freeze and unfreeze parameters before the run, with Freezing, or at every EPOCH_STARTED, depending on the "
-            "epoch number",
+            "freeze and unfreeze parameters before the run, or with Freezing; or do so at every EPOCH_STARTED, based "
+            "on the epoch number",
             key="frozen",
         )
 

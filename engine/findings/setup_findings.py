@@ -49,11 +49,14 @@ def report_parts_in_eval(engine: Engine, found: tuple[Parts, Parts] | None) -> N
     """Report parts of the model that were in eval mode before a training: frozen ones, and others, which it has changed."""
     frozen, others = found if found is not None and engine.training else ({}, {})
     others = {path: part for path, part in others.items() if part.training}
-    for parts, what in ((frozen, "frozen and stay in eval mode"), (others, "not frozen, and are set to training mode")):
+    for parts, what in (
+        (frozen, "stay in eval mode, because they are frozen"),
+        (others, "are set to training mode, because they are not frozen"),
+    ):
         if parts:
             engine.findings.report(
                 "W52",
-                f"parts of the model are in eval mode; these parts are {what}: {', '.join(parts)}",
+                f"parts of the model are in eval mode and {what}: {', '.join(parts)}",
                 "to keep a part in eval mode during training, freeze it with requires_grad_(False); otherwise, call "
                 "train() before run()",
                 key=what,
@@ -102,7 +105,7 @@ def report_never_emitted(engine: Engine) -> None:
 def _never_emitted(engine: Engine) -> dict[EventEnum, str]:
     """The events that an engine never emits, and why."""
     of_training = () if engine.training else _OF_TRAINING
-    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an evaluation runs no backward and no steps")
+    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an evaluation runs no backward and no optimizer steps")
     if all(update.forward is None for update in engine.updates):
         never[Events.FORWARD_COMPLETED] = "its updates are single functions without an output"
     if all(update.loss_function is None and update.function is None for update in engine.updates):

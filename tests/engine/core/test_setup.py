@@ -185,7 +185,7 @@ def test_a_part_that_is_trained_and_a_model_that_was_evaluated_are_put_in_traini
     with pytest.warns(FindingWarning, match="W52"):
         modes, engine = modes_in_training(model)
     assert all(modes.values())
-    assert "not frozen, and are set to training mode: model.backbone" in str(engine.findings.of_run())
+    assert "are set to training mode, because they are not frozen: model.backbone" in str(engine.findings.of_run())
     model = Backboned()
     model.backbone.requires_grad_(False)
     model.eval()  # all of it

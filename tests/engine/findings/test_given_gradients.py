@@ -125,7 +125,7 @@ def zero(engine: Engine) -> None:
 def test_gradients_that_are_set_to_zero_are_reported_wherever_it_happens(event: Events) -> None:
     engine = build(mlp(5, 8, 1), GradientAccumulation(3), GradientClipping(1.0))
     engine.connect(event, zero)
-    with pytest.warns(FindingWarning, match="W16: .* cleared inside an accumulation window of 3"):
+    with pytest.warns(FindingWarning, match="W16: .* cleared inside an accumulation window of 3 batches"):
         engine.run(batches(), max_epochs=1)
 
 
