@@ -299,8 +299,8 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
         what = (
-            f"{steps} bidirectional layer, only the last is used, and in the backward direction, this step depends on no "
-            "other step"
+            f"{steps} bidirectional layer, only the last is used, and in the backward direction, this step depends on "
+            "no other step"
         )
         way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
     else:

@@ -90,7 +90,7 @@ def _meaning_in_backward(update: UpdateState) -> str | None:
         return f"the loss of update {update.name!r} is {loss!r}; return a scalar tensor or None"
     if isinstance(weight, Tensor) and weight.numel() != 1:
         shape = tuple(weight.shape)
-        return f"the weight of update {update.name!r} has shape {shape}; set a single number, such as a count of tokens"
+        return f"the weight of update {update.name!r} has shape {shape}; set it to one number, such as a token count"
     if loss.dim() > 0 and loss.numel() != 1:
         return f"the loss of update {update.name!r} has shape {tuple(loss.shape)}; return a scalar, such as its mean"
     if not any(p.requires_grad for p in update.parameters):

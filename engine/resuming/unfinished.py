@@ -186,7 +186,7 @@ class Unfinished(Part["Engine"]):
                 stepped = update in others and not window.filled
                 before = window.filled - (update in others and not stepped)
             if stepped:
-                yield f"the step of update {update.name!r} had begun in iteration {iteration}, which is repeated"
+                yield f"iteration {iteration} is repeated, although the step of update {update.name!r} had begun"
             if before:
                 yield _lost_window(update, before)
 
@@ -253,7 +253,7 @@ class Unfinished(Part["Engine"]):
             self.reset()
         self._lost, self._requests = [], ({}, None)
         if lost:
-            warn(f"run(): the run continues after an error or Ctrl-C: {'; '.join(lost)}")
+            warn(f"run(): the run continues after an error or Ctrl-C, but not exactly: {'; '.join(lost)}")
 
     def _unrepeated(self) -> list[str]:
         """What is lost; not of a receiver that was disconnected since."""

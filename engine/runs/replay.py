@@ -86,7 +86,7 @@ class Remade(NamedTuple):
     def __str__(self) -> str:
         rows = [("in the run", self.recorded.get("loss"), self.recorded.get("gradient_norm"), "")]
         rows += [
-            (f"again, {i}", one.loss, one.gradient_norm, one.gradients[:12]) for i, one in enumerate(self.times, 1)
+            (f"replay {i}", one.loss, one.gradient_norm, one.gradients[:12]) for i, one in enumerate(self.times, 1)
         ]
         lines = [f"iteration {self.iteration}: {self.verdict}", f"{'':<12}{'loss':>12}{'gradient norm':>16}  gradients"]
         lines += [f"{what:<12}{_shown(loss):>12}{_shown(norm):>16}  {digest}" for what, loss, norm, digest in rows]

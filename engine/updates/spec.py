@@ -338,13 +338,13 @@ def _model_of_input(engine: Kernel, batch: Any) -> Any:
         update = engine.state.update
         if update.spec._predicts:
             raise TypeError(
-                f"update {update.name!r} takes batches that are a tensor or (input, ...), but this batch is "
+                f"update {update.name!r} expects each batch to be a tensor or (input, ...), but this batch is "
                 f"{described(batch)}; tell Update where to find the input: Update.prediction(input='image'), or pass "
                 "forward(engine, batch) to Update.prediction"
             )
         raise TypeError(
-            f"update {update.name!r} takes batches of (input, target), but this batch is {described(batch)}; for "
-            "other batches, tell Update where to find the input and the target: Update.supervised(..., "
+            f"update {update.name!r} expects each batch to be (input, target), but this batch is {described(batch)}; "
+            "for other batches, tell Update where to find the input and the target: Update.supervised(..., "
             "input='image', target='label'), or pass forward(engine, batch) and loss(engine, output, batch) to Update"
         )
     return engine.model(batch[0])

@@ -456,7 +456,7 @@ def test_an_error_inside_the_closure_leaves_an_engine_that_can_run() -> None:
     assert engine.updates[0].window.kept == []
     with pytest.raises(RuntimeError, match="recomputed only inside the step"):
         engine.updates[0].again()
-    with pytest.warns(UserWarning, match="the step of update 'main' had begun in iteration 2, which is repeated"):
+    with pytest.warns(UserWarning, match="iteration 2 is repeated, although the step of update 'main' had begun"):
         engine.run(make_data(), max_epochs=2)
     assert len(recorded) > 2
 

@@ -42,7 +42,7 @@ class Slots:
     ids=["dict", "tensor", "data class", "namespace", "slots", "number"],
 )
 def test_batches_that_are_no_pairs(batch: Any, described: str) -> None:
-    message = rf"batches of \(input, target\), but this batch is {described}; .*input='image', target='label'"
+    message = rf"each batch to be \(input, target\), but this batch is {described}; .*input='image', target='label'"
     with pytest.raises(TypeError, match=message):
         Engine(Update.supervised(torch.nn.functional.mse_loss, kit.SGD), linear(3, 1, seed=0)).run(
             [batch], max_epochs=1

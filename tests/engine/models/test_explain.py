@@ -104,7 +104,7 @@ def test_a_weight_that_is_no_single_number_is_explained() -> None:
     trainer = make_trainer()
     trainer.attach(GradientAccumulation(2, weight=lambda engine: torch.ones(2)))
     notes = notes_of(trainer, make_data(), RuntimeError)
-    assert "weight of update 'main' has shape (2,); set a single number" in notes
+    assert "weight of update 'main' has shape (2,); set it to one number" in notes
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)

@@ -324,7 +324,7 @@ def test_a_batch_that_may_count_twice_is_reported() -> None:
     interrupt_at(trainer, Events.OPTIMIZER_STEP_COMPLETED(once=2))
     with pytest.raises(KeyboardInterrupt):
         trainer.run(BATCHES, max_epochs=1)
-    with pytest.warns(UserWarning, match="step of update 'main' had begun in iteration 2, which is repeated"):
+    with pytest.warns(UserWarning, match="iteration 2 is repeated, although the step of update 'main' had begun"):
         trainer.run(BATCHES, max_epochs=1)
 
 
