@@ -89,8 +89,8 @@ def _check_reduced(update: UpdateState, gradients: Sequence[Tensor | None]) -> N
     if update.window.held and not any(gradient is not None for gradient in gradients):
         raise RuntimeError(
             f"the open accumulation window of update {update.name!r} contains gradients that have not been reduced "
-            "over the ranks yet, so it cannot be saved; save at the end of a window, such as at the end of an epoch, or "
-            "reduce every batch with FullyShardedDataParallel(reduce_every_batch=True)"
+            "over the ranks yet, so it cannot be saved; save at the end of a window, such as at the end of an epoch, "
+            "or reduce every batch with FullyShardedDataParallel(reduce_every_batch=True)"
         )
 
 

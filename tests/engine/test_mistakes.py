@@ -50,7 +50,7 @@ def test_batches_that_are_no_pairs(batch: Any, described: str) -> None:
     if isinstance(batch, Tensor):
         return  # which a prediction takes as its input
     message = (
-        rf"batches that are a tensor or \(input, ...\), but this batch is {described}; .*prediction\(input='image'\)"
+        rf"each batch to be a tensor or \(input, ...\), but this batch is {described}; .*prediction\(input='image'\)"
     )
     with pytest.raises(TypeError, match=message):
         Engine(Update.prediction(), linear(3, 1, seed=0)).run([batch])

@@ -716,7 +716,7 @@ def test_an_error_leaves_neither_weight_nor_decision_to_the_next_run(event: Even
     trainer.connect(Events.LOSS_COMPUTED, lambda engine: seen.append(engine.state.update.weight))
     steps = trainer.updates[0].steps
     trainer.connect(Events.GRADIENTS_READY, lambda engine: engine.state.update.skip("on purpose"))
-    with pytest.warns(UserWarning, match="iteration 1 is repeated, although the step") if steps else contextlib.nullcontext():
+    with pytest.warns(UserWarning, match="iteration 1 is repeated, although") if steps else contextlib.nullcontext():
         trainer.run(make_data(3), max_epochs=1)
     assert seen == [1, 1, 1]
     assert trainer.updates[0].steps == steps
