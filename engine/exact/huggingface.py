@@ -78,8 +78,8 @@ class ExactResume(TrainerCallback, ExportableState):
             )
         if held := held_generators(loader, fetching=True):
             warn(
-                f"ExactResume: Trainer does not save the random generators {', '.join(held)}; draw from the global "
-                "generators instead"
+                f"ExactResume: Trainer does not save the state of the random generators {', '.join(held)}; draw "
+                "from the global generators instead"
             )
         loader.collate_fn = loader.dataset.collating(loader.collate_fn)
         loaded = state.stateful_callbacks.get(type(self).__name__) if state.global_step else None

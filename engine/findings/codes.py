@@ -83,8 +83,8 @@ _TEXTS = {
     "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
     "W37": "A run ended, and its `Checkpoint` handler wrote nothing: its interval was never reached, or its metric "
     "never had a value.",
-    "W38": "The log was replaced or removed while the run was writing to it, probably by a second process with the "
-    "same path. The rows of this run are lost.",
+    "W38": "The log was replaced or removed while the run was writing to it, probably by a second process that "
+    "uses the same path. The rows of this run are lost.",
     "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format cannot "
     "store part of the output.",
     # W4x: how functions and handlers are attached and connected
@@ -111,8 +111,8 @@ _TEXTS = {
     "statistics do not update.",
     "W53": "An evaluator measures nothing, because no metrics are attached to it.",
     "W54": "Predictions are collected from shuffled data, so their order differs from the order of the dataset.",
-    "W55": "After this run, an average of the weights still consists mostly of the initial weights, so metrics in "
-    "evaluations are worse than in training.",
+    "W55": "After this run, an average of the weights still consists mostly of the initial weights, so evaluation "
+    "metrics are worse than training metrics.",
     "W56": "An evaluator that is run separately from the trainer measures the weights of the last step instead of "
     "their averages (EMA, SWA).",
     "W57": "An evaluation runs with modules in training mode, or applies dropout. Its metrics may be random, and "
@@ -123,7 +123,7 @@ _TEXTS = {
     "differently.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar is set to show a metric that nothing measures.",
-    "W62": "A logger is attached to an evaluator, so the log starts again in each evaluation.",
+    "W62": "A logger is attached to an evaluator, so each evaluation restarts the log.",
     "W63": "The interval of a logger is longer than the run, so the logger never wrote at this interval.",
     "W64": "The accuracy never exceeded the accuracy of always predicting the most frequent class, so the model seems "
     "to learn nothing about the labels.",
@@ -139,7 +139,7 @@ _TEXTS = {
     "W70": "Ranks that should each have their own data have the same data, so all train on the same samples.",
     # W7x: losses and gradients
     "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
-    "one trains.",
+    "update trains.",
     "W72": "The loss receives the wrong kind of output, such as probabilities where it expects logits. The model "
     "trains slowly, or not at all.",
     "W73": "Output and targets have different shapes and are broadcast in the loss, so every output is compared with "
@@ -151,7 +151,7 @@ _TEXTS = {
     "W76": "Your code keeps losses or outputs with their graphs, so memory grows with each iteration.",
     "W77": "Targets are outside the range that the loss accepts, or that the last activation can reach.",
     "W78": "The global generator is seeded in each iteration, so dropout draws the same mask every time.",
-    "W79": "The loss is over a single class, so it is constant and its gradients are zero.",
+    "W79": "The loss is computed over a single class, so it is constant and its gradients are zero.",
     # W8x: functions and handlers, studies, and more about losses
     "W80": "A function changes only the reported loss. Gradients come from `backward_loss`, which is unchanged.",
     "W81": "The runs of a study are identical although their seeds differ, so a single result is counted several "
@@ -205,7 +205,7 @@ _TEXTS = {
     "C14": "The validation data contains training samples, so its metrics cannot show overfitting.",
     "C15": "An evaluator has a different model, which shares no parameters with the model being trained.",
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
-    "C17": "An interval is longer than this run, so what it triggers never happens.",
+    "C17": "An interval is longer than this run, so the action that it triggers never runs.",
     "C18": "Weight averaging is set to start after the end of this run, so the averages are never used.",
     "C19": "The patience is longer than the run, so it cannot stop the run.",
     "C20": "An evaluation measures nothing, because no metrics are attached to the evaluator.",

@@ -71,8 +71,8 @@ def _check_own(engine: Engine, data: Any) -> None:
     if content and all(one == others[0] for one in others):
         engine.findings.report(
             "W70",
-            f"with shard_policy='own', all {engine.processes.world_size} ranks start with the same batch, so they "
-            "seem to train on the same samples",
+            f"with shard_policy='own', each of the {engine.processes.world_size} ranks should have different data, but "
+            "all of them start with the same batch, so they seem to train on the same samples",
             "give each rank its own part of the data, or use shard_policy='auto'",
         )
 

@@ -80,7 +80,7 @@ def report_shared_parameters(engine: Engine) -> None:
                 engine.findings.report(
                     "W71",
                     f"updates {update.name!r} and {other.name!r} both train the same {shared} parameters, so the loss "
-                    "of each update also changes parameters that the other one trains",
+                    "of each update also changes parameters that the other update trains",
                     "build each optimizer with the parameters of its own module",
                     key=(update.name, other.name),
                 )

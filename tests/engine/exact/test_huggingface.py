@@ -188,7 +188,7 @@ def test_other_data_is_refused_and_hidden_generators_are_named(tmp_path: Path) -
     own = Samples()
     own.generator = np.random.default_rng(0)  # type: ignore[attr-defined]
     trainer.train_dataset = SeededSamples(own)
-    with pytest.warns(UserWarning, match=r"Trainer does not save dataset.*generator"):
+    with pytest.warns(UserWarning, match=r"save the state of the random generators dataset.*generator"):
         trainer.train()
     assert newest_sealed(tmp_path, "checkpoint-") == tmp_path / f"checkpoint-{STEPS}"
 
