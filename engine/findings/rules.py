@@ -88,8 +88,8 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                         yield finding(
                             "C03",
                             f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in phase "
-                            f"{one.phase.name} with rank {one.rank}, and at least one of them writes it, so the order "
-                            "in which you attach them matters",
+                            f"{one.phase.name} with rank {one.rank}, and at least one of the two writes the {thing}, "
+                            "so the order in which you attach them matters",
                             "give one of the two a different phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
                         )

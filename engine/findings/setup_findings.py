@@ -148,7 +148,7 @@ def report_loss_parameters(engine: Engine) -> None:
                 f"the loss {kind} has parameters that no optimizer holds, so they are not trained: "
                 f"{', '.join(missing)}",
                 "pass the optimizer as a factory, or include these parameters: [*model.parameters(), "
-                f"*{name}.parameters()]; if these are constant, call requires_grad_(False) on them",
+                f"*{name}.parameters()]; if they should stay constant, call requires_grad_(False) on them",
                 key=name,
             )
         elif trained:
@@ -156,6 +156,6 @@ def report_loss_parameters(engine: Engine) -> None:
                 "W43",
                 f"the parameters of the loss {kind} are trained, moved and saved with those of the model, under the "
                 f"name {name!r}: {', '.join(trained)}",
-                "if some of them are constant, call requires_grad_(False) on these before you build the Engine",
+                "if some of them should stay constant, call requires_grad_(False) on these before you build the Engine",
                 key=name,
             )
