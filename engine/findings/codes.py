@@ -99,7 +99,8 @@ _TEXTS = {
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
     "process, so every rank writes the same files.",
     "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler has no "
-    "`load_state_dict`, `torch.load` rejects an object, or a value that the forward or a handler changes is not saved.",
+    "`load_state_dict`, `torch.load` rejects an object, or a value that the forward pass or a handler changes is "
+    "not saved.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation
@@ -134,8 +135,8 @@ _TEXTS = {
     "changed during training.",
     "W68": "A function changes the trained weights when a run continues, because it initializes them at `STARTED`, "
     "which every `run()` emits.",
-    "W69": "With `TruncatedBPTT`, the forward never carries the hidden state over, so each chunk starts from a hidden "
-    "state of zeros.",
+    "W69": "With `TruncatedBPTT`, the forward pass never carries the hidden state over, so each chunk starts from a "
+    "hidden state of zeros.",
     "W70": "Ranks that should each have their own data have the same data, so all train on the same samples.",
     # W7x: losses and gradients
     "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
@@ -146,7 +147,7 @@ _TEXTS = {
     "every target.",
     "W74": "The loss is divided by the length of the accumulation window, but the engine already averages over the "
     "window, so gradients are too small.",
-    "W75": "Parameters have gradients before the first backward of a window, for example because your code calls "
+    "W75": "Parameters have gradients before the first backward pass of a window, for example because your code calls "
     "`backward()`. The step includes these gradients.",
     "W76": "Your code keeps losses or outputs with their graphs, so memory grows with each iteration.",
     "W77": "Targets are outside the range that the loss accepts, or that the last activation can reach.",
@@ -175,8 +176,8 @@ _TEXTS = {
     "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
     "W93": "A reshape in place of a transpose, or a softmax over the batch, mixes the values of different samples or "
     "positions.",
-    "W94": "From the output of a recurrent layer, the forward uses a step that is padding, or a step that depends on "
-    "only one step of the sequence.",
+    "W94": "From the output of a recurrent layer, the forward pass uses a step that is padding, or a step that depends "
+    "on only one step of the sequence.",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
     "W96": "The loss is a mean over targets, but the batches of a window have equal weights although their numbers of "
     "targets differ.",

@@ -272,7 +272,7 @@ def _report_no_loss(engine: Engine, began: int) -> None:
     elif update.function is not None:
         who, way_out = f"the function {_name(update.function)}", "let it return the loss"
     elif update.output is None:
-        who, way_out = f"the forward {_name(update.forward)}", "return the output from the model's forward"
+        who, way_out = f"the forward function {_name(update.forward)}", "return the output from the model's forward"
     else:
         who, way_out = f"the loss {_name(update.loss_function)}", "let it return the loss"
     engine.findings.report(

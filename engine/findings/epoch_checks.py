@@ -141,8 +141,8 @@ class EpochChecks:
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("received a gradient" if before.counts_versions else "changed"),
-                "in the forward, use engine.model, not an older model or a copy; do not call no_grad(), detach() or "
-                "item() between the parameters and the loss; and leave zero_grad() to the engine",
+                "in the forward pass, use engine.model, not an older model or a copy; do not call no_grad(), detach() "
+                "or item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
             )
         elif whole and before.counts_versions:
@@ -151,8 +151,8 @@ class EpochChecks:
                 "W13",
                 f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) received no "
                 "gradient",
-                "if these parameters should train, look for detach(), no_grad() or an unused module in the forward; if "
-                "not, freeze them with requires_grad_(False) or Freezing, or leave them out of the optimizer",
+                "if these parameters should train, look for detach(), no_grad() or an unused module in the forward "
+                "pass; if not, freeze them with requires_grad_(False) or Freezing, or leave them out of the optimizer",
                 key=(update.name, 2 * missing >= total),
                 severity="warning" if 2 * missing >= total else "info",
             )

@@ -128,8 +128,8 @@ class FirstEvaluation:
         if dropout.seen and not any(part.training for _, part in engine.modules.parts()):  # else the end reports it
             engine.findings.report(
                 "W57",
-                f"the forward of update {update.name!r} applies dropout in an evaluation, because it calls a dropout "
-                "function without passing the mode",
+                f"the forward pass of update {update.name!r} applies dropout in an evaluation, because it calls a "
+                "dropout function without passing the mode",
                 "pass the mode: F.dropout(x, training=self.training); allow W57 if the randomness is intended",
                 key=update.name,
             )
@@ -264,9 +264,9 @@ class _Look:
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(
                 "W92",
-                f"the loss of update {update.name!r} depends on {counted(len(lasting), 'trainable tensor')} of shape {shapes}, "
-                f"which {'is' if len(lasting) == 1 else 'are'} in no optimizer and in no model of the engine",
-                "if they belong to an older model, use engine.model in the forward; to train them, make them "
+                f"the loss of update {update.name!r} depends on {counted(len(lasting), 'trainable tensor')} of shape "
+                f"{shapes}, which {'is' if len(lasting) == 1 else 'are'} in no optimizer and in no model of the engine",
+                "if they belong to an older model, use engine.model in the forward pass; to train them, make them "
                 "parameters of the model, or of a module passed to the Engine: model={'model': ..., 'loss': ...}; or "
                 "freeze them",
                 key=update.name,
@@ -281,9 +281,9 @@ class _Look:
             engine.findings.report(
                 "W75",
                 f"update {update.name!r}: {len(several)} of its {len(update.parameters)} parameters have gradients "
-                "before the first backward of the window, and each backward adds to these gradients",
-                "do not call backward() in the forward, the loss or a connected function, because the engine calls it; "
-                "and clear old gradients before the run",
+                "before the first backward pass of the window, and each backward pass adds to these gradients",
+                "do not call backward() in the forward function, the loss or a connected function, because the engine "
+                "calls it; and clear old gradients before the run",
                 key=update.name,
             )
 

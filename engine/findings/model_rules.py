@@ -44,8 +44,8 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
         return (
             "C27",
             f"computed from a parameter of shape {made_of} that is not part of the model, so the parameter is not "
-            "trained, moved or saved, and a second backward fails, because the first one frees the graph",
-            f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward",
+            "trained, moved or saved, and a second backward pass fails, because the first one frees the graph",
+            f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward pass",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):

@@ -105,7 +105,7 @@ def report_never_emitted(engine: Engine) -> None:
 def _never_emitted(engine: Engine) -> dict[EventEnum, str]:
     """The events that an engine never emits, and why."""
     of_training = () if engine.training else _OF_TRAINING
-    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an evaluation runs no backward and no optimizer steps")
+    never: dict[EventEnum, str] = dict.fromkeys(of_training, "an evaluation runs no backward pass and no steps")
     if all(update.forward is None for update in engine.updates):
         never[Events.FORWARD_COMPLETED] = "its updates are single functions without an output"
     if all(update.loss_function is None and update.function is None for update in engine.updates):

@@ -86,7 +86,7 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         )
     yield finding(
         "W47",
-        f"the forward changes values that no saved state contains: {', and '.join(what)}. A resumed run starts "
+        f"the forward pass changes values that no saved state contains: {', and '.join(what)}. A resumed run starts "
         "without these changes",
         f"{'; '.join(ways_out)}; allow W47 if the results do not depend on these values",
         severity="info" if is_caching else "warning",

@@ -108,9 +108,9 @@ def _refuse_pipeline(model: Any) -> None:
     if any(base.__module__.startswith("torch.distributed.pipelining") for base in kind.__mro__):
         raise TypeError(
             f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported, "
-            "because a pipeline schedule runs the forward, loss and backward of all micro-batches in one call, so the "
-            "engine could not emit the events in between; pass the whole model, and split it with TensorParallel or "
-            "FullyShardedDataParallel"
+            "because a pipeline schedule runs the forward pass, loss and backward pass of all micro-batches in one "
+            "call, so the engine could not emit the events in between; pass the whole model, and split it with "
+            "TensorParallel or FullyShardedDataParallel"
         )
 
 

@@ -160,7 +160,7 @@ class Update:
         try:
             return value_at(value, place)
         except PlaceError as error:
-            what = "the value that its forward returned" if argument == "output" else "the batch"
+            what = "the value that its forward function returned" if argument == "output" else "the batch"
             raise TypeError(
                 f"update {self.name!r} found no {argument} in {what}: {error}; tell Update where to find it: "
                 f"Update(..., {argument}=)"

@@ -319,7 +319,8 @@ MISTAKES: list[tuple[str, Callable[[], Any]]] = [
         lambda: measured(target="label").run(MAPPINGS, max_epochs=1),
     ),
     (
-        "found no output in the value that its forward returned: there is no 'scores' in a Output with 'logits', 'loss'",
+        "found no output in the value that its forward function returned: there is no 'scores' in a Output with 'logits', "
+        "'loss'",
         lambda: measured(output="scores").run(MAPPINGS, max_epochs=1),
     ),
     (
