@@ -220,7 +220,7 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
             other = found.setdefault(variant.name, variant)
             if (other.off, other.swapped, other.arguments) != (variant.off, variant.swapped, variant.arguments):
                 raise ValueError(
-                    f"two designs have different variants with the same name {variant.name!r}; run each design in a "
+                    f"two designs contain different variants that are both named {variant.name!r}; run each design in a "
                     "separate study"
                 )
     if BASELINE not in found:
@@ -230,7 +230,7 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
         )
     if len(found) == 1:
         raise ValueError(
-            "the design has no variant to compare with the baseline. Handlers that affect the training: "
+            "the design has no variant to compare with the baseline. Handlers that affect training: "
             f"{', '.join(candidates) or 'none'}. To switch off other handlers, name them in Study(handlers=[...])"
         )
     return list(found.values())

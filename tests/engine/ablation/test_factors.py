@@ -182,7 +182,7 @@ def test_arguments_that_build_does_not_take_are_named_before_anything_is_trained
         make_study().plan(Variants({**BASE, "depth": 1}, depth=[2]))
     with pytest.raises(ValueError, match=r"some variants are invalid(.|\n)*'width = -1'"):
         make_study().plan(Variants(BASE, width=[-1]))
-    with pytest.raises(ValueError, match="different variants with the same name 'baseline'; run each design"):
+    with pytest.raises(ValueError, match="different variants that are both named 'baseline'; run each design"):
         make_study().plan(Variants(BASE, width=[8]), LeaveOneOut())
 
 

@@ -424,7 +424,7 @@ def test_other_handlers_than_those_of_the_store_are_noticed(tmp_path: Path) -> N
 
 
 def test_designs_with_different_variants_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="different variants with the same name 'baseline'"):
+    with pytest.raises(ValueError, match="different variants that are both named 'baseline'"):
         make_study().plan(LeaveOneOut(), OneAtATime())
 
 
