@@ -288,7 +288,7 @@ class _Side:
             )
         if engine.processes.distributed:
             raise ValueError(
-                "divergence() supports only runs in a single process; detach the handler that distributes the training"
+                "divergence() only supports single-process runs; detach the handler that sets up distributed training"
             )
         if self.other is not None and self.other.engine is not None:
             _check_separate(self.other.engine, engine)
