@@ -55,7 +55,7 @@ class Variants(Design):
     ) -> None:
         if not isinstance(baseline, Mapping) or not all(isinstance(name, str) for name in baseline):
             raise TypeError(
-                f"Variants(baseline={baseline!r}): expected a dict that maps argument names of build to values"
+                f"Variants(baseline={baseline!r}): expected a dict that maps the argument names of build to values"
             )
         if not changes:
             raise ValueError("Variants(baseline): expected at least one factor, such as width=[32, 128]")
@@ -92,7 +92,7 @@ class Variants(Design):
         """The values of a factor by their names, that of the baseline first."""
         if name not in self.baseline:
             raise ValueError(
-                f"Variants({name}=...): the baseline has no value for this argument; arguments of the baseline: "
+                f"Variants({name}=...): the baseline has no value for this argument; arguments in the baseline: "
                 f"{', '.join(self.baseline) or 'none'}"
             )
         if isinstance(values, str | bytes) or not isinstance(values, Sequence | Mapping) or not values:
@@ -168,7 +168,7 @@ def level_contrasts(
     levels = [list(dict.fromkeys(dict(variant.level)[name] for variant in variants)) for name in factors]
     if len(cells) < len(variants) or set(cells) != set(itertools.product(*levels)):
         raise ValueError(
-            "effects(variants=...): the design is not full factorial, because a combination of levels is missing or "
+            "effects(variants=...): this is not a full factorial design, because a combination of levels is missing or "
             "appears twice"
         )
     names: list[tuple[str, ...]] = []

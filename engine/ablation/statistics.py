@@ -391,7 +391,7 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
         if combination not in cells:
             on_names = [factor for factor, on_ in zip(factors, combination, strict=True) if on_]
             raise ValueError(
-                f"effects(variants=...): the design is not full factorial, because no variant enables only {on_names}"
+                f"effects(variants=...): this is not a full factorial design, because no variant enables only {on_names}"
             )
     return cells
 

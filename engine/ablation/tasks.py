@@ -56,7 +56,7 @@ def _task_build(name: str, given: Any, build: Callable[..., Any] | None) -> Call
     expected = (
         "a function that takes a seed, because build= is omitted"
         if build is None
-        else "a dict that maps argument names of build to values"
+        else "a dict that maps the argument names of build to values"
     )
     raise TypeError(f"Study(tasks={{{name!r}: {given!r}}}): expected {expected}")
 

@@ -50,7 +50,7 @@ def test_values_without_a_name_of_their_own_are_given_one() -> None:
             ({"depth": 1},),
             {"width": [2]},
             ValueError,
-            r"the baseline has no value for this argument; arguments of the baseline: depth",
+            r"the baseline has no value for this argument; arguments in the baseline: depth",
         ),
         (({"width": 1},), {"width": 2}, TypeError, "expected a list of alternative values"),
         (({"width": 1},), {"width": []}, TypeError, "expected a list of alternative values"),

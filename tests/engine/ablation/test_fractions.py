@@ -204,7 +204,7 @@ def test_the_report_names_the_aliases_and_draws_no_conclusion_on_one_handler() -
     assert Report(failed, cells, metric="accuracy", mode="max").effects()[0].left_out == (0,)
     # Without a cell, it is no fraction any more, and there are no effects.
     some = Report([one for one in runs if one.variant != cells[1].name], cells[:1] + cells[2:], metric="a", mode="max")
-    with pytest.raises(ValueError, match="the design is not full factorial"):
+    with pytest.raises(ValueError, match="this is not a full factorial design"):
         some.effects()
 
 

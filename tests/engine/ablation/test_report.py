@@ -199,7 +199,7 @@ def test_a_factorial_design_shows_its_effects() -> None:
     assert "| ema x mixup | 8/8 |" in found.markdown()
     part = report({"- ema": WORSE}, FACTORIAL[:2])
     assert "estimate" not in str(part)
-    with pytest.raises(ValueError, match="the design is not full factorial"):
+    with pytest.raises(ValueError, match="this is not a full factorial design"):
         part.effects()
 
 

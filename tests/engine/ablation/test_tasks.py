@@ -231,7 +231,7 @@ def test_a_margin_of_the_score_is_one_of_each_task_in_its_own_unit() -> None:
             r"Study\(tasks=\['digits'\]\): expected a dict that maps task names",
         ),
         ({"tasks": {"one": {}}}, ValueError, "expected two or more tasks"),
-        ({"tasks": {"one": build_flat, "two": {}}}, TypeError, "expected a dict that maps argument names of build"),
+        ({"tasks": {"one": build_flat, "two": {}}}, TypeError, "expected a dict that maps the argument names of build"),
         ({"build": None}, TypeError, "expected a function that takes a seed, because build="),
         ({"scores": None}, TypeError, r"set scores= to the two values of the metric that count as 0 and 1"),
         ({"scores": {"steep": (1.0, 0.0)}}, ValueError, "the tasks steep, flat; these names do not match: flat"),
