@@ -89,7 +89,8 @@ class FractionalFactorial(Design):
         names = list(self.factors)
         if not 3 <= len(names) <= MOST:
             raise ValueError(
-                f"FractionalFactorial(factors=...): expected 3 to {MOST} factors, got {len(names)}; use Factorial for fewer"
+                f"FractionalFactorial(factors=...): expected 3 to {MOST} factors, got {len(names)}; for fewer factors, "
+                "use Factorial"
             )
         if (resolution is None) == (generators is None):
             raise ValueError(
@@ -112,8 +113,8 @@ class FractionalFactorial(Design):
             )
         if (runs := 2 ** (len(names) - len(self.generators))) > self.limit:
             raise ValueError(
-                f"FractionalFactorial(generators=...): {runs} runs per seed, more than limit={limit}; generate "
-                "more of the factors, or raise the limit"
+                f"FractionalFactorial(generators=...): the design needs {runs} runs per seed, more than "
+                f"limit={limit}; generate more of the factors, or raise the limit"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
@@ -166,8 +167,8 @@ class FractionalFactorial(Design):
         k = len(names)
         if resolution > k:
             raise ValueError(
-                f"FractionalFactorial(resolution={resolution}): the highest resolution of a fraction with {k} factors "
-                f"is {k}; lower the resolution, or use Factorial"
+                f"FractionalFactorial(resolution={resolution}): a fraction with {k} factors has a resolution of "
+                f"at most {k}; lower the resolution, or use Factorial"
             )
         for base in range(2, k):
             if 2**base > min(self.limit, SEARCHED_UP_TO):

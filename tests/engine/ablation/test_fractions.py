@@ -235,7 +235,7 @@ def test_what_is_wrong_is_refused() -> None:
         ({}, ValueError, "pass either resolution="),
         ({"resolution": 3, "generators": {"D": ["A", "B"]}}, ValueError, "pass either resolution="),
         ({"resolution": 2}, ValueError, "resolution"),
-        ({"resolution": 5}, ValueError, "the highest resolution of a fraction with 4 factors is 4"),
+        ({"resolution": 5}, ValueError, "a fraction with 4 factors has a resolution of at most 4"),
         ({"generators": {}}, TypeError, "expected a dict that maps factors to products"),
         ({"generators": {"D": "ABC"}}, TypeError, "expected a list of names"),
         ({"generators": {"X": ["A", "B"]}}, ValueError, "'X' is not a factor; the factors are A, B, C, D"),
