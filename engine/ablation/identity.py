@@ -102,7 +102,7 @@ class Identity:
         others = [line for key, line in lines.items() if key not in own and _place_of(line) in planned]
         reasons = Counter(filter(None, map(self._differing, others)))
         notes = [
-            f"{_stored(count)} made with a different "
+            f"{_stored(count)} recorded with a different "
             f"{' and a different '.join(_WORDS.get(part, part) for part in parts)}, so {_is(count)} not used"
             for parts, count in sorted(reasons.items())
         ]

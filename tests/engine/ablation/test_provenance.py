@@ -192,7 +192,7 @@ def test_other_arguments_are_other_runs(first: Any, second: Any, tmp_path: Path)
     assert make_study(first, seeds=[0], store=store).plan(DESIGN).to_make == ()
     plan = make_study(second, seeds=[0], store=store).plan(DESIGN)
     assert [run.status for run in plan.runs] == ["missing", "missing"]
-    assert "2 stored runs with these variants and seeds were made with a different build" in str(plan)
+    assert "2 stored runs with these variants and seeds were recorded with a different build" in str(plan)
 
 
 @pytest.mark.whole
