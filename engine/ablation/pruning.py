@@ -130,8 +130,8 @@ class Pruned:
         change = f", mean difference from the baseline {self.difference:+.3g}"
         difference = "" if math.isnan(self.difference) else change
         return (
-            f'"{self.variant.name}" was pruned after epoch {self.epoch}, in place {self.place} of {self.of} by mean '
-            f"rank over {count(self.seeds, 'seed')} (rank {self.rank:.3g}{difference} at this epoch{failed}). No "
+            f'"{self.variant.name}" was pruned after epoch {self.epoch}: it ranked number {self.place} of {self.of} by mean '
+            f"rank over {count(self.seeds, 'seed')} (mean rank {self.rank:.3g}{difference} at this epoch{failed}). No "
             "effect is reported, because this variant was not trained to the end."
         )
 
@@ -264,8 +264,8 @@ class Pruning:
                 if curve and curve[-1][0] < ended <= MOST_POINTS:
                     raise ValueError(
                         f"Study(prune={self.halving!r}): the run of {variant.name!r} with seed {seed} last measured "
-                        f"{self.metric!r} in epoch {curve[-1][0]}, but the decision follows epoch {ended}; choose "
-                        "epochs that end with a measurement of this metric"
+                        f"{self.metric!r} in epoch {curve[-1][0]}, but the pruning decision is made after epoch "
+                        f"{ended}; choose epochs that end with a measurement of this metric"
                     )
         if max(reached, default=epoch) < epoch:
             raise ValueError(

@@ -308,7 +308,7 @@ class Report:
         notes = [columns if brief else how + columns]
         if self.pruned:
             evidence = [
-                f"{one.variant.name} after epoch {one.epoch} (place {one.place} of {one.of})" for one in self.pruned
+                f"{one.variant.name} after epoch {one.epoch} (number {one.place} of {one.of})" for one in self.pruned
             ]
             notes.append(
                 f"Pruned, by the mean rank within seeds: {'; '.join(evidence)}. These variants were not trained to the "

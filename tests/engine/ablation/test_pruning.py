@@ -134,10 +134,10 @@ def test_the_report_has_no_effect_and_no_average_of_what_was_pruned(stored: Path
     assert found.comparisons == 3
     assert found.needed == 7  # 3 * 2 / 2**7 <= 0.05
     (sentence,) = [one for one in found.sentences() if f'"{name}"' in one]
-    assert "was pruned after epoch 1, in place 3 of 3 by mean rank over 6 seeds" in sentence
+    assert "was pruned after epoch 1: it ranked number 3 of 3 by mean rank over 6 seeds" in sentence
     assert "No effect is reported" in sentence
     assert "by Holm's procedure for 3 comparisons, 1 of them pruned" in " ".join(str(found).split())
-    assert f"Pruned, by the mean rank within seeds: {name} after epoch 1 (place 3 of 3)." in " ".join(
+    assert f"Pruned, by the mean rank within seeds: {name} after epoch 1 (number 3 of 3)." in " ".join(
         str(found).split()
     )
     assert f"| {name} | pruned | - |" in found.markdown().replace("\\", "")
@@ -329,7 +329,7 @@ def late_and_long(seed: int, rate: float) -> Any:
 
 @pytest.mark.moderate
 def test_a_metric_of_an_earlier_epoch_decides_nothing() -> None:
-    message = r"last measured 'val_loss' in epoch 2, but the decision follows epoch 3; choose epochs that end with"
+    message = r"last measured 'val_loss' in epoch 2, but the pruning decision is made after epoch 3; choose"
     with pytest.raises(ValueError, match=message):
         make_study(late_and_long, prune=Halving([3])).run(Variants({"rate": 0.1}, rate=[0.01, 0.03]), workers=0)
 
