@@ -220,8 +220,8 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
             other = found.setdefault(variant.name, variant)
             if (other.off, other.swapped, other.arguments) != (variant.off, variant.swapped, variant.arguments):
                 raise ValueError(
-                    f"two designs contain different variants that are both named {variant.name!r}; run each design in a "
-                    "separate study"
+                    f"two designs contain different variants that are both named {variant.name!r}; run each design in "
+                    "a separate study"
                 )
     if BASELINE not in found:
         raise ValueError(

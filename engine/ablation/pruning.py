@@ -130,8 +130,8 @@ class Pruned:
         change = f", mean difference from the baseline {self.difference:+.3g}"
         difference = "" if math.isnan(self.difference) else change
         return (
-            f'"{self.variant.name}" was pruned after epoch {self.epoch}: it ranked number {self.place} of {self.of} by mean '
-            f"rank over {count(self.seeds, 'seed')} (mean rank {self.rank:.3g}{difference} at this epoch{failed}). No "
+            f'"{self.variant.name}" was pruned after epoch {self.epoch}: it ranked number {self.place} of {self.of} by '
+            f"mean rank over {count(self.seeds, 'seed')} (mean rank {self.rank:.3g}{difference} at this epoch{failed}). No "
             "effect is reported, because this variant was not trained to the end."
         )
 

@@ -418,8 +418,8 @@ def test_other_handlers_than_those_of_the_store_are_noticed(tmp_path: Path) -> N
     plan = make_study(build, **options).plan(LeaveOneOut(["ema"]))
     assert [run.status for run in plan.runs] == ["missing"] * 2
     assert plan.notes == (
-        "2 stored runs with these variants and seeds were recorded with a different build (its code, or something that it "
-        "uses) and a different setup (handlers, updates or modules), so they are not used",
+        "2 stored runs with these variants and seeds were recorded with a different build (its code, or something that "
+        "it uses) and a different setup (handlers, updates or modules), so they are not used",
     )
 
 

@@ -128,8 +128,8 @@ def test_another_argument_of_one_task_makes_its_runs_anew_and_no_others(tmp_path
     plan = changed.plan(DESIGN)
     assert {run.task for run in plan.to_make} == {"flat"}
     assert plan.notes == (
-        "flat: 6 stored runs with these variants and seeds were recorded with a different build (its code, or something "
-        "that it uses), so they are not used",
+        "flat: 6 stored runs with these variants and seeds were recorded with a different build (its code, or "
+        "something that it uses), so they are not used",
     )
 
 
