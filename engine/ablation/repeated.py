@@ -76,7 +76,7 @@ class Built:
         """
         if self.difference(found) and (what := found.difference(again())):
             raise RepeatError(
-                f"two calls of build({self._seed}) produced different runs: {what}. The results would depend on how "
+                f"two calls to build({self._seed}) produced different runs: {what}. The results would depend on how "
                 "often build is called; build must depend only on the seed and its other arguments, and must not "
                 "modify anything outside build"
             )

@@ -126,7 +126,7 @@ DIFFERENT: dict[str, tuple[Callable[[int], Any], str]] = {
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_a_build_that_makes_another_run_in_each_call_is_an_error(what: str) -> None:
     build, message = DIFFERENT[what]
-    with pytest.raises(RepeatError, match=r"two calls of build\(0\) produced different runs: .*" + message):
+    with pytest.raises(RepeatError, match=r"two calls to build\(0\) produced different runs: .*" + message):
         plan(build)
 
 
