@@ -108,7 +108,9 @@ def exact(value: float | Fraction) -> Fraction:
         return value
     value = float(value)
     if not math.isfinite(value):
-        raise ValueError(f"exact(value={value!r}): expected a finite number; a run with this result counts as failed")
+        raise ValueError(
+            f"exact(value={value!r}): expected a finite number; a run whose metric is not finite counts as failed"
+        )
     itself = Fraction(value)
     # Two fractions with denominators up to q are at least 1 / q**2 apart, and here that is more than one float apart.
     limit = min(LARGEST_DENOMINATOR, int(math.ulp(value) ** -0.5 / 2))
