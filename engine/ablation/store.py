@@ -130,7 +130,7 @@ class Store:
                 found.damaged[number] = line
             else:
                 raise StoreError(
-                    f"line {number} of the store {str(self.path)!r} is not a run of a study: {line[:60]!r}; "
+                    f"line {number} of the store {str(self.path)!r} does not hold a run of a study: {line[:60]!r}; "
                     "remove the line"
                 )
         return found
@@ -261,7 +261,7 @@ class Store:
         try:
             yield
         except OSError as error:
-            reason = f"{error.strerror}: the store cannot be written; the runs already in the store are kept"
+            reason = f"{error.strerror}: could not write to the store; the runs already in the store are kept"
             raise OSError(error.errno, reason, str(self.path)) from error
 
     def settle(self) -> None:

@@ -41,7 +41,7 @@ def read_reports(
     """
     if not Path(path).exists():
         raise FileNotFoundError(
-            f"there is no store {str(path)!r}; to write one, run a study with Study(..., store={str(path)!r})"
+            f"there is no store {str(path)!r}; to create one, run a study with Study(..., store={str(path)!r})"
         )
     store = Store(path)
     studies: dict[str, list[Line]] = {}

@@ -216,7 +216,7 @@ def test_a_line_that_is_no_run_is_named(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "store.jsonl"
     good = json.dumps(line("a")).encode() + b"\n"
     path.write_bytes(good + bad + good)
-    with pytest.raises(StoreError, match=r"line 2 of the store .* is not a run of a study"):
+    with pytest.raises(StoreError, match=r"line 2 of the store .* does not hold a run of a study"):
         Store(path).read()
 
 
@@ -298,10 +298,10 @@ def test_a_store_that_the_system_refuses_to_write_is_named_and_keeps_its_lines(t
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))  # as a full disk
         try:
-            with pytest.raises(OSError, match="the store cannot be written") as appended:
+            with pytest.raises(OSError, match="could not write to the store") as appended:
                 store.append(line("c", 2))
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-            with pytest.raises(OSError, match="the store cannot be written") as settled:
+            with pytest.raises(OSError, match="could not write to the store") as settled:
                 store.settle()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
