@@ -262,7 +262,7 @@ class Study:
         lines = self.store.read()
         stored = [run for run in plan.runs if run.status == "finished"]
         if not stored:
-            raise ValueError("verify(): the store has no finished run of these designs; call run() first")
+            raise ValueError("verify(): the store has no finished runs for these designs; call run() first")
         count = min(k, len(stored))
         chosen = [stored[round(i * (len(stored) - 1) / max(1, count - 1))] for i in range(count)]
         problems = []
@@ -314,7 +314,7 @@ class Study:
         """
         if self.tasks:
             raise ValueError(
-                "results(): the study has several tasks; call plan() and results() of a single task, "
+                "results(): the study has several tasks; call plan() and results() on a single task, "
                 f"such as study.tasks[{next(iter(self.tasks))!r}]"
             )
         pruned = {one.variant.name for one in self._pruned(plan.variants)}

@@ -208,7 +208,7 @@ def test_an_invalid_variant_of_the_last_task_is_an_error_before_the_first_one_ru
 def test_results_are_those_of_a_task() -> None:
     one = study()
     one.run(DESIGN, workers=0)
-    with pytest.raises(ValueError, match=r"of a single task, such as study.tasks\['steep'\]"):
+    with pytest.raises(ValueError, match=r"on a single task, such as study.tasks\['steep'\]"):
         one.results(one.plan(DESIGN))
     steep = one.tasks["steep"]
     assert len(steep.results(steep.plan(DESIGN))) == 6
