@@ -89,7 +89,7 @@ class KFold:
         self.folds = _split(splitter, arguments)
         if self.folds != _split(splitter, arguments):
             raise ValueError(
-                f"KFold(splitter={splitter!r}): the splitter returns different folds in each call; set its "
+                f"KFold(splitter={splitter!r}): the splitter returns different folds on each call; set its "
                 "random_state, such as random_state=0"
             )
         self.samples = _samples(arguments, self.folds)

@@ -101,8 +101,8 @@ def out_of_fold(predicted: Mapping[int, Tensor], tests: Sequence[Sequence[int]],
         if not bool((counts == 1).all()):
             raise ValueError(
                 f"predictions: {int((counts == 0).sum())} samples have no prediction and {int((counts > 1).sum())} "
-                "have several, but integers can neither be averaged nor be NaN; predict probabilities, or train all "
-                "folds of a splitter that puts each sample in exactly one test fold"
+                "have several, but integer predictions cannot be averaged or set to NaN; predict probabilities, or use "
+                "a splitter that puts each sample in exactly one test fold, and train all folds"
             )
         return total
     found: Tensor = total / counts.reshape(-1, *[1] * len(shape))

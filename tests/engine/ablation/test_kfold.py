@@ -191,7 +191,7 @@ def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
 
     one = validation(predict=classes)
     with pytest.raises(
-        ValueError, match="240 samples have no prediction and 0 have several, but integers can neither be averaged"
+        ValueError, match="240 samples have no prediction and 0 have several, but integer predictions cannot be averaged"
     ):
         one.run(folds=[0]).predictions  # noqa: B018
     found = one.run()
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_refused() -> None:
         validation(splitter=5)
     with pytest.raises(TypeError, match=r"KFold\(metric=None\)"):
         validation(metric=None)
-    with pytest.raises(ValueError, match="the splitter returns different folds in each call; set its random_state"):
+    with pytest.raises(ValueError, match="the splitter returns different folds on each call; set its random_state"):
         validation(splitter=PlainKFold(5, shuffle=True))
     with pytest.raises(ValueError, match=r"run\(folds=\[5\]\): expected numbers from 0 to 4"):
         validation().run(folds=[5])
