@@ -214,8 +214,8 @@ def _grid(arguments: Mapping[str, Any]) -> _Grid:
     for name, values in arguments.items():
         if callable(values):
             raise TypeError(
-                f"tune(arguments={{{name!r}: {values!r}}}): a function that suggests values needs trials=, such as "
-                "trials=20"
+                f"tune(arguments={{{name!r}: {values!r}}}): to pass a function that suggests values, also set "
+                "trials=, such as trials=20"
             )
         if isinstance(values, str | bytes) or not isinstance(values, Sequence) or not values:
             raise TypeError(f"tune(arguments={{{name!r}: {values!r}}}): expected a list of values, such as [0.01, 0.1]")

@@ -233,7 +233,7 @@ def test_what_is_wrong_is_refused() -> None:
         ({"arguments": {}}, TypeError, "expected a dict that maps arguments to values"),
         ({"arguments": {"lr": []}}, TypeError, "expected a list of values"),
         ({"arguments": {"lr": "0.1"}}, TypeError, "expected a list of values"),
-        ({"arguments": {"lr": float}}, TypeError, "a function that suggests values needs trials="),
+        ({"arguments": {"lr": float}}, TypeError, "to pass a function that suggests values, also set trials="),
         ({"trials": 3}, TypeError, "expected a function that takes a trial, such as lambda trial"),
         ({"trials": 0}, ValueError, "trials"),
     ):
