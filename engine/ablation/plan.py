@@ -120,7 +120,7 @@ class Plan:
         width = max(len("variant"), *(len(variant.name) for variant in self.variants))
         lines = [f"{'variant':<{width}}  finished  failed  pending  off or replaced"]
         lines += [self._line(variant, width) for variant in self.variants]
-        lines.append(textwrap.fill(f"at best: {self.prospects}", WIDTH, subsequent_indent="  "))
+        lines.append(textwrap.fill(f"power: {self.prospects}", WIDTH, subsequent_indent="  "))
         if self.looks:
             lines.append(
                 f"looks at {', '.join(map(str, self.looks))} seeds: a variant gets no further runs once it is "

@@ -111,7 +111,7 @@ class Study:
         variant              finished  failed  pending  off or replaced
         baseline                    0       0        3  -
         - gradient_clipping         0       0        3  gradient_clipping
-        at best: with 3 seeds, no effect can be significant (smallest possible p = 0.25); use 6 or more seeds
+        power: with 3 seeds, no effect can be significant (smallest possible p = 0.25); use 6 or more seeds
         2 variants x 3 seeds: 6 of 6 runs pending, estimated time if run sequentially: unknown
     """
 

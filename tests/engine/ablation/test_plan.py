@@ -43,7 +43,7 @@ def test_a_plan_reads_as_a_table_with_its_cost() -> None:
         "baseline                2       0        0  -",
         "- ema                   0       1        1  ema, swa",
         "mix_up = cutmix         1       0        1  ema, mix_up = cutmix",
-        "at best: with 2 seeds, no effect can be significant (smallest possible p = 0.5); use 6 or more seeds",
+        "power: with 2 seeds, no effect can be significant (smallest possible p = 0.5); use 6 or more seeds",
         "3 variants x 2 seeds: 2 of 6 runs pending, estimated time if run sequentially: 1 min 20 s",
     ]
 
