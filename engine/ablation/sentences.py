@@ -194,7 +194,7 @@ class Sentences:
         omitted = ""
         if effect.left_out:
             seeds = seeds_in_words(effect.left_out)
-            omitted = f" (The estimate omits {seeds}, for which not all runs finished, so it is conditional on finishing.)"
+            omitted = f" (The estimate omits {seeds}, where not all runs finished, so it is conditional on finishing.)"
         return f"{_subject(effect)}{self._predicate(effect, family)}.{omitted}"
 
     def _predicate(self, effect: Effect, family: int) -> str:

@@ -191,7 +191,7 @@ def test_classes_are_whole_numbers_of_which_each_sample_needs_one() -> None:
 
     one = validation(predict=classes)
     with pytest.raises(
-        ValueError, match="240 samples have no prediction and 0 have several, but integer predictions cannot be averaged"
+        ValueError, match="240 samples have no prediction and 0 have several, but integer predictions cannot be"
     ):
         one.run(folds=[0]).predictions  # noqa: B018
     found = one.run()

@@ -75,7 +75,8 @@ def test_of_the_runs_of_an_executor_all_are_kept_but_those_that_it_loses(
     with pytest.raises(OSError, match=message) as caught:
         found.extend(outcomes([task(seed=seed) for seed in range(7)], executor))
     assert len(found) == made
-    assert f"did not complete {7 - made} of 7 runs of the study. The other {made} runs are in" in caught.value.__notes__[0]
+    expected = f"did not complete {7 - made} of 7 runs of the study. The other {made} runs are in"
+    assert expected in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(

@@ -235,5 +235,5 @@ def test_effects_of_too_few_seeds_and_of_failed_runs_are_said() -> None:
     )
     failed: dict[str, Sequence[float | None]] = {"- ema": WORSE, "- mixup": [None, *WORSE[1:]], "- ema - mixup": WORSE}
     ema = report(failed, FACTORIAL).sentences()[3]
-    assert ema.endswith(" (The estimate omits seed 0, for which not all runs finished, so it is conditional on finishing.)")
+    assert ema.endswith(" (The estimate omits seed 0, where not all runs finished, so it is conditional on finishing.)")
     assert "contributes" not in ema
