@@ -131,8 +131,8 @@ class Pruned:
         difference = "" if math.isnan(self.difference) else change
         return (
             f'"{self.variant.name}" was pruned after epoch {self.epoch}: it ranked number {self.place} of {self.of} by '
-            f"mean rank over {count(self.seeds, 'seed')} (mean rank {self.rank:.3g}{difference} at this epoch{failed}). "
-            "No effect is reported, because this variant was not trained to the end."
+            f"mean rank over {count(self.seeds, 'seed')} (mean rank {self.rank:.3g}{difference} at this epoch{failed})"
+            ". No effect is reported, because this variant was not trained to the end."
         )
 
 
