@@ -58,7 +58,7 @@ class MetricStore(dict[str, Any]):
         count = self.serials.get(name, 0)
         if not count:
             if (other := self.under(name)) != name:
-                raise ValueError(f"{name!r} and {other!r} are the same metric for monitors and logs; write {other!r}")
+                raise ValueError(f"{name!r} and {other!r} are the same metric in monitors and logs; use only {other!r}")
             self._plain[name.replace("/", "_")] = name
         self.serial += 1
         self.serials[name] = count + 1
