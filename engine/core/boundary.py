@@ -123,7 +123,7 @@ class Boundary(Part["Kernel"]):
         run = engine.current_run
         if self.decides(by) and run is not None and self._may_stop():
             for update in run.loop.to_skip():
-                update.skip(f"the run is stopped: {reason}")
+                update.skip(f"the run is being stopped: {reason}")
 
     def withdraw(self, *, by: str = "user") -> None:
         """Cancel a stop that has not taken effect. A step that was skipped for it, or an update omitted, stays so."""
