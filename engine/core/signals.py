@@ -363,7 +363,7 @@ class Signal(blinker.NamedSignal):
     def count(self, engine: Kernel) -> int:
         """The count that the event's filters are compared with."""
         if not hasattr(engine, "state"):
-            raise TypeError(f"{self.event}: sent by {engine!r}; the sender must be the engine: signal.send(engine)")
+            raise TypeError(f"{self.event}: send({engine!r}): the sender must be the engine; call send(engine)")
         counter = self.event.counter
         if callable(counter):
             return counter(engine)

@@ -429,7 +429,7 @@ def test_send_async_honours_filters_as_send_does() -> None:
 def test_a_signal_is_sent_by_an_engine() -> None:
     signal = idle_engine(Talk).signal(Talk.SPOKEN)
     signal.connect(lambda engine: None)
-    with pytest.raises(TypeError, match=r"Talk\.SPOKEN: sent by 'me'; the sender must be the engine"):
+    with pytest.raises(TypeError, match=r"Talk\.SPOKEN: send\('me'\): the sender must be the engine"):
         signal.send("me")
 
 
