@@ -135,7 +135,7 @@ def _notes_on(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     """What of a state is not used, in words."""
     notes = []
     if own:
-        notes.append(f"{len(own)} trained tensors that are in no module are not used")
+        notes.append(f"{len(own)} trained tensors are not used, because they belong to no module")
     if left_out := state.get(BASE, {}).get("sha256", {}):
         notes.append(f"{len(left_out)} frozen parameters are not in the file")
     for name, part in state.get("handlers", {}).items():
@@ -214,7 +214,7 @@ def _read_shard_files(index: Path, where: str) -> dict[str, Tensor]:
         inside = _read_one(shard, where).tensors
         wanted = [name for name, of in named.items() if of == file]
         if missing := [name for name in wanted if name not in inside]:
-            raise ValueError(f"{where}: {os.fspath(shard)!r} lacks {missing[0]!r}, which the index lists")
+            raise ValueError(f"{where}: {os.fspath(shard)!r} does not contain {missing[0]!r}, which the index lists")
         tensors |= {name: inside[name] for name in wanted}
     return tensors
 
