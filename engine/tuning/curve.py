@@ -74,7 +74,7 @@ class LearningRateCurve:
         if len(rates) < 3:
             raise ValueError(
                 f"only {len(rates)} of the {len(self.losses)} losses in the sweep are finite, which is too few for a "
-                f"suggestion; use a low= below {self.low:g}, or increase steps="
+                f"suggestion; set low= below {self.low:g}, or increase steps="
             )
         losses = _smoothed(losses, smoothing)
         lowest = losses.index(min(losses))
@@ -85,8 +85,8 @@ class LearningRateCurve:
         steepest = min(range(lowest + 1), key=slopes.__getitem__)
         if slopes[steepest] >= 0:
             raise ValueError(
-                f"the loss never falls between the learning rates {rates[0]:g} and {rates[-1]:g}; use a high= above "
-                f"{self.high:g} or a low= below {self.low:g}, or check that the update trains the model"
+                f"the loss never falls between the learning rates {rates[0]:g} and {rates[-1]:g}; set high= above "
+                f"{self.high:g} or low= below {self.low:g}, or check that the update trains the model"
             )
         return rates[steepest]
 

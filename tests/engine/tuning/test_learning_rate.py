@@ -493,11 +493,11 @@ def test_findings_about_weights_that_are_put_back_are_not_reported() -> None:
     [
         (
             (math.nan, math.nan, 1.0, 2.0),
-            "only 2 of the 4 losses in the sweep are finite, .*; use a low= below 0.1, or increase steps=",
+            "only 2 of the 4 losses in the sweep are finite, .*; set low= below 0.1, or increase steps=",
         ),
         (
             (1.0, 2.0, 3.0, 4.0),
-            "the loss never falls between the learning rates 0.1 and 100; use a high= above 100 or a low= below 0.1",
+            "the loss never falls between the learning rates 0.1 and 100; set high= above 100 or low= below 0.1",
         ),
     ],
 )
