@@ -60,7 +60,7 @@ class Bisection:
         begun = "from the start" if self.begun is None else f"from {self.begun}"
         lines = [] if self.compared is None else [str(self.compared)]
         if self.iteration is None:
-            lines.append(f"repeated {begun}, the runs do not differ")
+            lines.append(f"when repeated {begun}, the runs do not differ")
             if self.compared is not None:
                 lines.append(
                     "  so the cause is outside the repeated code: for example, a different script, seed or number of "
@@ -113,7 +113,7 @@ def _seen_from(name: str, begun: str | None, look: Look[T], engine: Engine, run:
         )
     if engine.processes.distributed:
         raise ValueError(
-            "bisect() can repeat only runs of a single process; if the run has shards, repeat it in a single process, "
+            "bisect() can only repeat single-process runs; if the run uses shards, repeat it in a single process, "
             "which gives the same results"
         )
     if begun is not None:
@@ -329,7 +329,7 @@ def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step)
             continue
         if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
-    return replace(found, cause=f"{found.cause}; a comparison of its operations one by one finds no difference")
+    return replace(found, cause=f"{found.cause}; comparing each of its operations finds no difference")
 
 
 def _is_unknown(one: Operation | None, other: Operation | None, itself: Operation | None) -> bool:
