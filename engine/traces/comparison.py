@@ -77,10 +77,10 @@ class Comparison:
         else:
             if self.unseeded:
                 lines.append(f"seeded differently: the random numbers of {', '.join(self.unseeded)}")
-            before = "nothing was recorded before it"
+            before = "nothing was recorded before this difference"
             if self.last_equal is not None:
                 iteration, event = self.last_equal
-                before = f"everything before it is equal, up to {event} of iteration {iteration}"
+                before = f"all earlier records are equal, up to {event} of iteration {iteration}"
             lines += [f"first difference: {self.first}", f"  {before}", *self._further(self.first)]
         if self.ends[0] != self.ends[1]:
             longer, shorter = ("a", "b") if self.ends[0] > self.ends[1] else ("b", "a")

@@ -70,7 +70,7 @@ def test_the_first_record_that_differs_is_named_with_what_was_equal_before(tmp_p
     assert [row.equal for row in found.rows] == [True] * 5 + [False] * 12
     printed = str(found)
     assert "first difference: iteration 5, ITERATION_COMPLETED: the parameters" in printed
-    assert "everything before it is equal, up to GRADIENTS_READY of iteration 5" in printed
+    assert "all earlier records are equal, up to GRADIENTS_READY of iteration 5" in printed
     assert "on, 12 of 12 iterations differ" in printed
     assert found._repr_html_().startswith("<pre")
 
