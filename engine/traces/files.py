@@ -126,7 +126,7 @@ class TraceFile:
         self.path = path
         if path.is_dir():
             raise ValueError(
-                f"{str(path)!r} is a folder; give the file in the folder, such as {str(path / 'trace.jsonl')!r}"
+                f"{str(path)!r} is a folder; pass the trace file inside it, such as {str(path / 'trace.jsonl')!r}"
             )
         self.environments: list[dict[str, Any]] = []
         if next(self._lines(), None) is None:

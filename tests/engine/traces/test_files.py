@@ -47,5 +47,5 @@ def test_a_file_that_is_no_trace_is_refused(content: str, message: str, tmp_path
         TraceFile(tmp_path / "trace")
     with pytest.raises(FileNotFoundError):
         TraceFile(tmp_path / "missing")
-    with pytest.raises(ValueError, match=r"is a folder; give the file in the folder, such as .*trace\.jsonl"):
+    with pytest.raises(ValueError, match=r"is a folder; pass the trace file inside it, such as .*trace\.jsonl"):
         TraceFile(tmp_path)
