@@ -252,7 +252,7 @@ class _Check:
         _same(
             plain,
             again,
-            "build() or the data differs from call to call; seed every generator that they use",
+            "two runs without the handler differ, so build() or the data is random; seed every generator that they use",
         )
         return plain
 
