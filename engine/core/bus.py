@@ -41,7 +41,7 @@ class Bus(blinker.Namespace):
         if not (isinstance(catalogue, type) and issubclass(catalogue, EventEnum)):
             raise TypeError(f"register_events({catalogue!r}): expected a subclass of EventEnum")
         if any(other.__name__ == catalogue.__name__ and other is not catalogue for other in self._catalogues):
-            raise ValueError(f"register_events({catalogue!r}): a different class with this name is registered; rename it")
+            raise ValueError(f"register_events({catalogue!r}): another registered class has this name; rename yours")
         self._catalogues.add(catalogue)
 
     def of(self, event: EventEnum) -> Signal:

@@ -447,7 +447,7 @@ def test_two_catalogues_of_one_name_are_distinguished() -> None:
     engine = make_engine()
     engine.register_events(Mine)
     for catalogue in (other, namesake):
-        with pytest.raises(ValueError, match="a different class with this name is registered; rename it"):
+        with pytest.raises(ValueError, match="another registered class has this name; rename yours"):
             engine.register_events(catalogue)  # type: ignore[arg-type]
 
 
