@@ -79,7 +79,7 @@ class NotDigestibleError(TypeError):
         where = ", in ".join(reversed(self.trail))
         what = "os.environ" if value is os.environ else _short(value)
         super().__init__(
-            f"{where} is {what}, whose content cannot be compared with the content in stored runs{why and f' ({why})'}"
+            f"{where}: the content of {what} cannot be compared with the content in stored runs{why and f' ({why})'}"
         )
 
 

@@ -341,7 +341,7 @@ def test_what_cannot_be_digested_is_named_and_asks_for_config(tmp_path: Path) ->
     store = tmp_path / "store.jsonl"
     reader = (number for number in range(3))
     message = (
-        r"Study\(build=\.\.\.\): the variable 'reader' of .*build\(\), in build is <generator .*, whose content cannot be "
+        r"Study\(build=\.\.\.\): the variable 'reader' of .*build\(\), in build: the content of <generator .* cannot be "
         r"compared with the content in stored runs; describe the value with config="
     )
 
