@@ -101,7 +101,7 @@ def _path_of(engine: Engine, weights: Any) -> Path:
     path = engine.processes.broadcast(weights.best if weights.monitor is not None else weights.last)
     if path is None:
         raise ValueError(
-            f"test(weights={weights!r}): the handler has written no checkpoint in this process; give the path of a "
+            f"test(weights={weights!r}): the handler has written no checkpoint in this process; pass the path of a "
             f"checkpoint in {os.fspath(weights.folder)!r}"
         )
     return Path(path)

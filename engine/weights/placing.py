@@ -34,7 +34,7 @@ def check_target(where: str, path: str | os.PathLike[str], *suffixes: str) -> Pa
         ends = " or ".join(map(repr, suffixes))
         raise ValueError(f"{where}(path={os.fspath(path)!r}): expected a file name that ends with {ends}")
     if target.is_dir():
-        raise IsADirectoryError(f"{where}(path={os.fspath(path)!r}): the path is a folder; give the path of a file")
+        raise IsADirectoryError(f"{where}(path={os.fspath(path)!r}): the path is a folder; pass the path of a file")
     return target
 
 
