@@ -49,7 +49,7 @@ def onnx_bytes(exported: ExportedProgram) -> bytes:
     size = sum(tensor.nbytes for tensor in exported.state_dict.values())
     if size > _LARGEST:
         raise ValueError(
-            f"the weights take {size / 2**30:.1f} GiB, but an ONNX file holds at most 2 GiB; export a '.pt2' file "
+            f"the weights take {size / 2**30:.1f} GiB, but an ONNX file can hold at most 2 GiB; export a '.pt2' file "
             "instead"
         )
     content: bytes = program.model_proto.SerializeToString()
