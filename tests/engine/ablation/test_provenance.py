@@ -341,8 +341,8 @@ def test_what_cannot_be_digested_is_named_and_asks_for_config(tmp_path: Path) ->
     store = tmp_path / "store.jsonl"
     reader = (number for number in range(3))
     message = (
-        r"Study\(build=\.\.\.\): the variable 'reader' of .*build\(\), in build: the content of <generator .* cannot be "
-        r"compared with the content in stored runs; describe the value with config="
+        r"Study\(build=\.\.\.\): the variable 'reader' of .*build\(\), in build: the content of <generator .* cannot "
+        r"be compared with the content in stored runs; describe the value with config="
     )
 
     def build(seed: int) -> Any:
