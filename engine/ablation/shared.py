@@ -114,7 +114,7 @@ def _check_held(found: Mapping[str, Content], what: str) -> None:
         if _left.of(generator) == digest_of([generator.get_state()]):
             raise SharedError(
                 f"{what} returned data whose generator an earlier run has advanced, so the order of the samples "
-                "depends on that run; create the DataLoader and its generator inside the function in each call"
+                "depends on the earlier run; create the DataLoader and its generator inside the function in each call"
             )
     for name, content in _changeable(found).items():
         for key, left in (_left_values.of(content.thing) or {}).items():
