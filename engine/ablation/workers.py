@@ -199,5 +199,5 @@ def _receive(task: bytes) -> None:
     except Exception as error:
         raise RuntimeError(
             f"a worker process cannot import a function of the study ({type(error).__name__}: {error}); the worker "
-            "uses the sys.path of this process, so a missing module must be in a folder on sys.path"
+            "uses the sys.path of this process, so put any missing module in a folder on sys.path"
         ) from None
