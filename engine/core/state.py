@@ -149,7 +149,7 @@ class MetricStore(dict[str, Any]):
             if other != owner or (written != name and written in self.owners):
                 same = "" if written == name else f", the same metric as {written!r}"
                 raise ValueError(
-                    f"both {other!r} and {owner!r} write the metric {name!r}{same}; rename one of them, "
+                    f"both {other!r} and {owner!r} write the metric {name!r}{same}; rename the metric in one of them, "
                     "for example with Validation(prefix='test_')"
                 )
             self._plain[name.replace("/", "_")], self.owners[name] = name, owner
