@@ -338,7 +338,7 @@ class _Check:
             except Exception as error:
                 error.add_note(f"{self.name}: raised in a run that resumed after iteration {iteration}")
                 raise
-            what = f"{self.name}: a run resumed after iteration {iteration}"
+            what = f"{self.name}: a run that resumed after iteration {iteration}"
             for place, leaves in followed.items():
                 _same(uninterrupted[place], leaves, f"{what} differs in iteration {place}", _RESUMED)
             _same(whole, _leaves(resumed), f"{what} ends in a different state", _RESUMED)
