@@ -39,7 +39,8 @@ FOUND = {
     "writing_a_handler": (
         r"\[20, 40, 60, 80, 100, 120\]",
         r"- resumed after iterations 1, 2, .*, 10, the run equals an uninterrupted run",
-        r"forgetful: a run that resumed after iteration 1 differs in iteration \d+: handlers\.forgetful.*\(uninterrupted .*; resumed ",
+        r"forgetful: a run that resumed after iteration 1 differs in iteration \d+: handlers\.forgetful"
+        r".*\(uninterrupted .*; resumed ",
         r"the name is taken by <LossSpikes 'loss_spikes'>; .* detach the other one first: "
         r"engine\.detach\('loss_spikes'\)",
     ),
