@@ -41,7 +41,7 @@ class Beginnings:
                     f"build({seed}) produced different {' and different '.join(different)} than in an earlier run with "
                     "the same seed, so the runs of the study depend on each other",
                     "create the handlers, the model and the data inside build, so that each call returns new ones, and "
-                    "do not modify in place anything that several runs share",
+                    "do not modify objects that are shared between runs",
                 )
             )
 
