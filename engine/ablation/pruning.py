@@ -270,7 +270,7 @@ class Pruning:
         if max(reached, default=epoch) < epoch:
             raise ValueError(
                 f"Study(prune={self.halving!r}): all runs ended before epoch {epoch}; the longest run ended after "
-                f"epoch {max(reached)}, so choose no later epochs"
+                f"epoch {max(reached)}, so pass no epoch above {max(reached)}"
             )
 
     def _mark(self, store: Store) -> None:
