@@ -21,13 +21,13 @@ __all__ = ["build_optimizers", "check_initialized", "check_surroundings", "check
 def check_surroundings(engine: Kernel) -> None:
     """Raise RuntimeError for a run inside of a block of torch's in which nothing can be trained."""
     if engine.training and torch.is_inference_mode_enabled():
-        raise RuntimeError("run(): nothing can be trained inside torch.inference_mode(); call run() outside that block")
+        raise RuntimeError("run(): cannot train inside torch.inference_mode(); call run() outside the inference_mode() block")
     attention = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
     if "_context_parallel" in attention:
         raise RuntimeError(
             "run(): context parallelism is not supported: context_parallel() shards the sequences of a single batch in "
-            "place, but a run reads many batches; call run() outside the block, and split the model with "
-            "TensorParallel or FullyShardedDataParallel"
+            "place, but a run reads many batches; call run() outside the context_parallel() block, and split the model "
+            "with TensorParallel or FullyShardedDataParallel"
         )
 
 
