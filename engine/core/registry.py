@@ -223,7 +223,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         there = ", ".join(f"{name} ({type(handler).__name__})" for name, handler in self.items()) or "none"
         if not found:
             raise KeyError(
-                f"find({kind.__name__}): no handler of this class is attached; attached: {there}{self._earlier(kind)}"
+                f"find({kind.__name__}): no such handler is attached; attached handlers: {there}{self._earlier(kind)}"
             )
         names = ", ".join(repr(handler.name) for handler in found)
         raise KeyError(f"find({kind.__name__}): {len(found)} handlers of this class are attached: {names}; "

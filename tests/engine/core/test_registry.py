@@ -143,7 +143,7 @@ def test_a_handler_is_found_by_its_class() -> None:
 
 def test_what_is_not_there_is_not_found_and_what_is_there_is_listed() -> None:
     engine = make_engine(EMA(0.9))
-    with pytest.raises(KeyError, match=r"find\(History\): no handler of this class is attached; attached: ema \(EMA\)"):
+    with pytest.raises(KeyError, match=r"find\(History\): no such handler is attached; attached handlers: ema \(EMA\)"):
         engine.find(History)
 
 
