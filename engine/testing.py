@@ -252,7 +252,8 @@ class _Check:
         _same(
             plain,
             again,
-            "two runs without the handler differ, so build() or the data is random; seed every generator that they use",
+            "two runs without the handler differ, so build() or the data is not deterministic; seed every generator "
+            "that they use",
         )
         return plain
 
@@ -309,8 +310,8 @@ class _Check:
         _same(
             whole,
             after,
-            f"{self.name}: after a run on a different engine, it does not start in its initial state; "
-            "load_state_dict() must reset its state",
+            f"{self.name}: after a run on a different engine, the handler does not start in its initial state; "
+            "load_state_dict() must reset the state",
         )
 
     def resumed(self, whole: dict[str, str]) -> list[int]:

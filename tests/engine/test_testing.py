@@ -146,7 +146,7 @@ def test_what_cannot_be_checked_is_refused() -> None:
         return kit.build(nn.Linear(3, 1))
 
     torch.manual_seed(8)  # a state that no run of the check ends with
-    with pytest.raises(AssertionError, match=r"so build\(\) or the data is random; .*: modules\.model"):
+    with pytest.raises(AssertionError, match=r"so build\(\) or the data is not deterministic; .*: modules\.model"):
         check_handler(unseeded, History, make_data(), max_epochs=2)
 
 
@@ -353,7 +353,7 @@ def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> N
             Misdeclared,
             "Misdeclared.on_epoch_completed is never called.*put @on.Events.EPOCH_COMPLETED. above the method",
         ),
-        (Hoarding, "hoarding: after a run on a different engine, it does not start in .*modules.model"),
+        (Hoarding, "hoarding: after a run on a different engine, the handler does not start in .*modules.model"),
     ],
     ids=["no subscription", "a forgotten one", "keeps what it counted"],
 )
