@@ -377,7 +377,7 @@ def _checked_specs(update: Update | Sequence[Update]) -> list[Update]:
     names = [spec.name for spec in specs]
     if len(set(names)) < len(names):
         raise ValueError(
-            f"Engine: the names of the updates, {names}, are not unique; give each update a different name: Update(..., name=)"
+            f"Engine: the update names {names} are not unique; give each update a different name: Update(..., name=)"
         )
     return specs
 

@@ -21,7 +21,7 @@ __all__ = ["build_optimizers", "check_initialized", "check_surroundings", "check
 def check_surroundings(engine: Kernel) -> None:
     """Raise RuntimeError for a run inside of a block of torch's in which nothing can be trained."""
     if engine.training and torch.is_inference_mode_enabled():
-        raise RuntimeError("run(): cannot train inside torch.inference_mode(); call run() outside the inference_mode() block")
+        raise RuntimeError("run(): cannot train inside torch.inference_mode(); call run() outside inference mode")
     attention = getattr(nn.functional.scaled_dot_product_attention, "__module__", None) or ""
     if "_context_parallel" in attention:
         raise RuntimeError(

@@ -40,7 +40,7 @@ def test_an_engine_takes_updates_only(update: Any) -> None:
 
 
 def test_updates_of_one_engine_have_different_names() -> None:
-    with pytest.raises(ValueError, match=r"the names of the updates, \['main', 'main'\], are not unique"):
+    with pytest.raises(ValueError, match=r"the update names \['main', 'main'\] are not unique"):
         Engine([Update.prediction(), Update.prediction()])
 
 
