@@ -225,7 +225,7 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
                 )
     if BASELINE not in found:
         raise ValueError(
-            f"no variant is named {BASELINE!r}, but all comparisons require this variant; the variants are "
+            f"no variant is named {BASELINE!r}, although every comparison is made with the baseline; the variants are "
             f"{', '.join(found)}"
         )
     if len(found) == 1:
