@@ -264,7 +264,7 @@ def check_receiver(receiver: object, where: str, *, returns: bool = False) -> No
     except ValueError:
         if inspect.ismethod(receiver):
             raise TypeError(
-                f"{where}: {receiver!r} has no self; declare it as {receiver.__name__}(self, engine)"
+                f"{where}: {receiver!r} has no parameter self; declare it as {receiver.__name__}(self, engine)"
             ) from None
         return  # a built-in without a signature
     if inspect.isfunction(receiver) and next(iter(signature.parameters), "") == "self":

@@ -268,7 +268,7 @@ def a_method_of_a_class_without_an_object(right: bool) -> None:
     build(linear(5, 1)).connect(Events.EPOCH_COMPLETED, Log().write_to if right else Log.write)
 
 
-@mistake(TypeError, r"has no self; declare it as count\(self, engine\)")
+@mistake(TypeError, r"has no parameter self; declare it as count\(self, engine\)")
 def a_method_of_a_handler_without_self(right: bool) -> None:
     class Right(Handler):
         @on(Events.EPOCH_COMPLETED)
