@@ -166,7 +166,7 @@ class TraceFile:
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{str(path)!r} is not a trace: line {number} is {line[:60]!r}") from None
         if not known:
-            raise ValueError(f"{str(path)!r} was written by a later version of Signalfire; upgrade Signalfire to read it")
+            raise ValueError(f"{str(path)!r} was written by a later version of Signalfire; upgrade to read it")
         if (environment := values.get("environment")) is not None and environment not in self.environments:
             self.environments.append(environment)
         return values
