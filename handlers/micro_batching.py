@@ -242,9 +242,9 @@ class MicroBatching(Handler):
         piece.output = _detached(piece.output)
         if update.hidden is not None:
             raise RuntimeError(
-                f"{self.name!r}: the forward of update {update.name!r} sets update.hidden for the next time chunk, but "
-                f"the hidden state would be passed to the next piece of the same batch; detach {self.name!r}, or do "
-                "not set update.hidden"
+                f"{self.name!r}: update {update.name!r} sets update.hidden for the next time chunk, but {self.name!r} "
+                "splits each batch, so the next piece of the same batch would receive the hidden state; detach "
+                f"{self.name!r}, or do not set update.hidden"
             )
         if piece.raw_loss is not None:
             piece.raw_loss = _without_graph(piece.raw_loss)

@@ -86,7 +86,7 @@ class Predictions(Handler):
     def attached(self, engine: Engine) -> None:
         if engine.training:
             raise ValueError(
-                f"{self.name!r}: this engine trains; predict with a separate engine: Engine(Update.prediction(), "
+                f"{self.name!r}: this engine is for training; use a separate engine for predictions: Engine(Update.prediction(), "
                 "model=model)"
             )
         update = only_update(engine, self.update, by=self, does="predicts")

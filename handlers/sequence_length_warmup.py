@@ -130,7 +130,7 @@ class SequenceLengthWarmup(Handler):
         first = next((one for one in tensors_in(batch) if one.dim() > self.dim), None)
         if first is None:
             raise ValueError(
-                f"{self.name!r}: no tensor in the batch has a dimension with the index dim={self.dim}; set dim= to the "
+                f"{self.name!r}: dim={self.dim} is out of range for every tensor in the batch; set dim= to the "
                 "index of the time dimension"
             )
         whole, length = first.shape[self.dim], self.length(done)

@@ -183,7 +183,7 @@ class TruncatedBPTT(Handler):
         timed, total = next(_timed(batch, self.dim), (None, None))
         if total is None:
             raise ValueError(
-                f"{self.name!r}: no tensor in the batch has a dimension with the index dim={self.dim}; set "
+                f"{self.name!r}: dim={self.dim} is out of range for every tensor in the batch; set "
                 "TruncatedBPTT(dim=) to the index of the time dimension, or use TruncatedBPTT(split=) to pass a "
                 "function that splits the batch"
             )

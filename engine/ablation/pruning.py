@@ -78,10 +78,12 @@ class Halving:
 
     def __init__(self, epochs: Sequence[int], *, keep: float = 0.5) -> None:
         if isinstance(epochs, str) or not isinstance(epochs, Sequence) or not epochs:
-            raise TypeError(f"Halving(epochs={epochs!r}): expected increasing numbers of epochs, such as [1, 3]")
+            raise TypeError(f"Halving(epochs={epochs!r}): expected epoch counts in increasing order, such as [1, 3]")
         self.epochs = tuple(check_int(self, "epochs", epoch) for epoch in epochs)
         if any(one >= other for one, other in zip(self.epochs, self.epochs[1:], strict=False)):
-            raise ValueError(f"Halving(epochs={list(epochs)}): expected increasing numbers of epochs, such as [1, 3]")
+            raise ValueError(
+                f"Halving(epochs={list(epochs)}): expected epoch counts in increasing order, such as [1, 3]"
+            )
         if isinstance(keep, bool) or not isinstance(keep, int | float):
             raise TypeError(f"Halving(keep={keep!r}): expected the fraction of the variants to keep, such as 0.5")
         if not 0 < keep < 1:

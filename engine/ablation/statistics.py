@@ -328,7 +328,9 @@ def contributions(
     there = {result.variant for result in results}
     needed = sorted({name for those in weights.values() for name in those})
     if missing := [name for name in needed if name not in there]:
-        raise ValueError(f"contributions(): the runs of {', '.join(missing)} are missing; pass the design that was run")
+        raise ValueError(
+            f"contributions(): there are no runs of {', '.join(missing)}; pass the design that these runs were made with"
+        )
     complete, left_out = split_seeds(results, needed, values)
     contrasts = contrasts_of(weights.values(), values, complete)
     return make_effects([(name,) for name in weights], contrasts, left_out, level)

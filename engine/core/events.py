@@ -100,8 +100,8 @@ class EventEnum(Enum, metaclass=_Catalogue):
         self.full_name = f"{type(self).__name__}.{self._name_}"  # the key of its signal in the bus
         if not callable(counter) and counter not in ("iteration", "epoch", "fired", None):
             raise ValueError(
-                f"{type(self).__name__}: the counter of {label!r} is {counter!r}; expected "
-                "'iteration', 'epoch', 'fired', a function of the engine, or None"
+                f"{type(self).__name__}: {label!r} has the counter {counter!r}; expected "
+                "'iteration', 'epoch', 'fired', a function that takes the engine, or None"
             )
 
     def __call__(

@@ -59,7 +59,7 @@ def check_parameters(engine: Engine, update: UpdateState, part: Mapping[str, Any
     for place, value in part["own_parameters"].items():
         if (shape := update.parameters[place].shape) != value.shape:
             raise ValueError(
-                f"{where} optimized a parameter that is in no module (number {place}); its shape was "
+                f"{where} optimized a parameter that belongs to no module (parameter {place}); its shape was "
                 f"{tuple(value.shape)}, but is now {tuple(shape)}; {_WAY_OUT}"
             )
 

@@ -175,7 +175,7 @@ def _read_safetensors(path: Path, where: str) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except SafetensorError as error:
-        raise ValueError(f"{where}: {os.fspath(path)!r} is not an intact safetensors file: {error}") from error
+        raise ValueError(f"{where}: {os.fspath(path)!r} is corrupted or not a safetensors file: {error}") from error
 
 
 def _read_pickled(path: Path, where: str) -> Any:

@@ -295,7 +295,7 @@ def test_wrong_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match=r"Predictions\(folder="):
         Predictions(tmp_path / "file")
     trainer = Engine(Update.supervised(nn.functional.mse_loss, torch.optim.SGD), model=network())
-    with pytest.raises(ValueError, match=r"'predictions': this engine trains"):
+    with pytest.raises(ValueError, match=r"'predictions': this engine is for training"):
         trainer.attach(Predictions())
     with pytest.raises(ValueError, match=r"single function"):
         Engine(Update.from_function(lambda engine, batch: None)).attach(Predictions())

@@ -220,7 +220,7 @@ def test_a_warmup_that_outlasts_the_run_is_reported() -> None:
 @pytest.mark.parametrize(
     ("batch", "options", "message"),
     [
-        (torch.zeros(3, dtype=torch.long), {}, "no tensor in the batch has a dimension with the index dim=1"),
+        (torch.zeros(3, dtype=torch.long), {}, "dim=1 is out of range for every tensor in the batch"),
         ({"tokens": torch.zeros(2, 7)}, {"mode": "split"}, r"7 cannot be split .* no length from 4 to 4 divides 7"),
         ({"tokens": torch.zeros(2, 8), "label": torch.zeros(2)}, {"mode": "split"}, r"a tensor of shape \(2,\) with values for"),
     ],

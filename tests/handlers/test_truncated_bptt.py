@@ -917,7 +917,9 @@ def test_a_split_that_gives_no_chunks_is_an_error(chunks: Any) -> None:
 
 def test_a_batch_without_a_time_dimension_is_an_error_that_names_the_remedy() -> None:
     trainer = make_trainer(Recurrent(), TruncatedBPTT(STEPS, dim=3))
-    with pytest.raises(ValueError, match=r"dimension with the index dim=3; set TruncatedBPTT\(dim=\)"):
+    with pytest.raises(
+        ValueError, match=r"dim=3 is out of range for every tensor in the batch; set TruncatedBPTT\(dim=\)"
+    ):
         trainer.run(make_data(), max_epochs=1)
 
 

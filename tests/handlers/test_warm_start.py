@@ -161,7 +161,7 @@ def test_a_run_begins_with_the_weights_of_a_file_bit_for_bit(kind: str, tmp_path
     [
         (b"", "is empty"),
         (b"not weights at all", "neither a safetensors file nor a file written by torch.save"),
-        (b"\x10\0\0\0\0\0\0\0{broken", "not an intact safetensors file"),
+        (b"\x10\0\0\0\0\0\0\0{broken", "is corrupted or not a safetensors file"),
         (b"PK\x03\x04 cut off", "cannot be read as plain tensors"),
     ],
 )

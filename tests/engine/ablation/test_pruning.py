@@ -288,7 +288,7 @@ def test_no_more_than_5_percent_of_studies_find_what_is_not_there(studies: int) 
 
 def test_what_is_wrong_is_refused() -> None:
     for epochs, error, what in (
-        (3, TypeError, r"Halving\(epochs=3\): expected increasing numbers"),
+        (3, TypeError, r"Halving\(epochs=3\): expected epoch counts in increasing order"),
         ([], TypeError, r"Halving\(epochs=\[\]\)"),
         ([3, 1], ValueError, r"Halving\(epochs=\[3, 1\]\): expected increasing"),
         ([0], ValueError, "epochs"),

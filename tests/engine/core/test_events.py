@@ -413,7 +413,7 @@ def test_an_own_counter_may_begin_again() -> None:
 
 @pytest.mark.parametrize("counter", ["steps", 3, ""], ids=repr)
 def test_a_counter_that_does_not_exist_is_refused_where_it_is_written(counter: Any) -> None:
-    with pytest.raises(ValueError, match="the counter of 'x'") as caught:
+    with pytest.raises(ValueError, match="'x' has the counter") as caught:
 
         class Wrong(EventEnum):
             X = "x", counter
