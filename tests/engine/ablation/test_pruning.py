@@ -290,7 +290,7 @@ def test_what_is_wrong_is_refused() -> None:
     for epochs, error, what in (
         (3, TypeError, r"Halving\(epochs=3\): expected epoch counts in increasing order"),
         ([], TypeError, r"Halving\(epochs=\[\]\)"),
-        ([3, 1], ValueError, r"Halving\(epochs=\[3, 1\]\): expected increasing"),
+        ([3, 1], ValueError, r"Halving\(epochs=\[3, 1\]\): expected epoch counts"),
         ([0], ValueError, "epochs"),
     ):
         with pytest.raises(error, match=what):
