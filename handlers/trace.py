@@ -273,6 +273,7 @@ class Trace(Handler):
         writer, place = self._writer, self._place
         if writer is None or place is None:
             return self._state
+        writer.write()
         return {
             "part": writer.part,
             "length": writer.length,

@@ -19,7 +19,7 @@ from ..checkpoints.manifest import read_manifest_or_none
 from ..core.words import listed
 from .comparison import Comparison, compare
 from .differences import in_words
-from .recording import Operation, Step, record_operations, record_steps
+from .recording import Operation, Operations, Step, record_operations, record_steps
 from .scripts import Look, Script
 
 __all__ = ["Bisection", "bisect"]
@@ -322,14 +322,36 @@ def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step)
     """The first operation of torch between two steps that the runs do not have alike."""
     look = partial(record_operations, begin=begin, end=end)
     ours, theirs = a.see(look), b.see(look)
-    # Some operations leave memory as it was, and differ from themselves; of two equal builds, they may be what is looked for.
+    # Some operations differ from themselves in what nothing reads; of two equal builds, they may be what is looked for.
     again = ours if a.build == b.build else a.see(look)
-    for place, (one, other, itself) in enumerate(zip_longest(ours, theirs, again), 1):
+    for place, (one, other, itself) in enumerate(zip_longest(ours.found, theirs.found, again.found), 1):
         if _is_unknown(one, other, itself):
             continue
         if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
+    for side, seen in ((a, ours), (b, theirs)):
+        if (explained := _by_memory(found, seen, side, look)) is not None:
+            return explained
     return replace(found, cause=f"{found.cause}; comparing each of its operations finds no difference")
+
+
+def _by_memory(found: Bisection, seen: Operations, side: _Side, look: partial[Operations]) -> Bisection | None:
+    """The first operation that reads memory of ``torch.empty``, which has whatever was in it; None if nothing depends on it."""
+    try:
+        other = side.see(partial(look, byte=_OTHER_BYTE))
+    except Exception:  # what is in the memory may be an index
+        return None
+    if seen.left == other.left:
+        return None
+    pairs = enumerate(zip(seen.found, other.found, strict=False), 1)
+    differing = [(place, one) for place, (one, two) in pairs if one.result != two.result]
+    place, one = next((pair for pair in differing if pair[1].kind == "computes"), differing[-1])
+    what = "reads" if one.kind == "computes" else "returns"
+    memory = f"operation {place}, {one.name}{_in(one)}, {what} memory of torch.empty that nothing has filled"
+    return replace(found, operation=one.name, module=one.module, cause=f"{found.cause}; {memory}")
+
+
+_OTHER_BYTE = 0x3F  # 0.75 in float32
 
 
 def _is_unknown(one: Operation | None, other: Operation | None, itself: Operation | None) -> bool:

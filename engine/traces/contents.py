@@ -61,7 +61,9 @@ def _buffers(engine: Engine) -> Named:
 def _handlers(engine: Engine) -> Named:
     for name, handler in engine.handlers.items():
         if handler.enabled and not handler.writes:
-            yield name, {key: value for key, value in handler.state_dict().items() if key != OF_SHARDS}
+            with torch.no_grad():
+                state = handler.state_dict()
+            yield name, {key: value for key, value in state.items() if key != OF_SHARDS}
 
 
 def _metrics(engine: Engine) -> Named:
@@ -169,8 +171,8 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     alike = len({(one.dtype, one.device, one.layout) for one in tensors}) == 1
     if not alike or first.dtype not in _PRECISE or first.layout is not torch.strided:
         return [_norm_of(one).to(first.device) for one in tensors]
-    if sum(one.numel() for one in tensors) <= _FEW:
-        return [torch.linalg.vector_norm(torch.cat([one.reshape(-1) for one in tensors]))]
+    if not first.is_complex() and sum(one.numel() for one in tensors) <= _FEW:
+        return [torch.linalg.vector_norm(widened(torch.cat([one.reshape(-1) for one in tensors])))]
     return list(torch._foreach_norm(tensors))
 
 
@@ -182,7 +184,7 @@ def _norm_of(tensor: Tensor) -> Tensor:
     return widened(torch.linalg.vector_norm(tensor))
 
 
-_FEW = 2**18
+_FEW = 2**16
 """Elements up to which tensors are joined for their norm, which takes fewer operations."""
 
 _PRECISE = {torch.float32, torch.float64, torch.complex64, torch.complex128}

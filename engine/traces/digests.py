@@ -129,7 +129,8 @@ def _is_near(tensor: Tensor) -> bool:
 
 def _contents(tensors: list[Tensor]) -> Iterable[Any]:
     """The elements of tensors on the CPU, for a hash; those of one dtype are joined, which takes fewer operations."""
-    if len(tensors) > 1 and len({one.dtype for one in tensors}) == 1:
+    kinds = {one.dtype for one in tensors}
+    if len(tensors) > 1 and len(kinds) == 1 and kinds <= _OF_NUMPY:  # under autocast, others cannot be joined
         tensors = [torch.cat([one.detach().reshape(-1) for one in tensors])]
     return map(_content, tensors)
 

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from ..authoring.batches import tensors_in
 from ..core.connection import Connection, Phase, Receiver
@@ -26,7 +24,7 @@ from .scripts import in_short
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["OF_UPDATES", "Operation", "Recorded", "Step", "Stopped", "record_operations", "record_steps"]
+__all__ = ["OF_UPDATES", "Operation", "Operations", "Recorded", "Step", "Stopped", "record_operations", "record_steps"]
 
 OF_UPDATES = (
     *(Events.UPDATE_STARTED, Events.FORWARD_STARTED, Events.FORWARD_COMPLETED, Events.LOSS_COMPUTED),
@@ -107,12 +105,18 @@ class _Steps:
         of_update = event in OF_UPDATES
         here = state.iteration, event.name, state.update.name if of_update else None, state.shard, receiver
         self._counts[here] = occurrence = self._counts.get(here, 0) + 1
-        things = (*_KEPT, *(("output", "loss") if of_update else ()), *(("batch",) if state.batch is not None else ()))
-        self.found.append(Step(*here, occurrence, digests_of(engine, things, by_tensor=True).read()))
+        self.found.append(
+            Step(*here, occurrence, digests_of(engine, _things(engine, of_update), by_tensor=True).read())
+        )
         if self._complete and event in (Events.ITERATION_STARTED, Events.GET_BATCH_STARTED):
             raise Stopped
         # With shards, there are batches within the iteration, too.
         self._complete = (event is Events.ITERATION_COMPLETED and state.iteration >= self.until) or self._complete
+
+
+def _things(engine: Engine, of_update: bool) -> tuple[str, ...]:
+    """What there is to compare at an event, which may be one of an update."""
+    return (*_KEPT, *(("output", "loss") if of_update else ()), *(("batch",) if engine.state.batch is not None else ()))
 
 
 def _name_of(connection: Connection) -> str:
@@ -151,80 +155,88 @@ class Operation(NamedTuple):
         name: Its name, such as "aten.mm.default".
         module: The module whose forward calls it, by its path; empty outside of the modules' forwards.
         given: The digest of its arguments.
-        result: The digest of its results, and of its arguments afterwards, which it may change; empty where nothing is known.
+        result: The digest of its results, and of the arguments that it writes to, afterwards.
+        kind: "memory" for one that makes memory or shares that of an argument, "part" for one that fills a part of an argument,
+            "computes" for others.
     """
 
     name: str
     module: str
     given: str
     result: str
+    kind: str
 
     def same(self, other: Operation | None) -> bool:
-        """Whether another run makes the same, in whatever module."""
-        return other is not None and (self.name, self.given, self.result) == (other.name, other.given, other.result)
+        """Whether another run makes the same, in whatever module: arguments without an effect on the result may differ."""
+        return other is not None and self.name == other.name and (self.kind == "memory" or self.result == other.result)
+
+
+class Operations(NamedTuple):
+    """The operations between two steps of a run, and the digests of what they leave."""
+
+    found: list[Operation]
+    left: Mapping[str, str]
 
 
 class _Operations(TorchDispatchMode):
     """Records the operations that are called.
 
-    The memory of an empty tensor has whatever was in it. Only an operation that reads it depends on that: not the one that makes
-    it, one that makes a view of it, or one that fills it, as dropout does.
+    Args:
+        modules: The paths of the modules whose forwards are being computed.
+        byte: What fills the memory of ``torch.empty``, which would otherwise have whatever was in it.
     """
 
-    def __init__(self, modules: list[str]) -> None:
+    def __init__(self, modules: list[str], byte: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found: list[Operation] = []
-        self._modules = modules
-        self._empty: set[StorageWeakRef | None] = set()
+        self._modules, self._byte = modules, byte
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "profiler":
             return func(*args, **kwargs)
-        shared = _shared(func, args, kwargs)
-        unread = {id(one) for one in shared if _memory(one) in self._empty}
-        given = _digest(_without([args, kwargs], unread))
+        given = _digest([args, kwargs])
         result = func(*args, **kwargs)
-        known = not _makes_empty(func) and not (func.is_view and unread)
-        self._follow(func, shared, result)
-        left = _digest([result, args]) if known else ""
-        self.found.append(Operation(str(func), self._modules[-1] if self._modules else "", given, left))
+        if "empty" in func._schema.name:
+            for one in tensors_in(result):
+                _fill(one, self._byte)
+        left = _digest([result, _written(func, args, kwargs)])
+        module = self._modules[-1] if self._modules else ""
+        self.found.append(Operation(str(func), module, given, left, _kind(func)))
         return result
 
-    def _follow(self, func: Any, shared: list[Tensor], result: Any) -> None:
-        """Know the empty memory that an operation makes, and forget what it fills."""
-        if _makes_empty(func):
-            self._empty.update(_memory(one) for one in tensors_in(result))
-            self._empty.discard(None)
-        elif not func.is_view:
-            self._empty.difference_update(_memory(one) for one in shared if _is_whole(one))
+
+_FILLS_A_PART = frozenset(
+    (
+        "index_put_",
+        "_index_put_impl_",
+        "index_copy_",
+        "index_fill_",
+        "masked_fill_",
+        "masked_scatter_",
+        "put_",
+        "scatter_",
+    )
+)
 
 
-def _makes_empty(func: Any) -> bool:
-    return "empty" in func._schema.name
+def _kind(func: Any) -> str:
+    name = func._schema.name.removeprefix("aten::")
+    if "empty" in name or name in ("resize_", "set_") or func.is_view or torch.Tag.inplace_view in func.tags:
+        return "memory"
+    return "part" if name in _FILLS_A_PART else "computes"
 
 
-def _shared(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The arguments whose memory an operation writes to or shares; of one that makes memory, all, because it reads none."""
-    if _makes_empty(func):
-        return tensors_in([args, kwargs])
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The arguments that an operation writes to."""
     given = {**dict(zip((one.name for one in func._schema.arguments), args, strict=False)), **kwargs}
-    names = [one.name for one in func._schema.arguments if one.alias_info is not None]
+    names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
     return tensors_in([given.get(name) for name in names])
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef | None:
-    return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor is all of its memory."""
-    return tensor.layout is torch.strided and tensor.nbytes == tensor.untyped_storage().nbytes()
-
-
-def _without(values: Any, unread: set[int]) -> Any:
-    """Values with nothing but the dtypes and the shapes of the tensors that are not read."""
-    return tree_map_only(Tensor, lambda one: one.to("meta") if id(one) in unread else one, values) if unread else values
+def _fill(tensor: Tensor, byte: int) -> None:
+    if tensor.layout is torch.strided and not tensor.is_meta:
+        tensor.untyped_storage().fill_(byte)  # type: ignore[attr-defined]
 
 
 def _digest(value: Any) -> str:
@@ -233,10 +245,15 @@ def _digest(value: Any) -> str:
     return digests.read()["value"]
 
 
-def record_operations(engine: Engine, run: Callable[[Engine], object], *, begin: Step, end: Step) -> list[Operation]:
-    """Run an engine, and record the operations between two of its steps, at which no receiver was called; it ends there."""
+def record_operations(
+    engine: Engine, run: Callable[[Engine], object], *, begin: Step, end: Step, byte: int = 0
+) -> Operations:
+    """Run an engine, and record the operations between two of its steps, at which no receiver was called; it ends there.
+
+    The memory of ``torch.empty`` is filled with a byte there.
+    """
     path: list[str] = []
-    operations, recording = _Operations(path), ExitStack()
+    operations, recording, left = _Operations(path, byte), ExitStack(), dict[str, str]()
     reached = {begin.event: 0, end.event: 0}
 
     def reaches(step: Step, engine: Engine) -> bool:
@@ -254,13 +271,14 @@ def record_operations(engine: Engine, run: Callable[[Engine], object], *, begin:
     def leave(engine: Engine) -> None:
         if reaches(end, engine):
             recording.close()
+            left.update(digests_of(engine, _things(engine, end.update is not None)).read())
             raise Stopped
 
     engine.connect(Events[begin.event], enter, phase=Phase.PERSIST, rank=-_FIRST)
     engine.connect(Events[end.event], leave, phase=Phase.PREPARE, rank=_FIRST)
     with _paths(engine, path), recording:
         _run(engine, run)
-    return operations.found
+    return Operations(operations.found, left)
 
 
 @contextmanager

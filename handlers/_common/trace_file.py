@@ -52,13 +52,11 @@ class TraceWriter:
     @property
     def length(self) -> int:
         """Bytes of the part that is written to."""
-        self._write()
         return 0 if self._file is None else self._file.length
 
     @property
     def digest(self) -> str:
         """The sha256 of the part that is written to."""
-        self._write()
         return "" if self._file is None else self._file.digest
 
     @property
@@ -108,9 +106,10 @@ class TraceWriter:
         """Append lines to the file, in one piece; unless ``now``, together with the next ones."""
         self._waiting += lines
         if now:
-            self._write()
+            self.write()
 
-    def _write(self) -> None:
+    def write(self) -> None:
+        """Write the lines that wait; this may begin a new part."""
         if not self._waiting:
             return
         assert self._file is not None
@@ -123,7 +122,7 @@ class TraceWriter:
 
     def sync(self) -> None:
         """Flush the file to disk."""
-        self._write()
+        self.write()
         if self._file is not None:
             self._file.sync()
 
@@ -131,7 +130,7 @@ class TraceWriter:
         """Flush and close the file."""
         if self._file is not None:
             with suppress(OSError) if self._file.failed else nullcontext():
-                self._write()
+                self.write()
                 self._file.close()
 
     def _back_up(self) -> None:

@@ -206,6 +206,38 @@ def test_a_run_after_an_exception_continues_the_trace(tmp_path: Path) -> None:
     assert all(one.get("occurrence", 1) == 1 for one in found)
 
 
+def test_a_state_after_an_exception_names_the_part_that_its_lines_are_in(tmp_path: Path) -> None:
+    for size in range(1000, 3000, 100):
+        trace = Trace(tmp_path / f"{size}.jsonl", every="1it", part_size=size)
+        engine = engine_of(trace)
+
+        @engine.on(Events.OPTIMIZER_STEP_STARTED(once=3))
+        def fail(engine: Engine) -> None:
+            raise RuntimeError("planted")
+
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.run(batches(), max_epochs=1)
+        state = trace.state_dict()
+        part = tmp_path / (f"{size}.jsonl" if state["part"] == 1 else f"{size}.part{state['part']}.jsonl")
+        assert part.stat().st_size == state["length"]
+
+
+def test_half_precision_is_recorded_under_autocast_and_norms_do_not_overflow(tmp_path: Path) -> None:
+    engine = engine_of(Trace(tmp_path / "a", every="1it"))
+    with torch.autocast("cpu", torch.bfloat16):
+        engine.run([(x.half(), y.half()) for x, y in batches()], max_epochs=1)
+    assert len(records(tmp_path / "a")) > 4
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            parameter.fill_(1e19)  # whose square is no number of float32
+    engine.reset()
+    engine.attach(Trace(tmp_path / "b", every="1it", name="second"))
+    engine.connect(Events.LOSS_COMPUTED, lambda engine: engine.state.update.skip("planted"))
+    engine.run(batches(), max_epochs=1)
+    count = sum(parameter.numel() for parameter in engine.model.parameters())
+    assert records(tmp_path / "b")[-1]["numbers"]["parameters"] == pytest.approx(1e19 * count**0.5)
+
+
 def test_an_iteration_is_written_at_once_and_at_the_latest_for_a_state(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "a", every="1it")
     engine = engine_of(trace)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from signalfire import Engine, Events, Handler, Phase, Update, on
@@ -273,17 +274,21 @@ def test_the_memory_that_dropout_fills_is_no_difference() -> None:
 NUMBERS = count(1)
 
 
-class InEmptyMemory(nn.Module):
-    """Computes in memory that has something else in it each time, as that of ``torch.empty`` may."""
+def dirty(memory: Tensor) -> Tensor:
+    """Memory with something else in it in each run, unless it is filled while operations are recorded."""
+    if _get_current_dispatch_mode() is None:
+        storage = memory.untyped_storage()
+        ctypes.memset(storage.data_ptr(), 56 + next(NUMBERS) % 8, storage.nbytes())
+    return memory
 
+
+class InEmptyMemory(nn.Module):
     def __init__(self, compute: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
-        memory = torch.empty(2, *x.shape)
-        ctypes.memset(memory.data_ptr(), 56 + next(NUMBERS) % 8, memory.nbytes)
-        return self.compute(memory, x)
+        return self.compute(dirty(torch.empty(2, *x.shape)), x)
 
 
 class Irregular(nn.Module):
@@ -291,17 +296,44 @@ class Irregular(nn.Module):
         return x * (1 + 1e-3 * next(NUMBERS))
 
 
+def by_masks(memory: Tensor, x: Tensor) -> Tensor:
+    even = torch.arange(2 * len(x)).view(2, -1) % 2 == 0
+    memory[even] = x[even[0]].repeat(2, 1)
+    memory[~even] = x[~even[0]].repeat(2, 1)
+    return memory.sum(0)
+
+
+def by_numbers(memory: Tensor, x: Tensor) -> Tensor:
+    memory.index_copy_(0, torch.tensor([1]), x[None])
+    memory.index_copy_(0, torch.tensor([0]), x[None])
+    return memory.sum(0)
+
+
+def beside_nested_and_quantized(memory: Tensor, x: Tensor) -> Tensor:
+    torch.empty_like(torch.nested.nested_tensor([x.detach()[:3], x.detach()[3:]])).zero_()
+    torch.empty_like(torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8))
+    torch.empty_like(x.detach().to_sparse())
+    return x * 1
+
+
 FILLED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "whole": lambda memory, x: memory.copy_(x)[0],
     "a view of the whole": lambda memory, x: memory.view(-1).view_as(memory).copy_(x)[0],
+    "a view in place": lambda memory, x: memory.unsqueeze_(0).copy_(x)[0, 0],
     "parts": lambda memory, x: (memory[0].copy_(x), memory[1].copy_(x), memory.sum(0))[2],
+    "masks": by_masks,
+    "numbers": by_numbers,
     "another of its shape": lambda memory, x: torch.empty_like(memory).copy_(x)[0],
     "by out": lambda memory, x: x + 0 * torch.mul(x.detach(), 2, out=memory[0]),
+    "by beta=0": lambda memory, x: torch.addmm(memory[0], torch.eye(len(x)), x, beta=0),
+    "not at all": lambda memory, x: x * 1,
+    "other layouts": beside_nested_and_quantized,
 }
 
 
 @pytest.mark.moderate
 @pytest.mark.parametrize("fill", FILLED)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:torch.quantize")
 def test_empty_memory_that_is_filled_does_not_hide_the_operation_that_differs(fill: str) -> None:
     middle = lambda: nn.Sequential(InEmptyMemory(FILLED[fill]), Irregular())  # noqa: E731
     found = bisect(lambda: build(middle=middle), until=1)
@@ -323,6 +355,39 @@ def test_an_operation_that_reads_empty_memory_is_named(read: str) -> None:
     compute, operation = READ[read]
     found = bisect(lambda: build(middle=lambda: InEmptyMemory(compute)), until=1)
     assert (found.operation, found.module) == (operation, "model.1")
+    assert "reads memory of torch.empty that nothing has filled" in found.cause
+
+
+class Forgetful(torch.autograd.Function):
+    """A backward that fills one half of a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        found = dirty(torch.empty(16))
+        found[:8].copy_(gradients[0][0, :8])
+        return gradients[0], found
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Forgetful.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return found
+
+
+@pytest.mark.moderate
+def test_empty_memory_that_is_a_gradient_is_named() -> None:
+    found = bisect(lambda: build(middle=Scaled), until=1)
+    assert (found.event, found.things) == ("BACKWARD_COMPLETED", ("gradients/model.1.weight",))
+    assert found.operation is not None
+    assert "returns memory of torch.empty that nothing has filled" in found.cause
 
 
 class Wrapped(nn.Module):
