@@ -329,9 +329,10 @@ def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step)
             continue
         if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
-    for side, seen in ((a, ours), (b, theirs)):
-        if (explained := _by_memory(found, seen, side, look)) is not None:
-            return explained
+    if ours.left == theirs.left:  # with the memory of torch.empty filled
+        for side, seen in ((a, ours), (b, theirs)):
+            if (explained := _by_memory(found, seen, side, look)) is not None:
+                return explained
     return replace(found, cause=f"{found.cause}; comparing each of its operations finds no difference")
 
 

@@ -341,11 +341,56 @@ def test_empty_memory_that_is_filled_does_not_hide_the_operation_that_differs(fi
     assert "different arguments" in found.cause
 
 
+def half_filled(memory: Tensor, x: Tensor) -> Tensor:
+    memory[torch.arange(2 * len(x)).view(2, -1) % 2 == 0] = 0.0
+    return memory + x
+
+
+class OnScratch(nn.Module):
+    """Computes in memory that was made before the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scratch = torch.empty(100, 16).fill_(float(next(NUMBERS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0 * self.scratch[: len(x)].copy_(x.detach())
+
+
+class Outside(nn.Module):
+    """Changes a weight that nothing reads, without an operation of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.empty(3)
+        self.weight.detach().numpy()[0] = next(NUMBERS)
+        return x
+
+
+@pytest.mark.moderate
+def test_what_is_filled_or_not_read_is_not_named() -> None:
+    found = bisect(lambda: build(middle=lambda: nn.Sequential(OnScratch(), Irregular())), until=1)
+    assert (found.operation, found.module) == ("aten.mul.Tensor", "model.1.1")
+    found = bisect(lambda: build(middle=Outside), until=1)
+    assert (found.event, found.things) == ("FORWARD_COMPLETED", ("parameters/model.1.weight",))
+    assert found.operation is None
+    assert "comparing each of its operations finds no difference" in found.cause
+
+
 READ: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
     "as an argument": (lambda memory, x: x + memory[1], "aten.add.Tensor"),
     "through a view": (lambda memory, x: x + memory.view(2, -1).view_as(memory)[1], "aten.add.Tensor"),
     "in place": (lambda memory, x: memory.add_(1)[0] + x, "aten.add_.Tensor"),
     "a part that was not filled": (lambda memory, x: memory[0].copy_(x) + memory[1], "aten.add.Tensor"),
+    "what a mask leaves": (lambda memory, x: half_filled(memory, x).sum(0), "aten.add.Tensor"),
+    "after a view in place": (lambda memory, x: memory.unsqueeze_(0)[0, 0] + x, "aten.add.Tensor"),
+    "after it was ignored": (
+        lambda memory, x: torch.addmm(memory[0], torch.eye(len(x)), x, beta=0) + memory[0],
+        "aten.add.Tensor",
+    ),
 }
 
 
