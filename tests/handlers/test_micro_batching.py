@@ -423,7 +423,7 @@ def test_a_hidden_state_over_time_chunks_is_refused() -> None:
         return engine.state.update.hidden
 
     update = Update(forward, lambda e, o, b: cross_entropy(o, b[1]), SGD)
-    with pytest.raises(RuntimeError, match=r"'micro_batching': the forward of update 'main' sets update\.hidden"):
+    with pytest.raises(RuntimeError, match=r"'micro_batching': update 'main' sets update\.hidden"):
         trained(MicroBatching(3), update=update)
 
 

@@ -260,7 +260,7 @@ def a_handler_that_clips_each_part_of_a_window(right: bool) -> Findings:
     return build(mlp(5, 8, 1), GradientAccumulation(2), Clips()).check(batches(), max_epochs=1)
 
 
-@mistake(ValueError, "schedules a different optimizer")
+@mistake(ValueError, "ignores the optimizer passed to it and schedules a different one")
 def a_schedule_of_another_optimizer(right: bool) -> None:
     own = torch.optim.SGD(mlp(5, 8, 1).parameters(), lr=0.1)
     schedule = partial(StepLR, step_size=2) if right else lambda optimizer: StepLR(own, step_size=2)

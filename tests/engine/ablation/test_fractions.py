@@ -252,5 +252,5 @@ def test_what_is_wrong_is_refused() -> None:
     ):
         with pytest.raises(error, match=what):
             FractionalFactorial(list("ABCD") if "D" not in options else "", **options)
-    with pytest.raises(ValueError, match="expected 3 to 15 factors, got 2; use Factorial"):
+    with pytest.raises(ValueError, match="expected 3 to 15 factors, got 2; for fewer factors, use Factorial"):
         FractionalFactorial(["A", "B"], resolution=3)

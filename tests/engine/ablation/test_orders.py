@@ -153,5 +153,5 @@ def test_what_is_no_order_is_refused(make: Callable[[], Any], error: type[Except
 
 def test_contributions_of_variants_that_were_not_run_are_refused() -> None:
     report = reported(LeaveOneOut(NAMES), NAMES, game)
-    with pytest.raises(ValueError, match="the runs of - ema - clip, "):
+    with pytest.raises(ValueError, match="there are no runs of - ema - clip, "):
         report.contributions(Shapley(NAMES))

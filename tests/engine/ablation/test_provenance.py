@@ -269,7 +269,7 @@ def test_another_run_is_another_study(tmp_path: Path) -> None:
     make_study(builds.composed, run=builds.train, seeds=[0], store=store).run(DESIGN, workers=0)
     plan = make_study(builds.composed, run=longer, seeds=[0], store=store).plan(DESIGN)
     assert len(plan.to_make) == 2
-    assert "made with a different run (its code, or something that it uses)" in str(plan)
+    assert "recorded with a different run (its code, or something that it uses)" in str(plan)
 
 
 def test_other_arguments_of_an_alternative_are_other_runs(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_other_arguments_of_an_alternative_are_other_runs(tmp_path: Path) -> Non
     make_study(seeds=[0], store=store).run(design, workers=0)
     plan = make_study(seeds=[0], store=store).plan(other)
     assert [run.variant.name for run in plan.to_make] == ["ema = slow"]
-    assert "made with a different alternative" in str(plan)
+    assert "recorded with a different alternative" in str(plan)
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_what_build_reads_from_a_file_shows_in_the_handlers_and_the_model(tmp_pa
         study = make_study(build, store=store)
         assert len(study.plan(DESIGN).to_make) == 4, options
         study.run(DESIGN, workers=0)
-    assert "made with a different setup (handlers, updates or modules)" in str(study.plan(DESIGN))
+    assert "recorded with a different setup (handlers, updates or modules)" in str(study.plan(DESIGN))
     assert make_study(build, store=store, seeds=range(3)).plan(DESIGN).to_make[0].seed == 2
 
 

@@ -56,7 +56,7 @@ def test_a_metric_that_is_no_number_is_refused_in_a_name() -> None:
 
 def test_a_template_that_is_well_may_still_be_given_a_value_that_is_too_long() -> None:
     assert len(fill("{score:.0f}", score=1e100)) == 101
-    with pytest.raises(ValueError, match="at most 150 letters, digits"):
+    with pytest.raises(ValueError, match="at most 150 characters, which may be letters, digits"):
         fill("{score:.0f}", score=1e300)
 
 

@@ -62,7 +62,9 @@ def test_a_metric_has_one_writer_until_that_one_withdraws() -> None:
     metrics = MetricStore()
     metrics.announce("validation", ["loss", "accuracy"])
     metrics.announce("validation", ["loss"])
-    with pytest.raises(ValueError, match="both 'validation' and 'test' write the metric 'loss'; rename one"):
+    with pytest.raises(
+        ValueError, match="both 'validation' and 'test' write the metric 'loss'; rename the metric in one"
+    ):
         metrics.announce("test", ["error", "loss"])
     metrics.withdraw("validation")
     metrics.announce("test", ["loss"])
