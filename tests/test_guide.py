@@ -157,7 +157,7 @@ def test_the_first_steps_begin_with_the_script_that_a_new_project_has() -> None:
     page = (GUIDE / "start.md").read_text()
     assert page.partition("```py\n")[2].startswith(f"{script}```\n")
     printed = re.findall(r'print\(f"([^{"]+)', script)
-    assert [line.partition(": ")[0] for line in page.partition("ends with\n\n```\n")[2].splitlines()[:3]] == [
+    assert [line.partition(": ")[0] for line in page.partition("ends with:\n\n```\n")[2].splitlines()[:3]] == [
         one.partition(": ")[0] for one in printed
     ]
 
