@@ -82,7 +82,12 @@ def executed(*cells: str, again: tuple[int, ...] = (), allow_errors: bool = Fals
     made = [nbformat.v4.new_code_cell(one) for one in cells]
     notebook = nbformat.v4.new_notebook(cells=made)
     client = NotebookClient(
-        notebook, timeout=LIMIT, startup_timeout=LIMIT, kernel_name="python3", allow_errors=allow_errors
+        notebook,
+        timeout=LIMIT,
+        startup_timeout=LIMIT,
+        kernel_name="python3",
+        allow_errors=allow_errors,
+        coalesce_streams=True,  # a busy kernel sends a line and its end apart
     )
     outputs = []
     with client.setup_kernel(cwd=str(ROOT), env={**os.environ, "PYTHONPATH": str(ROOT)}):
