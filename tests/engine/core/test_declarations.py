@@ -88,6 +88,10 @@ NOT_IN_THESE_RUNS = {
     ("MemorySnapshot", "catch"): "only where the memory runs out",
     ("Histograms", "log_weights"): "only where something receives what it logs",
     **{
+        ("Trace", f"record_{name}"): "written with the end of the iteration; only the first record opens the file"
+        for name in ("batch", "output", "loss", "backward", "gradients", "step")
+    },
+    **{
         ("TensorBoardLogger", name): "events are in a buffer until the file is flushed"
         for name in (
             "write_image",
