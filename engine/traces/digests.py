@@ -71,13 +71,8 @@ class Digests:
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
-        if not isinstance(value, Tensor):
-            self.numbers[name] = float(value)
-            return
-        number = widened(local_part(value.detach())).reshape(())
-        if number.device.type == "cpu":
-            self.numbers[name] = float(number.numpy())
-            return
+        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
+        number = widened(local_part(number)).reshape(())
         self._wide[name] = number.dtype is torch.float64
         self._numbers[name] = number.view(torch.int64) if self._wide[name] else number.view(torch.int32).long()
 
