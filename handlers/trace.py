@@ -38,6 +38,8 @@ class Trace(Handler):
     each after all receivers of the event. ``detail="tensor"`` adds records at FORWARD_COMPLETED, BACKWARD_COMPLETED and
     OPTIMIZER_STEP_COMPLETED. The start of the run and the end of each epoch are also recorded.
 
+    The records of an iteration are written together when it ends. If the process is killed, those of the open iteration are lost.
+
     A resumed run continues the file from the position of its checkpoint. In distributed runs, each process writes a separate
     file: ``trace.jsonl`` for rank 0, ``trace.rank1.jsonl`` for rank 1. A file of more than ``part_size`` bytes is continued in
     ``trace.part2.jsonl``.

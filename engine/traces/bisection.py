@@ -329,23 +329,23 @@ def _by_operations(found: Bisection, a: _Side, b: _Side, begin: Step, end: Step)
             continue
         if one is None or not one.same(other):
             return _of_operation(found, place, one, other)
-    if ours.left == theirs.left:  # with the memory of torch.empty filled
-        for side, seen in ((a, ours), (b, theirs)):
-            if (explained := _by_memory(found, seen, side, look)) is not None:
-                return explained
+    for side, seen in ((a, ours), (b, theirs)):
+        if (explained := _by_memory(found, seen, side, look)) is not None:
+            return explained
     return replace(found, cause=f"{found.cause}; comparing each of its operations finds no difference")
 
 
 def _by_memory(found: Bisection, seen: Operations, side: _Side, look: partial[Operations]) -> Bisection | None:
     """The first operation that reads memory of ``torch.empty``, which has whatever was in it; None if nothing depends on it."""
     try:
-        other = side.see(partial(look, byte=_OTHER_BYTE))
+        other, again = (side.see(partial(look, byte=_OTHER_BYTE)) for _ in range(2))
     except Exception:  # what is in the memory may be an index
-        return None
-    if seen.left == other.left:
         return None
     pairs = enumerate(zip(seen.found, other.found, strict=False), 1)
     differing = [(place, one) for place, (one, two) in pairs if one.result != two.result]
+    repeats = other.left == again.left  # else, the run differs from itself whatever is in the memory
+    if not differing or seen.left == other.left or not repeats:
+        return None
     place, one = next((pair for pair in differing if pair[1].kind == "computes"), differing[-1])
     what = "reads" if one.kind == "computes" else "returns"
     memory = f"operation {place}, {one.name}{_in(one)}, {what} memory of torch.empty that nothing has filled"

@@ -130,8 +130,10 @@ class TraceWriter:
         """Flush and close the file."""
         if self._file is not None:
             with suppress(OSError) if self._file.failed else nullcontext():
-                self.write()
-                self._file.close()
+                try:
+                    self.write()
+                finally:
+                    self._file.close()
 
     def _back_up(self) -> None:
         """Copy the parts to the names of a separate trace: ``trace.1.jsonl``, ``trace.1.part2.jsonl``."""

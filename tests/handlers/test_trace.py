@@ -242,7 +242,10 @@ def test_an_iteration_is_written_at_once_and_at_the_latest_for_a_state(tmp_path:
     trace = Trace(tmp_path / "a", every="1it")
     engine = engine_of(trace)
     written: list[int] = []
-    count = lambda engine: written.append(len(records(tmp_path / "a")))  # noqa: E731
+
+    def count(engine: Engine) -> None:
+        written.append(len(records(tmp_path / "a")))
+
     for event in (Events.GET_BATCH_COMPLETED, Events.GRADIENTS_READY, Events.ITERATION_COMPLETED):
         engine.connect(event, count, phase=Phase.PERSIST, rank=10**6)
     engine.connect(Events.GRADIENTS_READY(once=3), lambda engine: trace.state_dict(), phase=Phase.PERSIST, rank=10**5)
