@@ -341,18 +341,25 @@ def _by_memory(found: Bisection, seen: Operations, side: _Side, look: partial[Op
         other, again = (side.see(partial(look, byte=_OTHER_BYTE)) for _ in range(2))
     except Exception:  # what is in the memory may be an index
         return None
-    pairs = enumerate(zip(seen.found, other.found, strict=False), 1)
-    differing = [(place, one) for place, (one, two) in pairs if one.result != two.result]
-    repeats = other.left == again.left  # else, the run differs from itself whatever is in the memory
-    if not differing or seen.left == other.left or not repeats:
+    differs_from_itself = other.left != again.left  # whatever is in the memory
+    reader = _reader_of_memory(seen, other)
+    if reader is None or differs_from_itself or seen.left == other.left:
         return None
-    place, one = next((pair for pair in differing if pair[1].kind == "computes"), differing[-1])
+    place, one = reader
     what = "reads" if one.kind == "computes" else "returns"
     memory = f"operation {place}, {one.name}{_in(one)}, {what} memory of torch.empty that nothing has filled"
     return replace(found, operation=one.name, module=one.module, cause=f"{found.cause}; {memory}")
 
 
 _OTHER_BYTE = 0x3F  # 0.75 in float32
+
+
+def _reader_of_memory(seen: Operations, other: Operations) -> tuple[int, Operation] | None:
+    """The first operation that computes something else with another byte in the memory, else the one that returns it."""
+    pairs = enumerate(zip(seen.found, other.found, strict=False), 1)
+    differing = [(place, one) for place, (one, two) in pairs if one.result != two.result]
+    computing = (pair for pair in differing if pair[1].kind == "computes")
+    return next(computing, differing[-1] if differing else None)
 
 
 def _is_unknown(one: Operation | None, other: Operation | None, itself: Operation | None) -> bool:
