@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.authoring import Capture, check_choice, check_every, check_int, check_local
 from signalfire.authoring.checks import check_parents
 from signalfire.distributed import Processes
-from signalfire.traces.contents import described_environment, digests_of
+from signalfire.traces.contents import contents_of, described_environment, digests_later, digests_of
+from signalfire.traces.digests import Digests
 from signalfire.traces.files import Record, header_line, ranks_of
 
 from ._common.claims import FILE
@@ -19,6 +21,8 @@ from ._common.ranks import RECORD_TRACE
 from ._common.trace_file import Place, TraceWriter
 
 __all__ = ["Trace"]
+
+_Key = tuple[int, str, str | None, int | None, int]  # of a record
 
 _KEPT = ("parameters", "buffers", "optimizer", "random", "handlers", "metrics")
 _UNMEASURED = {"BACKWARD_COMPLETED", "OPTIMIZER_STEP_COMPLETED"}  # what is measured right after them
@@ -31,7 +35,7 @@ class Trace(Handler):
 
     `signalfire.traces.compare` or ``python -m signalfire compare A B`` names the first record that differs, across days,
     machines, versions and numbers of processes. A digest has 16 digits and depends on each bit and its position in a tensor.
-    Digests are computed on the device of the tensors, and read in one transfer per record.
+    Digests are computed on the device of the tensors, and read in one transfer per recorded iteration.
 
     Each recorded iteration has a record at GET_BATCH_COMPLETED (the batch), LOSS_COMPUTED (the output, the loss), GRADIENTS_READY
     (the gradients) and ITERATION_COMPLETED (parameters, buffers, the optimizer, random numbers, handlers' states and metrics),
@@ -99,6 +103,7 @@ class Trace(Handler):
         self.step_event = Events.OPTIMIZER_STEP_COMPLETED(every=count) if every_event else None
         self.end_event = Events.ITERATION_COMPLETED(every=count)
         self._writer: TraceWriter | None = None
+        self._waiting: list[tuple[_Key, Callable[[], Digests]]] = []  # records to be written with the next
         self._header = ""
         self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
         self._place: Place | None = None  # of the last record
@@ -184,18 +189,32 @@ class Trace(Handler):
         self._record(engine, "EPOCH_COMPLETED", _KEPT)
 
     def _record(self, engine: Engine, event: str, things: tuple[str, ...], update: UpdateState | None = None) -> None:
-        """Write a record of these things."""
-        state = engine.state
-        digests = digests_of(engine, things, by_tensor=self.detail == "tensor", measures=event not in _UNMEASURED)
-        found = digests.read()
+        """Make a record of these things, which is written at the end of the iteration."""
+        state, ends = engine.state, event in _ENDS
+        self._open(engine)
         if self._place is None or self._place.iteration != state.iteration:
             self._counts.clear()
         of_shard = engine.group.shards is not None and event in _OF_A_SHARD
         key = state.iteration, event, None if update is None else update.name, state.shard if of_shard else None
         count = self._counts[key] = self._counts.get(key, 0) + 1
-        record = Record(*key, count, found, digests.numbers)
-        self._open(engine).append(record.line(), now=event in _ENDS)
-        self._place = Place.of(record)
+        contents = contents_of(engine, things)
+        how = {"by_tensor": self.detail == "tensor", "measures": event not in _UNMEASURED}
+        digests = partial(digests_of, contents, **how) if ends else digests_later(contents, **how)
+        self._waiting.append(((*key, count), digests))
+        self._place = Place(state.iteration, event == "EPOCH_COMPLETED")
+        if ends:
+            self._write()
+
+    def _write(self) -> None:
+        """Write the records that wait."""
+        waiting, self._waiting = self._waiting, []
+        digests = [compute() for _, compute in waiting]
+        found = Digests.read_together(digests)
+        lines = [
+            Record(*key, one, of.numbers).line() for (key, _), one, of in zip(waiting, found, digests, strict=True)
+        ]
+        if self._writer is not None and lines:
+            self._writer.append("".join(lines))
 
     def _open(self, engine: Engine) -> TraceWriter:
         """The file: cut to where the run continues, or a new one."""
@@ -255,9 +274,11 @@ class Trace(Handler):
     def _close(self) -> None:
         if self._writer is not None:
             self._check_place()
-            self._state = self._place_in_file()
-            self._writer.close()
-            self._writer = None
+            try:
+                self._state = self._place_in_file()
+            finally:
+                self._writer.close()
+                self._writer = None
 
     def _check_place(self) -> None:
         """Report a file that is no longer the one at its path, whose records are lost."""
@@ -275,7 +296,7 @@ class Trace(Handler):
         writer, place = self._writer, self._place
         if writer is None or place is None:
             return self._state
-        writer.write()
+        self._write()
         return {
             "part": writer.part,
             "length": writer.length,
@@ -290,6 +311,7 @@ class Trace(Handler):
         """Flush all records to disk, before a checkpoint with this state refers to them."""
         self._check_place()
         if self._writer is not None:
+            self._write()
             self._writer.sync()
 
     def state_dict(self) -> dict[str, Any]:

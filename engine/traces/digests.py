@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from functools import cache, lru_cache
@@ -18,7 +18,7 @@ from ..authoring.batches import field_names, parts
 from ..authoring.devices import widened
 from ..distributed.sharded import local_part
 
-__all__ = ["Digests"]
+__all__ = ["Digests", "Uncopied", "copied"]
 
 _CHUNK = 2**18
 """Elements that are summed at once."""
@@ -28,6 +28,7 @@ _SMALL = 2**14
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtype, torch.Size)
+_COPIES = (bytes, *_ATOMS)  # copies of themselves
 
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
@@ -52,22 +53,30 @@ class Digests:
     """
 
     def __init__(self) -> None:
-        self._contents: dict[str, bytes] = {}
+        self._hashes: dict[str, hashlib.blake2b] = {}
         self._sums: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
         self._wide: dict[str, bool] = {}
         self.numbers: dict[str, float] = {}
 
-    def add(self, name: str, value: Any) -> None:
-        """Add what is to be digested under a name; it may change afterwards."""
+    def add(self, name: str, value: Any) -> Tensor | None:
+        """Add what is to be digested under a name; it may change afterwards.
+
+        Returns:
+            The elements of all tensors in it, joined; None unless they are small tensors of one dtype on the CPU.
+        """
         tensors: list[Tensor] = []
         plain = b""
         if type(value) is dict:
             plain, value = _without_plain(value, tensors)
-        described = _hashed(_described(value, tensors))
-        far = [one for one in tensors if not _is_near(one)]
-        self._contents[name] = plain + described + _hashed(_contents([one for one in tensors if _is_near(one)]))
+        described = [plain]
+        _describe(value, described, tensors)
+        near = [one for one in tensors if _is_near(one)]
+        far = [] if len(near) == len(tensors) else [one for one in tensors if not _is_near(one)]
+        joined = _joined(near)
+        self._hashes[name] = _hashed(described, map(_content, near if joined is None else [joined]))
         self._sums[name] = [_positional_sum(bits) for bits in _flattened(far)]
+        return None if far else joined
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
@@ -78,18 +87,51 @@ class Digests:
 
     def read(self) -> dict[str, str]:
         """The digests by name, of 16 hexadecimal digits each."""
-        sums = [*(one for several in self._sums.values() for one in several), *self._numbers.values()]
-        read = iter(_read(sums))
-        found = {}
+        return self.read_together([self])[0]
+
+    @staticmethod
+    def read_together(several: Sequence[Digests]) -> list[dict[str, str]]:
+        """The digests of each, all of them in one transfer from each device."""
+        read = iter(_read([one for digests in several for one in digests._on_devices()]))
+        return [digests._finish(read) for digests in several]
+
+    def _on_devices(self) -> Iterator[Tensor]:
+        for several in self._sums.values():
+            yield from several
+        yield from self._numbers.values()
+
+    def _finish(self, read: Iterator[int]) -> dict[str, str]:
+        """The digests by name, given what was on devices, in its order."""
         for name, several in self._sums.items():
-            content = hashlib.blake2b(self._contents[name], digest_size=_SIZE)
             for _ in several:
-                content.update(struct.pack("<q", next(read)))
-            found[name] = content.hexdigest()
+                self._hashes[name].update(struct.pack("<q", next(read)))
         for name, wide in self._wide.items():
             bits, number = ("<q", "<d") if wide else ("<i", "<f")
             (self.numbers[name],) = struct.unpack(number, struct.pack(bits, next(read)))
-        return found
+        return {name: content.hexdigest() for name, content in self._hashes.items()}
+
+
+class Uncopied(Exception):
+    """A value is not copied, since it is large, on another device, or not one of those that most batches consist of."""
+
+
+def copied(value: Any) -> Any:
+    """A copy of a value that is to be digested later.
+
+    Raises:
+        Uncopied: Unless it consists of small tensors on the CPU, numbers and texts in dicts, lists and tuples.
+    """
+    if isinstance(value, Tensor):
+        if not (_is_plain(value) and _is_near(value)):
+            raise Uncopied
+        return value.detach().clone()
+    if isinstance(value, _COPIES):
+        return value
+    if type(value) is dict:
+        return {key: copied(one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([copied(one) for one in value])
+    raise Uncopied
 
 
 def _is_plain(value: Any) -> bool:
@@ -111,23 +153,23 @@ def _without_plain(value: dict[Any, Any], tensors: list[Tensor]) -> tuple[bytes,
 
 @lru_cache(maxsize=64)
 def _of_plain(names: tuple[Any, ...], kinds: tuple[tuple[torch.dtype, torch.Size], ...]) -> bytes:
-    """The digest of the names, dtypes and shapes of ordinary tensors: computed once for those of a model."""
-    return _hashed(
-        f"{name!r}: {dtype}{tuple(shape)};".encode() for name, (dtype, shape) in zip(names, kinds, strict=True)
-    )
+    """The names, dtypes and shapes of ordinary tensors, as text: written once for those of a model."""
+    parts = [f"{name!r}: {dtype}{tuple(shape)};" for name, (dtype, shape) in zip(names, kinds, strict=True)]
+    return "".join(parts).encode()
 
 
 def _is_near(tensor: Tensor) -> bool:
     """Whether this is a small tensor on the CPU."""
-    return tensor.device.type == "cpu" and tensor.numel() <= _SMALL
+    return tensor.is_cpu and tensor.numel() <= _SMALL
 
 
-def _contents(tensors: list[Tensor]) -> Iterable[Any]:
-    """The elements of tensors on the CPU, for a hash; those of one dtype are joined, which takes fewer operations."""
+def _joined(tensors: list[Tensor]) -> Tensor | None:
+    """The elements of tensors in one, which takes fewer operations; None if they are not of one dtype that NumPy has."""
     kinds = {one.dtype for one in tensors}
-    if len(tensors) > 1 and len(kinds) == 1 and kinds <= _OF_NUMPY:  # under autocast, others cannot be joined
-        tensors = [torch.cat([one.detach().reshape(-1) for one in tensors])]
-    return map(_content, tensors)
+    if len(kinds) != 1 or not kinds <= _OF_NUMPY:  # under autocast, others cannot be joined
+        return None
+    flat = [one.detach().reshape(-1) for one in tensors]
+    return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 def _content(tensor: Tensor) -> Any:
@@ -136,11 +178,11 @@ def _content(tensor: Tensor) -> Any:
     return (tensor if tensor.dtype in _OF_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
 
 
-def _hashed(parts: Iterable[Any]) -> bytes:
-    content = hashlib.blake2b(digest_size=_SIZE)
-    for part in parts:
-        content.update(part)
-    return content.digest()
+def _hashed(described: list[bytes], contents: Iterable[Any]) -> hashlib.blake2b:
+    content = hashlib.blake2b(b"".join(described), digest_size=_SIZE)
+    for one in contents:
+        content.update(one)
+    return content
 
 
 def _read(sums: list[Tensor]) -> list[int]:
@@ -155,58 +197,64 @@ def _read(sums: list[Tensor]) -> list[int]:
     return found
 
 
-def _described(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
-    """What a value consists of beside the elements of its tensors, which are appended to a list."""
-    if isinstance(value, Tensor):
-        yield from _described_tensor(local_part(value.detach()), tensors)
+def _describe(value: Any, found: list[bytes], tensors: list[Tensor]) -> None:
+    """Append what a value consists of to one list, but for the elements of its tensors, which go to the other."""
+    if isinstance(value, _ATOMS):
+        found.append(f"{value!r};".encode())
+    elif isinstance(value, Tensor):
+        _describe_tensor(local_part(value.detach()), found, tensors)
     elif isinstance(value, bytes | bytearray):
-        yield f"bytes {len(value)};".encode() + value
-    elif isinstance(value, _ATOMS):
-        yield f"{value!r};".encode()
+        found += (f"bytes {len(value)};".encode(), bytes(value))
     elif type(value) in (list, tuple):
-        yield f"{type(value).__qualname__}[".encode()
+        found.append(f"{type(value).__qualname__}[".encode())
         for one in value:
-            yield from _described(one, tensors)
-        yield b"]"
+            _describe(one, found, tensors)
+        found.append(b"]")
     elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
-        yield f"{value.dtype}{value.shape};".encode() + np.ascontiguousarray(value).tobytes()
+        found += (f"{value.dtype}{value.shape};".encode(), np.ascontiguousarray(value).tobytes())
     else:
-        yield from _described_parts(value, tensors)
+        _describe_parts(value, found, tensors)
 
 
-def _described_parts(value: Any, tensors: list[Tensor]) -> Iterator[bytes]:
-    """What a container consists of; of other objects, nothing but the class is known to be the same in another run."""
-    yield f"{type(value).__qualname__}[".encode()
+def _describe_parts(value: Any, found: list[bytes], tensors: list[Tensor]) -> None:
+    """Append what a container consists of; of other objects, only the class is known to be the same in another run."""
+    found.append(f"{type(value).__qualname__}[".encode())
     if isinstance(value, set | frozenset):
-        yield from sorted(b"".join(_described(one, tensors)) for one in value)
+        found += sorted(_of_item(one, tensors) for one in value)
     elif isinstance(value, Enum):
-        yield value.name.encode()
+        found.append(value.name.encode())
     elif isinstance(value, np.ndarray):
-        yield from _described([value.shape, *value.flat], tensors)
+        _describe([value.shape, *value.flat], found, tensors)
     elif (container := parts(value)) is not None:
-        for key in value.keys() if isinstance(value, Mapping) else field_names(value) or ():
-            yield from _described(key, tensors)
-        for one in container[0]:
-            yield from _described(one, tensors)
-    yield b"]"
+        keys = value.keys() if isinstance(value, Mapping) else field_names(value) or ()
+        for one in (*keys, *container[0]):
+            _describe(one, found, tensors)
+    found.append(b"]")
 
 
-def _described_tensor(tensor: Tensor, tensors: list[Tensor]) -> Iterator[bytes]:
-    """The dtype, the layout and the shape of a tensor; its elements are appended as one or several strided ones."""
+def _of_item(value: Any, tensors: list[Tensor]) -> bytes:
+    """What an item of a set consists of."""
+    found: list[bytes] = []
+    _describe(value, found, tensors)
+    return b"".join(found)
+
+
+def _describe_tensor(tensor: Tensor, found: list[bytes], tensors: list[Tensor]) -> None:
+    """Append the dtype, the layout and the shape of a tensor, and its elements as one or several strided tensors."""
     if tensor.is_nested:
         rows = tensor.unbind()
-        yield f"nested {len(rows)}[".encode()
+        found.append(f"nested {len(rows)}[".encode())
         for row in rows:
-            yield from _described_tensor(row, tensors)
-        yield b"]"
+            _describe_tensor(row, found, tensors)
+        found.append(b"]")
         return
-    yield f"{tensor.dtype}{tensor.layout}{tuple(tensor.shape)};".encode()
+    found.append(f"{tensor.dtype}{tensor.layout}{tuple(tensor.shape)};".encode())
     if tensor.is_quantized:
-        yield f"{tensor.qscheme()} {_scales(tensor)};".encode()
+        found.append(f"{tensor.qscheme()} {_scales(tensor)};".encode())
         tensor = tensor.int_repr()
     for one in _strided(tensor):
         if tensor.layout is not torch.strided:
-            yield f"{tuple(one.shape)}".encode()
+            found.append(f"{tuple(one.shape)}".encode())
         tensors.append(torch.view_as_real(one.resolve_conj()) if one.is_complex() else one.resolve_neg())
 
 

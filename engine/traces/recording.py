@@ -17,7 +17,7 @@ from ..authoring.batches import tensors_in
 from ..core.connection import Connection, Phase, Receiver
 from ..core.events import EventEnum, Events
 from ..core.signals import Signal
-from .contents import digests_of
+from .contents import contents_of, digests_of
 from .digests import Digests
 from .scripts import in_short
 
@@ -106,7 +106,7 @@ class _Steps:
         here = state.iteration, event.name, state.update.name if of_update else None, state.shard, receiver
         self._counts[here] = occurrence = self._counts.get(here, 0) + 1
         self.found.append(
-            Step(*here, occurrence, digests_of(engine, _things(engine, of_update), by_tensor=True).read())
+            Step(*here, occurrence, digests_of(contents_of(engine, _things(engine, of_update)), by_tensor=True).read())
         )
         if self._complete and event in (Events.ITERATION_STARTED, Events.GET_BATCH_STARTED):
             raise Stopped
@@ -271,7 +271,7 @@ def record_operations(
     def leave(engine: Engine) -> None:
         if reaches(end, engine):
             recording.close()
-            left.update(digests_of(engine, _things(engine, end.update is not None)).read())
+            left.update(digests_of(contents_of(engine, _things(engine, end.update is not None))).read())
             raise Stopped
 
     engine.connect(Events[begin.event], enter, phase=Phase.PERSIST, rank=-_FIRST)

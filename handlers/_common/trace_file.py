@@ -47,7 +47,6 @@ class TraceWriter:
         self.part = 1
         self._root, self._rank = path, rank
         self._file: LineFile | None = None
-        self._waiting = ""  # lines that are written with the next ones
 
     @property
     def length(self) -> int:
@@ -102,27 +101,17 @@ class TraceWriter:
         self._file, self.part = file, part
         self._remove_after(part)
 
-    def append(self, lines: str, *, now: bool = True) -> None:
-        """Append lines to the file, in one piece; unless ``now``, together with the next ones."""
-        self._waiting += lines
-        if now:
-            self.write()
-
-    def write(self) -> None:
-        """Write the lines that wait; this may begin a new part."""
-        if not self._waiting:
-            return
+    def append(self, lines: str) -> None:
+        """Append lines to the file, in one piece; this may begin a new part."""
         assert self._file is not None
         if self._file.length > self.part_size:
             self._file.close()
             self.part += 1
             self._file = LineFile.create(part_of(self.path, self.part), self.header)
-        lines, self._waiting = self._waiting, ""
         self._file.append(lines)
 
     def sync(self) -> None:
         """Flush the file to disk."""
-        self.write()
         if self._file is not None:
             self._file.sync()
 
@@ -130,10 +119,7 @@ class TraceWriter:
         """Flush and close the file."""
         if self._file is not None:
             with suppress(OSError) if self._file.failed else nullcontext():
-                try:
-                    self.write()
-                finally:
-                    self._file.close()
+                self._file.close()
 
     def _back_up(self) -> None:
         """Copy the parts to the names of a separate trace: ``trace.1.jsonl``, ``trace.1.part2.jsonl``."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -26,6 +28,7 @@ from signalfire.handlers import (
     Trace,
 )
 from signalfire.traces import compare
+from signalfire.traces.contents import contents_of, digests_of
 from tests.kit import assert_same, batches, build, evaluator_of, mlp
 from tests.processes import run_together
 
@@ -251,6 +254,75 @@ def test_an_iteration_is_written_at_once_and_at_the_latest_for_a_state(tmp_path:
     engine.connect(Events.GRADIENTS_READY(once=3), lambda engine: trace.state_dict(), phase=Phase.PERSIST, rank=10**5)
     engine.run(batches(), max_iters=3)
     assert written == [1, 1, 5, 5, 5, 9, 9, 12, 13]  # the first one is of the start
+
+
+class Values(NamedTuple):
+    tensor: Tensor
+    others: list[Tensor]
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "tensors": lambda: [torch.ones(2), {"deep": (torch.ones(3), torch.arange(4))}],
+    "list": lambda: [1, 2],
+    "dict": lambda: {"a": 1},
+    "bytes": lambda: bytearray(b"ab"),
+    "array": lambda: np.ones(3),
+    "set": lambda: {1, 2},
+    "large": lambda: torch.ones(20_000),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "tuple of its own class": lambda: Values(torch.ones(2), [torch.ones(2)]),
+}
+
+
+def change(value: Any) -> None:
+    """Change all that can be changed in a value."""
+    if isinstance(value, Tensor):
+        value.detach().mul_(3)
+    elif isinstance(value, np.ndarray):
+        value += 1
+    elif isinstance(value, dict | list | tuple):
+        for one in value.values() if isinstance(value, dict) else value:
+            change(one)
+    if isinstance(value, dict):
+        value["new"] = 7
+    elif isinstance(value, set):
+        value.add(7)
+    elif isinstance(value, list | bytearray):
+        value.append(7)
+
+
+@pytest.mark.parametrize("others", OTHERS)
+@pytest.mark.parametrize("detail", ["step", "tensor"])
+def test_a_record_is_of_its_event_whatever_changes_before_it_is_written(
+    detail: Any, others: str, tmp_path: Path
+) -> None:
+    update = Update.supervised(nn.functional.mse_loss, ADAM, input="x", target="y")
+    engine = Engine(update, model=mlp(5, 4, 1), seed=0)
+    engine.attach(Trace(tmp_path / "a", every="1it", detail=detail))
+    engine.detach("findings")  # which reports that batches are changed
+    seen: list[tuple[str, dict[str, str]]] = []
+
+    def look(things: list[str], event: Events) -> None:
+        """Compute the digests of things at an event, after the trace."""
+
+        def see(engine: Engine) -> None:
+            seen.append((event.name, digests_of(contents_of(engine, things), by_tensor=detail == "tensor").read()))
+
+        engine.connect(event, see, phase=Phase.PERSIST, rank=10**6)
+
+    look(["batch"], Events.GET_BATCH_COMPLETED)
+    look(["output", "loss"], Events.LOSS_COMPUTED)
+    look(["gradients"], Events.GRADIENTS_READY)
+    engine.connect(Events.ITERATION_STARTED, lambda engine: change(engine.state.batch))
+    engine.connect(
+        Events.BACKWARD_COMPLETED, lambda engine: change([engine.state.update.output, engine.state.update.raw_loss])
+    )
+    engine.connect(Events.OPTIMIZER_STEP_STARTED, lambda engine: change([p.grad for p in engine.model.parameters()]))
+    engine.run([{"x": torch.ones(4, 5), "y": torch.ones(4, 1), "others": OTHERS[others]()}], max_epochs=1)
+    written = {record["event"]: record["digests"] for record in records(tmp_path / "a")}
+    assert len(seen) == 3
+    for event, digests in seen:
+        assert {name: written[event][name] for name in digests} == digests
 
 
 def test_a_trace_that_is_disabled_or_detached_writes_nothing(tmp_path: Path) -> None:
