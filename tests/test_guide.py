@@ -46,6 +46,7 @@ WRITTEN = (
     "costs",
     "checks",
     "resuming",
+    "validation",
     "logging",
     "spikes",
     "weights",
