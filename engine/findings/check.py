@@ -25,7 +25,9 @@ __all__ = ["check", "report"]
 def check(engine: Engine, data: Any, bounds: dict[str, Any]) -> Findings:
     """What looks wrong about a composition and its data, before it runs; see `Engine.check`."""
     if engine.running:
-        raise RuntimeError("check() was called during a run; call it before run(), which also reports these findings")
+        raise RuntimeError(
+            "check() was called during a run; call it before run() (run() itself reports the same findings)"
+        )
     with unchanged_random_state(), _bounded(engine, data, bounds) as source:
         composition = Composition(engine, source, reads_batch=True)
         return Findings(one for one in _found(composition) if not engine.findings.is_allowed(one.code))
