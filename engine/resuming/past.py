@@ -171,8 +171,8 @@ class Past(Part["Engine"]):
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
-                f"rewind(to={to}): without the batches that are left out, iteration {to} becomes the last iteration of "
-                "its epoch and must be repeated from an earlier state, but the oldest stored state is from iteration "
+                f"rewind(to={to}): once the skipped batches are left out, the epoch ends at iteration {to}, so that "
+                "iteration must be repeated from an earlier state, but the oldest stored state is from iteration "
                 f"{to}; to store more states, increase keep="
             )
         _, state = self.before(to if last else to + 1)
