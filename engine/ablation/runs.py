@@ -160,8 +160,8 @@ def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handl
     with unchanged_random_state():
         handler = factory()
     if not isinstance(handler, Handler):
-        raise TypeError(f"the factory of the alternative to {name!r} returned {handler!r}; expected a Handler")
-    check_new(handler, f"the factory of the alternative to {name!r}")
+        raise TypeError(f"the factory for the alternative to {name!r} returned {handler!r}; expected a Handler")
+    check_new(handler, f"the factory for the alternative to {name!r}")
     place = engine.handlers.place_of(name)
     engine.detach(name)
     engine.handlers.attach([handler], place=place)

@@ -124,7 +124,7 @@ def test_what_runs_share_and_put_back_gives_the_numbers_of_a_fresh_build(build: 
 
 def test_an_alternative_that_is_made_once_is_an_error_too() -> None:
     other = GradientClipping(max_norm=5.0)
-    with pytest.raises(SharedError, match="the factory of the alternative to 'gradient_clipping' returned the handler"):
+    with pytest.raises(SharedError, match="factory for the alternative to 'gradient_clipping' returned the handler"):
         values(builder(), Swap({"gradient_clipping": {"looser": lambda: other}}))
 
 
