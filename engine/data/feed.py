@@ -105,9 +105,9 @@ class Feed(PlainFeed):
         same = same_data(earlier, data)
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
-                f"run(): the previous run stopped inside epoch {self.state.epoch}, after {self.state.epoch_iteration} "
-                f"iterations, but this {type(data).__name__} is a different object, so it is read from the beginning. "
-                "To continue where the previous run stopped, pass the same data object",
+                f"run(): the previous run stopped partway through epoch {self.state.epoch}, after "
+                f"{self.state.epoch_iteration} iterations, but this {type(data).__name__} is a different object, so it "
+                "is read from the beginning. To continue where the previous run stopped, pass the same data object",
             )
         return bool(same)
 
@@ -269,7 +269,7 @@ class Feed(PlainFeed):
             return False
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__; or, "
-            "if the length is only an estimate, pass an epoch_length= that differs from it, such as "
+            f"if the length is only an estimate, pass an epoch_length= other than {source.length}, such as "
             f"run(epoch_length={taken})"
             + (
                 f" (epoch_length={source.length} equals the length, so each epoch is still one pass over the data)"

@@ -358,7 +358,7 @@ def test_where_nobody_can_tell_the_run_says_that_it_begins_with_the_first_batch(
     engine = small()
     engine.run(DataLoader(Numbered(0), batch_size=2), max_iters=3)
     seen = read(engine)
-    with pytest.warns(UserWarning, match="stopped inside epoch 1, after 3 iterations.*pass the same data object"):
+    with pytest.warns(UserWarning, match="partway through epoch 1, after 3 iterations.*pass the same data object"):
         engine.run(DataLoader(Numbered(50), batch_size=2), max_iters=5)
     assert seen == [101, 105]
 
