@@ -243,8 +243,8 @@ def _own_part(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, Any]:
         f"the loaded state was saved with world size {before}, and the run resumes with world size "
         f"{processes.world_size}"
         + (f"; the number of data shards changes from {shares} to {size}" if before == processes.world_size else "")
-        + ". The resume is not exact: open accumulation windows are discarded, and if the run resumes inside an epoch, "
-        "batches may be repeated, even batches that were left out",
+        + ". The resume is not exact: open accumulation windows are discarded, and if the run resumes partway through "
+        "an epoch, batches may be repeated, including batches that rewind() left out",
         RuntimeWarning,
     )
     return _for_new_world_size(own, shares, engine)
@@ -258,7 +258,7 @@ def _part_with_shards(engine: Engine, saved: Mapping[str, Any]) -> Mapping[str, 
     then, now = ("steps without shards" if one is None else f"steps with {one} shards" for one in shards)
     warn(
         f"the loaded state was saved with {then}, and the run resumes with {now}. The resume is not exact: open "
-        "accumulation windows are discarded, and if the run resumes inside an epoch, batches may be repeated",
+        "accumulation windows are discarded, and if the run resumes partway through an epoch, batches may be repeated",
         RuntimeWarning,
     )
     before = shards[0] or saved.get("shares", saved.get("processes", 1))
