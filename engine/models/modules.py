@@ -59,9 +59,9 @@ class Modules(dict[str, nn.Module]):
             name = "loss" if len(updates) == 1 else f"{update.name}_loss"
             if name in self:
                 raise ValueError(
-                    f"Engine: the model {name!r} has the same name as the loss {type(loss).__name__} of update "
-                    f"{update.name!r}, and the parameters of this loss are trained under the same name; rename the "
-                    "model, or pass the loss in model= under a different name"
+                    f"Engine: the name {name!r} is used by a model and by the loss {type(loss).__name__} of update "
+                    f"{update.name!r}, whose parameters are trained under this name; rename the model, or pass the "
+                    "loss in model= under a different name"
                 )
             self[name] = loss
             self.losses.append(name)

@@ -120,7 +120,7 @@ def test_a_loss_that_is_among_the_models_is_not_listed_twice() -> None:
 def test_the_losses_of_several_updates_are_named_after_them() -> None:
     updates = [Update.supervised(Centers(seed), SGD, name=name) for seed, name in enumerate("ab")]
     assert list(Engine(updates, model=linear(5, 4)).modules) == ["model", "a_loss", "b_loss"]
-    with pytest.raises(ValueError, match="the model 'loss' has the same name as the loss Centers of update 'main'"):
+    with pytest.raises(ValueError, match="the name 'loss' is used by a model and by the loss Centers of update 'main'"):
         Engine(Update.supervised(Centers(), SGD), model={"loss": linear(5, 4)})
 
 
