@@ -114,7 +114,7 @@ class FractionalFactorial(Design):
         if (runs := 2 ** (len(names) - len(self.generators))) > self.limit:
             raise ValueError(
                 f"FractionalFactorial(generators=...): the design needs {runs} runs per seed, more than "
-                f"limit={limit}; generate more of the factors, or raise the limit"
+                f"limit={limit}; list more of the factors in generators=, or raise the limit"
             )
 
     def variants(self, candidates: Sequence[str]) -> list[Variant]:
