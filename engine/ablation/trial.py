@@ -43,7 +43,7 @@ def start(engine: Engine, run: Run, what: str) -> dict[str, str]:
     except _Started:
         return announced
     except Exception as error:
-        error.add_note(f"raised while {what} was checked by running it up to STARTED")
+        error.add_note(f"raised while checking {what} by running it up to STARTED")
         raise
     finally:
         engine.dry_run = was_dry

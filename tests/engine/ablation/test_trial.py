@@ -100,7 +100,7 @@ def test_an_error_says_what_was_on_trial_and_leaves_the_engine_as_it_was() -> No
     before = dict(engine.handlers)
     with pytest.raises(LookupError) as caught:
         try_out(engine, builds.train, variant, factories, {}, "val_loss")
-    assert caught.value.__notes__[-1] == "raised while the variant 'v' was checked by running it up to STARTED"
+    assert caught.value.__notes__[-1] == "raised while checking the variant 'v' by running it up to STARTED"
     assert dict(engine.handlers) == before
     assert all(handler.enabled for handler in before.values())
     assert not engine.dry_run
