@@ -454,8 +454,8 @@ class _Without:
         self._entered = True
         if (engine := self._engine()) is not None and engine.running:
             raise RuntimeError(
-                f"without({', '.join(map(repr, self._names))}) was called during a run, where a disabled handler "
-                "stays disabled at least until the next iteration boundary; set handler.enabled instead"
+                f"without({', '.join(map(repr, self._names))}) was called during a run, but a run enables and disables "
+                "handlers only at iteration boundaries; set handler.enabled instead"
             )
         with ExitStack() as stack:
             for handler in [handler for handler in self._handlers if handler.enabled]:
