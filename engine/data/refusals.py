@@ -57,7 +57,7 @@ class DataRefusals(Service):
 def _refuse_no_batches(data: Any) -> None:
     if isinstance(data, Mapping) and all(isinstance(key, str) for key in data):
         raise TypeError(
-            f"run(): the data is a {type(data).__name__}, so an iteration over it yields its keys instead of batches; "
+            f"run(): the data is a {type(data).__name__}, so iterating over it yields its keys instead of batches; "
             f"pass one of its values, such as data[{next(iter(data), 'train')!r}]"
         )
     if isinstance(data, str | bytes):

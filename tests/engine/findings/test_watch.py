@@ -163,7 +163,7 @@ def test_what_is_refused_stays_refused() -> None:
         engine.attach(GradientAccumulation(3, name="second"))
     with pytest.raises(ValueError, match="expected an int of 1 or more"):
         engine.run(batches(4), max_epochs=-1)
-    with pytest.raises(TypeError, match="the data is a dict, so an iteration over it yields its keys"):
+    with pytest.raises(TypeError, match="the data is a dict, so iterating over it yields its keys"):
         engine.run({"train": batches(4)}, max_epochs=1)
     other = suspicious()
     with torch.no_grad(), pytest.warns(FindingWarning):
