@@ -184,9 +184,9 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                 if (position := _position_read_by(function)) is not None:
                     yield finding(
                         "W65",
-                        f"the update of {one.handler.name!r}'s evaluator reads engine.state.{position} from the engine "
-                        "that is passed to it. That engine counts from 1 in each evaluation, so the evaluation "
-                        "computes a different loss than the training",
+                        f"in {one.handler.name!r}, the evaluator's update reads engine.state.{position} from the "
+                        "engine that is passed to it, which is the evaluator. An evaluator counts from 1 in each "
+                        "evaluation, so it computes a different loss than the trainer",
                         "read the position from trainer.state instead",
                         [one.handler.name],
                     )
