@@ -373,7 +373,7 @@ class MetricCalls(EagerMode):
         what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
         return (
             "W04",
-            f"its values are averaged over batches, but {what} over all samples differs from the mean over the batches",
+            f"its values are averaged over batches, and this average differs from {what} over all samples",
             "use a torchmetrics metric, which accumulates over batches; or average the inner value and apply exp or "
             "sqrt afterwards, as Perplexity() does",
         )
