@@ -176,7 +176,7 @@ def report_dropped_samples(engine: Engine) -> None:
         drawn = not isinstance(data.sampler, SequentialSampler)
         engine.findings.report(
             "W59",
-            f"{'each epoch leaves out' if drawn else 'the training never uses the last'} {dropped} of {samples} "
+            f"{'each epoch leaves out' if drawn else 'training never uses the last'} {dropped} of {samples} "
             "samples, because the DataLoader has drop_last=True",
             "set drop_last=False, or use a smaller batch_size=",
             key=id(data),
