@@ -27,8 +27,8 @@ _TEXTS = {
     "checkpoint is written.",
     "W03": "The class of the batch has no length, so each batch counts as one sample. Averages then give a short last "
     "batch the same weight as a full batch.",
-    "W04": "A metric is not, or may not be, the value over all samples: it is either the value of the last batch, or "
-    "the mean of one value per batch, such as an F1 score, and this mean differs from the value over all samples.",
+    "W04": "A metric is not, or is not known to be, the value over all samples. It is either the value of the last "
+    "batch, or the mean of per-batch values, which for a metric such as F1 differs from the value over all samples.",
     "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores lie outside the range from "
     "0 to 1, as logits do.",
     "W06": "A handler monitors a metric of the training data, although validation metrics are also measured. "
@@ -176,11 +176,11 @@ _TEXTS = {
     "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
     "W93": "A reshape in place of a transpose, or a softmax over the batch, mixes the values of different samples or "
     "positions.",
-    "W94": "From the output of a recurrent layer, the forward pass uses a step that is padding, or a step that depends "
-    "on only one step of the sequence.",
+    "W94": "The forward pass uses only one output step of a recurrent layer, and that step is padding in the shorter "
+    "sequences, or depends on only one step of the sequence.",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
-    "W96": "The loss is a mean over targets, but the batches of a window have equal weights although their numbers of "
-    "targets differ.",
+    "W96": "The loss is a mean over targets. The batches of a window have different numbers of targets, but equal "
+    "weights.",
     "W97": "The first loss is far above that of random guessing, because the inputs or the initial weights are too "
     "large.",
     "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
@@ -229,12 +229,13 @@ _TEXTS = {
     "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "
     "stay equal.",
     "C34": "The running statistics of a BatchNorm layer stay at their initial values, or come almost only from the "
-    "last batch, because its `momentum` is reversed.",
+    "last batch, because its `momentum` follows the opposite convention. In PyTorch, `momentum` is the weight of the "
+    "new batch.",
     "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
     "C36": "The same layer object appears in several places in the model, so these places share its weights. `[layer] "
     "* n` does this.",
     "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
-    "C38": "A handler for several processes is attached in a notebook, which runs as a single process.",
+    "C38": "A handler for multi-process training is attached in a notebook, which runs as a single process.",
     "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
     "C40": "A metric name without a prefix was taken to mean the validation metric.",
     "C41": "There are more processes than compute shards, so some of the processes are idle.",
