@@ -347,7 +347,7 @@ def _by_memory(found: Bisection, seen: Operations, side: _Side, look: partial[Op
         return None
     place, one = reader
     what = "reads" if one.kind == "computes" else "returns"
-    memory = f"operation {place}, {one.name}{_in(one)}, {what} memory of torch.empty that nothing has filled"
+    memory = f"operation {place}, {one.name}{_in(one)}, {what} uninitialized memory from torch.empty"
     return replace(found, operation=one.name, module=one.module, cause=f"{found.cause}; {memory}")
 
 
@@ -369,9 +369,9 @@ def _is_unknown(one: Operation | None, other: Operation | None, itself: Operatio
 
 _PARTS = {
     "GET_BATCH_STARTED": "the data",
-    "FORWARD_STARTED": "the forward",
+    "FORWARD_STARTED": "the forward pass",
     "FORWARD_COMPLETED": "the loss function",
-    "BACKWARD_STARTED": "the backward",
+    "BACKWARD_STARTED": "the backward pass",
     "BACKWARD_COMPLETED": "the reduction of the gradients",
     "OPTIMIZER_STEP_STARTED": "the optimizer's step",
 }

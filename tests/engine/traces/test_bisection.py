@@ -167,7 +167,7 @@ class OddBackward(nn.Module):
 def test_a_backward_that_does_not_repeat_itself_is_named_by_its_operation() -> None:
     found = bisect(lambda: build(middle=OddBackward))
     assert (found.iteration, found.event) == (1, "BACKWARD_COMPLETED")
-    assert "the backward; operation" in found.cause
+    assert "the backward pass; operation" in found.cause
     assert found.operation is not None
 
 
@@ -417,7 +417,7 @@ def test_an_operation_that_reads_empty_memory_is_named(read: str) -> None:
     compute, operation = READ[read]
     found = bisect(lambda: build(middle=lambda: InEmptyMemory(compute)), until=1)
     assert (found.operation, found.module) == (operation, "model.1")
-    assert "reads memory of torch.empty that nothing has filled" in found.cause
+    assert "reads uninitialized memory from torch.empty" in found.cause
 
 
 class Forgetful(torch.autograd.Function):
@@ -449,7 +449,7 @@ def test_empty_memory_that_is_a_gradient_is_named() -> None:
     found = bisect(lambda: build(middle=Scaled), until=1)
     assert (found.event, found.things) == ("BACKWARD_COMPLETED", ("gradients/model.1.weight",))
     assert found.operation is not None
-    assert "returns memory of torch.empty that nothing has filled" in found.cause
+    assert "returns uninitialized memory from torch.empty" in found.cause
 
 
 class Wrapped(nn.Module):
