@@ -16,7 +16,7 @@ THINGS: dict[str, str] = {
     "batch": "values of state.batch",
     "device": "the devices of the batch and the model",
     "precision": "the dtypes of the batch and the model, and contexts that convert dtypes, such as autocast",
-    "output": "the result of the forward, and the contexts and functions that wrap the forward",
+    "output": "the result of the forward pass, and the contexts and functions that wrap the forward pass",
     "loss": "update.loss and backward_loss",
     "loss_weight": "update.weight: the weight of a loss in its window",
     "scale": "the factor that scales the loss and therefore the gradients",
