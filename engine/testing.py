@@ -119,7 +119,7 @@ def check_handler(
         >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 2
         >>> print(check_handler(build, partial(GradientClipping, 1.0), data, max_epochs=2))
         gradient_clipping: 14 runs
-        - attaching and detaching it, or disabling it, has no effect
+        - after it is detached, or while it is disabled, a run equals one without it
         - two runs with the same seed are equal
         - attached to a different engine, it starts in its initial state
         - every receiver whose event is emitted is called
@@ -193,7 +193,7 @@ class _Check:
         self.failed()
         silent = self.reached(uncalled)
         held = [
-            "attaching and detaching it, or disabling it, has no effect",
+            "after it is detached, or while it is disabled, a run equals one without it",
             f"two runs with the same seed are equal{effect}",
             "attached to a different engine, it starts in its initial state",
             f"every receiver whose event is emitted is called{silent}",
