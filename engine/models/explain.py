@@ -34,7 +34,7 @@ _OUT_OF_MEMORY = "can't allocate memory", "bad_alloc", "CUDA error: out of memor
 def _meaning_without_model(error: Exception, part: str, engine: Engine) -> str | None:
     if part != "forward" or engine.model is not None or "NoneType" not in str(error):
         return None
-    return "this forward calls the engine's model, but the engine has none; pass model= to Engine"
+    return "this forward function calls the engine's model, but the engine has none; pass model= to Engine"
 
 
 def _meaning_without_update(error: Exception, engine: Engine) -> str | None:

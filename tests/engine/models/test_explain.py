@@ -78,7 +78,7 @@ def test_labels_that_do_not_fit_are_explained_by_the_shapes_of_the_batch() -> No
 
 def test_a_forward_that_calls_a_model_that_is_not_there_is_explained() -> None:
     notes = notes_of(Engine(Update.supervised(mse)), make_data(), TypeError)
-    assert "this forward calls the engine's model, but the engine has none; pass model= to Engine" in notes
+    assert "this forward function calls the engine's model, but the engine has none; pass model= to Engine" in notes
 
 
 @pytest.mark.parametrize("where", ["forward", "loss"])
