@@ -329,7 +329,7 @@ def contributions(
     needed = sorted({name for those in weights.values() for name in those})
     if missing := [name for name in needed if name not in there]:
         raise ValueError(
-            f"contributions(): there are no runs of {', '.join(missing)}; pass the design that these runs were made with"
+            f"contributions(): there are no runs of {', '.join(missing)}; pass the design that produced these results"
         )
     complete, left_out = split_seeds(results, needed, values)
     contrasts = contrasts_of(weights.values(), values, complete)
@@ -346,7 +346,8 @@ def _effects_of_levels(
 ) -> list[Effect]:
     if any(factors_of(variant) != factors for variant in variants):
         raise ValueError(
-            f"effects(factors={list(factors)!r}): pass all factors of the design, and no variants from other designs"
+            f"effects(factors={list(factors)!r}): some variants have different factors; pass all factors of the "
+            "design, and no variants from other designs"
         )
     complete, left_out = split_seeds(results, [variant.name for variant in variants], values)
     return make_effects(*level_contrasts(values, variants, complete, order), left_out, level)
