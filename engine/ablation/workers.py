@@ -71,7 +71,7 @@ def _through(tasks: Sequence[Task], executor: Executor) -> Iterator[tuple[int, O
         if errors:
             errors[0].add_note(
                 f"{executor!r} did not complete {len(tasks) - made} of {len(tasks)} runs of the study. The other "
-                f"{made} runs are in the store, so calling run() again makes only the missing runs"
+                f"{made} runs are in the store, so calling run() again performs only the missing runs"
             )
             raise errors[0]
     finally:
