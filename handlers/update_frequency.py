@@ -108,8 +108,8 @@ class UpdateFrequency(Handler):
             if idle is not None:
                 raise ValueError(
                     f"UpdateFrequency(every={self.every}, offset={self.offset}): no update would run in iteration "
-                    f"{idle}, so its batch would be lost; omit one of the updates, which then runs in each iteration, "
-                    "or choose different offsets"
+                    f"{idle}, so its batch would be lost; remove one update from this handler, so that it runs in "
+                    "every iteration, or choose different offsets"
                 )
         self._mark_updates(engine)
 
@@ -150,8 +150,8 @@ class UpdateFrequency(Handler):
             if every > 1 and update.window.length > 1 and engine.state.epoch_length is None:
                 raise ValueError(
                     f"{self.name!r}: update {name!r} accumulates gradients and runs every {every} iterations, but the "
-                    "data has no length, so the last of these iterations in an epoch is not known; pass epoch_length= "
-                    "to run()"
+                    "data has no length, so the update's last iteration in an epoch cannot be determined; pass "
+                    "epoch_length= to run()"
                 )
 
     @on(Events.ITERATION_STARTED, rank=SELECT_UPDATES, reads=["plan"], writes=["plan"])
