@@ -188,7 +188,7 @@ class Metrics(Handler):
             if not torchmetrics_in(metric) and not callable(getattr(metric, "merge", None)):
                 raise ValueError(
                     f"{self.name!r}: the metric {key!r} ({type(metric).__name__}) cannot be merged across "
-                    f"{engine.group.data.world_size} processes; add a method merge(states) that combines the "
+                    f"{engine.group.data.world_size} processes; add a merge(states) method that combines the "
                     "state_dict() of all ranks, or use a torchmetrics metric, which synchronizes itself"
                 )
 
@@ -449,7 +449,7 @@ class Metrics(Handler):
                 "W64",
                 f"in {chance.evaluations} evaluations, {key!r} has not exceeded {chance.best:.3g} (now: {value:.3g}); "
                 f"always predicting the most frequent class gives {share:.3g}, plus up to {deviation:.2g} by chance",
-                "check that inputs and labels belong together and that both datasets number the classes in the same "
+                "check that each input has the right label and that both datasets number the classes in the same "
                 "way; then check the learning rate, weight decay and clipping",
                 self.name,
                 key=key,

@@ -664,7 +664,7 @@ def test_metrics_are_those_of_one_process(size: int) -> None:
         assert found[kind]["loss"] == pytest.approx(alone["loss"], rel=1e-14)
     assert found["sampled"] == pytest.approx(alone, rel=1e-5)  # other batches: their means are rounded in float32
     assert found["trained"] == pytest.approx(validated(with_ddp=False), rel=1e-5)
-    assert "add a method merge(states)" in found["refused"]
+    assert "add a merge(states) method" in found["refused"]
     assert "'alone'" in found["refused"]
 
 
