@@ -82,7 +82,7 @@ class NEFTune(Handler):
         self._called = False  # whether a forward of this run has called the embedding
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(Claim("the noise on embeddings"), by=self)
+        engine.overrides.claim(Claim("the noise added to embeddings"), by=self)
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=["modules"], writes=[])
     def find_embedding(self, engine: Engine) -> None:
