@@ -150,15 +150,15 @@ def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
 
 def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
     way_out = (
-        "step the scheduler once per epoch with LRScheduling(..., every='1ep')"
+        "step the scheduler once per epoch with LRScheduling(..., every='1ep'), or"
         if counted == "epochs"
-        else "count one step per accumulation window"
+        else "count each accumulation window as one step, and"
     )
     return finding(
         "C05",
         f"{run.handler!r}: the unit of {what} seems to be {counted}, but the scheduler counts {run.counted} and is "
         f"stepped {run.total} times",
-        f"{way_out}, or specify the number in {run.counted}",
+        f"{way_out} specify the number in {run.counted}",
         [run.handler],
     )
 
