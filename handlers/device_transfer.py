@@ -167,7 +167,7 @@ class DeviceTransfer(Handler):
             self.engine.findings.report(
                 "W22",
                 f"{self.name!r}: a batch holds a {kind.__name__}, whose tensors are not moved to {self.device}",
-                f"add a method to(device) to {kind.__name__}, or make {kind.__name__} a dataclass",
+                f"define a to(device) method in {kind.__name__}, or make {kind.__name__} a dataclass",
                 self.name,
                 key=kind,
             )

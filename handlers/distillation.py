@@ -189,7 +189,7 @@ class Distillation(LossTerm):
         if update.spec.input is None and (not isinstance(batch, tuple | list) or not batch):
             raise TypeError(
                 f"{self.name!r}: the inputs cannot be found in a batch of type {type(batch).__name__}; pass their "
-                "index or key with Update(..., input=), or pass forward=lambda teacher, batch: ..."
+                "index or key with Update(..., input=), or pass Distillation(..., forward=lambda teacher, batch: ...)"
             )
         inputs = update.input_in(batch)
         if isinstance(inputs, Tensor) and inputs.is_floating_point():

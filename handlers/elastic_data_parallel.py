@@ -103,7 +103,7 @@ class ElasticDataParallel(Distribution):
                 "C42",
                 f"{function!r} is called for {shards.each} of {shards.world_size} shards in each process, so anything "
                 "that this function counts or stores depends on the number of processes",
-                "at ITERATION_COMPLETED, read values of the whole step, such as engine.loss",
+                "instead, read values that cover the whole step, such as engine.loss, at ITERATION_COMPLETED",
                 [self.name],
             )
 

@@ -83,8 +83,8 @@ class Freezing(Handler):
         if until is not None:
             until = check_int(self, "until", until, least=2)
             warnings.warn(
-                f"Freezing(until={until}) is deprecated and will be removed in 0.4.0; write unfreeze_at={until}, which "
-                f"also unfreezes at the start of epoch {until}",
+                f"Freezing(until={until}) is deprecated and will be removed in 0.4.0; write unfreeze_at={until} "
+                f"instead, which likewise unfreezes at the start of epoch {until}",
                 DeprecationWarning,
                 stacklevel=2,
             )

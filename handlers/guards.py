@@ -424,7 +424,7 @@ class Guards(Handler):
             self._report(
                 "G10",
                 f"the gradients of {shown(left, names_of(engine))} are added to gradients that an optimizer step "
-                "has already used in the previous iteration",
+                "already used in the previous iteration",
                 "call zero_grad() on the optimizer that you step yourself, or build an Update for that optimizer",
                 key="elsewhere",
             )

@@ -421,7 +421,7 @@ class LRScheduling(Handler):
         }
         if left := [update.name for update in engine.updates if update.name not in driven]:
             rest = f"{self.name!r} schedules only some updates; the learning rates of {', '.join(left)} stay constant"
-            yield finding("C23", rest, "to schedule them, attach an LRScheduling(..., update=) for each", [self.name])
+            yield finding("C23", rest, "to schedule them, attach an LRScheduling(..., update=) per update", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total:
             try:

@@ -143,8 +143,8 @@ class Preemption(Handler):
                     "W66",
                     f"{self.name!r}: a different handler for {one.name} was installed during the run, so this signal "
                     "does not save the run unless the new handler calls the previous one",
-                    "install your own signal handler before run(), so that a second signal calls your handler, or "
-                    "leave this signal out of signals=",
+                    "install your own signal handler before run() (the first signal then saves the run, and a second "
+                    "one calls your handler), or remove this signal from signals=",
                     self.name,
                     key=one.name,
                 )
