@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
@@ -106,9 +105,10 @@ class Trace(Handler):
         self._waiting: list[tuple[_Key, Callable[[], Digests]]] = []  # records to be written with the next
         self._header = ""
         self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
-        self._place: Place | None = None  # of the last record
+        self._place: Place | None = None  # of the last record in the file
         self._processes = 0, 1  # the rank, and how many there are
-        self._counts: dict[tuple[Any, ...], int] = {}  # how often each event came in this iteration
+        self._counts: dict[tuple[Any, ...], int] = {}  # how often each event came in an iteration
+        self._counted: int | None = None  # this iteration
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(FILE, by=self, target=repr(os.path.abspath(self.path)))
@@ -192,29 +192,32 @@ class Trace(Handler):
         """Make a record of these things, which is written at the end of the iteration."""
         state, ends = engine.state, event in _ENDS
         self._open(engine)
-        if self._place is None or self._place.iteration != state.iteration:
+        if self._counted != state.iteration:
             self._counts.clear()
+            self._counted = state.iteration
         of_shard = engine.group.shards is not None and event in _OF_A_SHARD
         key = state.iteration, event, None if update is None else update.name, state.shard if of_shard else None
         count = self._counts[key] = self._counts.get(key, 0) + 1
         contents = contents_of(engine, things)
         how = {"by_tensor": self.detail == "tensor", "measures": event not in _UNMEASURED}
-        digests = partial(digests_of, contents, **how) if ends else digests_later(contents, **how)
-        self._waiting.append(((*key, count), digests))
-        self._place = Place(state.iteration, event == "EPOCH_COMPLETED")
-        if ends:
-            self._write()
+        if not ends:
+            self._waiting.append(((*key, count), digests_later(contents, **how)))
+            return
+        digests = digests_of(contents, **how)
+        self._waiting.append(((*key, count), lambda: digests))
+        self._write()
 
     def _write(self) -> None:
         """Write the records that wait."""
-        waiting, self._waiting = self._waiting, []
-        digests = [compute() for _, compute in waiting]
+        if self._writer is None or not self._waiting:
+            return
+        digests = [compute() for _, compute in self._waiting]
         found = Digests.read_together(digests)
-        lines = [
-            Record(*key, one, of.numbers).line() for (key, _), one, of in zip(waiting, found, digests, strict=True)
-        ]
-        if self._writer is not None and lines:
-            self._writer.append("".join(lines))
+        keys = [key for key, _ in self._waiting]
+        records = [Record(*key, one, of.numbers) for key, one, of in zip(keys, found, digests, strict=True)]
+        self._waiting.clear()  # if the file is full, they are lost
+        self._writer.append("".join(record.line() for record in records))
+        self._place = Place.of(records[-1])
 
     def _open(self, engine: Engine) -> TraceWriter:
         """The file: cut to where the run continues, or a new one."""
@@ -272,13 +275,16 @@ class Trace(Handler):
         self._close()
 
     def _close(self) -> None:
-        if self._writer is not None:
+        if self._writer is None:
+            return
+        try:
             self._check_place()
-            try:
-                self._state = self._place_in_file()
-            finally:
-                self._writer.close()
-                self._writer = None
+            self._write()
+        finally:
+            self._state = self._written()
+            self._waiting.clear()
+            writer, self._writer = self._writer, None
+            writer.close()
 
     def _check_place(self) -> None:
         """Report a file that is no longer the one at its path, whose records are lost."""
@@ -292,11 +298,11 @@ class Trace(Handler):
                 self.name,
             )
 
-    def _place_in_file(self) -> dict[str, Any]:
+    def _written(self) -> dict[str, Any]:
+        """The state of what is in the file."""
         writer, place = self._writer, self._place
         if writer is None or place is None:
             return self._state
-        self._write()
         return {
             "part": writer.part,
             "length": writer.length,
@@ -308,14 +314,14 @@ class Trace(Handler):
         }
 
     def sync_written(self) -> None:
-        """Flush all records to disk, before a checkpoint with this state refers to them."""
+        """Flush the file to disk, before a checkpoint refers to it."""
         self._check_place()
         if self._writer is not None:
-            self._write()
             self._writer.sync()
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._place_in_file())
+        self._write()
+        return dict(self._written())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._close()

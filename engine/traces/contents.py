@@ -17,7 +17,7 @@ from ..authoring.randomness import random_state
 from ..checkpoints.manifest import environment
 from ..distributed.sharded import local_part
 from ..distributed.shards import OF_SHARDS
-from .digests import Digests, Uncopied, copied
+from .digests import Copier, Digests, Uncopied
 from .watched import optimizers_of, parameters_of
 
 if TYPE_CHECKING:
@@ -134,8 +134,8 @@ def digests_later(contents: Contents, *, by_tensor: bool = False, measures: bool
     all code and data in the processor's caches.
     """
     try:
-        return partial(digests_of, copied(contents), by_tensor=by_tensor, measures=measures)
-    except Uncopied:
+        return partial(digests_of, Copier().copy(contents), by_tensor=by_tensor, measures=measures)
+    except (Uncopied, RecursionError):
         found = digests_of(contents, by_tensor=by_tensor, measures=measures)
         return lambda: found
 

@@ -18,7 +18,7 @@ from ..authoring.batches import field_names, parts
 from ..authoring.devices import widened
 from ..distributed.sharded import local_part
 
-__all__ = ["Digests", "Uncopied", "copied"]
+__all__ = ["Copier", "Digests", "Uncopied"]
 
 _CHUNK = 2**18
 """Elements that are summed at once."""
@@ -28,7 +28,10 @@ _SMALL = 2**14
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtype, torch.Size)
-_COPIES = (bytes, *_ATOMS)  # copies of themselves
+_COPIES = frozenset((bytes, *_ATOMS))  # their copies are they themselves
+
+_MOST_COPIED = 2**20
+"""Elements that are copied at most, of all tensors of a value."""
 
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
@@ -83,7 +86,8 @@ class Digests:
         number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         number = widened(local_part(number)).reshape(())
         self._wide[name] = number.dtype is torch.float64
-        self._numbers[name] = number.view(torch.int64) if self._wide[name] else number.view(torch.int32).long()
+        # A copy, since the number may change before it is read.
+        self._numbers[name] = number.view(torch.int64).clone() if self._wide[name] else number.view(torch.int32).long()
 
     def read(self) -> dict[str, str]:
         """The digests by name, of 16 hexadecimal digits each."""
@@ -102,36 +106,50 @@ class Digests:
 
     def _finish(self, read: Iterator[int]) -> dict[str, str]:
         """The digests by name, given what was on devices, in its order."""
+        found = {name: content.copy() for name, content in self._hashes.items()}
         for name, several in self._sums.items():
             for _ in several:
-                self._hashes[name].update(struct.pack("<q", next(read)))
+                found[name].update(struct.pack("<q", next(read)))
         for name, wide in self._wide.items():
             bits, number = ("<q", "<d") if wide else ("<i", "<f")
             (self.numbers[name],) = struct.unpack(number, struct.pack(bits, next(read)))
-        return {name: content.hexdigest() for name, content in self._hashes.items()}
+        return {name: content.hexdigest() for name, content in found.items()}
 
 
 class Uncopied(Exception):
     """A value is not copied, since it is large, on another device, or not one of those that most batches consist of."""
 
 
-def copied(value: Any) -> Any:
-    """A copy of a value that is to be digested later.
+class Copier:
+    """Copies a value that is to be digested later.
 
-    Raises:
-        Uncopied: Unless it consists of small tensors on the CPU, numbers and texts in dicts, lists and tuples.
+    It consists of small tensors on the CPU, numbers and texts in dicts, lists and tuples; for anything else, and for more than a
+    few MB, `copy` raises `Uncopied`.
     """
-    if isinstance(value, Tensor):
-        if not (_is_plain(value) and _is_near(value)):
+
+    def __init__(self) -> None:
+        self._room = _MOST_COPIED
+
+    def copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _COPIES:
+            return value
+        if kind is dict and all(type(key) in _COPIES for key in value):
+            return {key: self.copy(one) for key, one in value.items()}
+        if kind is list or kind is tuple:
+            return kind([self.copy(one) for one in value])
+        if _is_plain(value) and _is_near(value):
+            return self._cloned(value)
+        raise Uncopied
+
+    def _cloned(self, tensor: Tensor) -> Tensor:
+        self._room -= tensor.numel()
+        if self._room < 0:
             raise Uncopied
-        return value.detach().clone()
-    if isinstance(value, _COPIES):
-        return value
-    if type(value) is dict:
-        return {key: copied(one) for key, one in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)([copied(one) for one in value])
-    raise Uncopied
+        try:
+            return tensor.detach().clone()
+        except NotImplementedError:  # for elements of less than a byte
+            raise Uncopied from None
 
 
 def _is_plain(value: Any) -> bool:

@@ -105,9 +105,9 @@ class TraceWriter:
         """Append lines to the file, in one piece; this may begin a new part."""
         assert self._file is not None
         if self._file.length > self.part_size:
+            file = LineFile.create(part_of(self.path, self.part + 1), self.header)
             self._file.close()
-            self.part += 1
-            self._file = LineFile.create(part_of(self.path, self.part), self.header)
+            self._file, self.part = file, self.part + 1
         self._file.append(lines)
 
     def sync(self) -> None:

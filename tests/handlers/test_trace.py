@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Handler, Phase, Update
+from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.findings import FindingWarning
 from signalfire.handlers import (
     EMA,
@@ -29,6 +32,8 @@ from signalfire.handlers import (
 )
 from signalfire.traces import compare
 from signalfire.traces.contents import contents_of, digests_of
+from signalfire.traces.digests import Copier, Uncopied
+from signalfire.traces.files import TraceFile, parts_of
 from tests.kit import assert_same, batches, build, evaluator_of, mlp
 from tests.processes import run_together
 
@@ -270,6 +275,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "set": lambda: {1, 2},
     "large": lambda: torch.ones(20_000),
     "sparse": lambda: torch.eye(3).to_sparse(),
+    "keys": lambda: {torch.ones(2): 1},
     "tuple of its own class": lambda: Values(torch.ones(2), [torch.ones(2)]),
 }
 
@@ -281,7 +287,7 @@ def change(value: Any) -> None:
     elif isinstance(value, np.ndarray):
         value += 1
     elif isinstance(value, dict | list | tuple):
-        for one in value.values() if isinstance(value, dict) else value:
+        for one in (*value, *value.values()) if isinstance(value, dict) else value:
             change(one)
     if isinstance(value, dict):
         value["new"] = 7
@@ -323,6 +329,100 @@ def test_a_record_is_of_its_event_whatever_changes_before_it_is_written(
     assert len(seen) == 3
     for event, digests in seen:
         assert {name: written[event][name] for name in digests} == digests
+
+
+def test_a_loss_in_double_precision_is_that_of_its_event(tmp_path: Path) -> None:
+    data = [(torch.ones(1, 3, dtype=torch.float64), torch.zeros(1, 20_000, dtype=torch.float64))]  # not copied
+    engine = build(nn.Linear(3, 20_000).double(), Trace(tmp_path / "a", every="1it"))
+    losses: list[float] = []
+
+    def change(engine: Engine) -> None:
+        loss = engine.state.update.raw_loss
+        assert loss is not None
+        losses.append(loss.item())
+        loss.detach().mul_(3)
+
+    engine.connect(Events.BACKWARD_COMPLETED, change)
+    engine.run(data, max_epochs=1)
+    (found,) = (one["numbers"]["loss"] for one in records(tmp_path / "a") if one["event"] == "LOSS_COMPUTED")
+    assert [found] == losses
+
+
+def test_elements_of_less_than_a_byte_are_recorded(tmp_path: Path) -> None:
+    quarters = torch.arange(4, dtype=torch.uint8).view(torch.uint4)  # type: ignore[attr-defined] # not copied
+    engine = Engine(Update.from_function(lambda engine, batch: None))
+    engine.attach(Trace(tmp_path / "a", every="1it"))
+    engine.run([quarters], max_epochs=1)
+    assert [one["event"] for one in records(tmp_path / "a")][1] == "GET_BATCH_COMPLETED"
+
+
+def test_few_elements_are_copied_until_the_end_of_an_iteration() -> None:
+    held = Copier().copy({"gradients": {str(number): torch.ones(2**14) for number in range(2**6)}})
+    assert len(held["gradients"]) == 2**6
+    with pytest.raises(Uncopied):
+        Copier().copy({"gradients": {str(number): torch.ones(2**14) for number in range(2**6 + 1)}})
+
+
+def test_a_run_continues_the_file_whose_last_records_could_not_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    engine = build(mlp(5, 4, 1), Trace(path, every="1it"))
+    engine.run(batches(), max_iters=2)
+    state = engine.state_dict()
+    limits, before = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resumed = build(mlp(5, 4, 1), Trace(path, every="1it"))
+    resumed.load_state_dict(state)
+
+    @resumed.on(Events.BACKWARD_STARTED(once=5))
+    def interrupt(engine: Engine) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, limits[1]))
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            resumed.run(batches(), max_epochs=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    resumed.detach(interrupt)
+    resumed.run(batches(), max_epochs=1)
+    assert [one["iteration"] for one in records(path) if one["event"] == "ITERATION_COMPLETED"] == [1, 2, 3, 4, 5, 6]
+    assert names(tmp_path) == ["trace.jsonl"]
+
+
+def test_a_run_continues_after_a_part_that_could_not_be_created(tmp_path: Path) -> None:
+    path, obstacle = tmp_path / "trace.jsonl", tmp_path / "trace.part2.jsonl"
+    engine = engine_of(Trace(path, every="1it", part_size=2000))
+    engine.connect(Events.ITERATION_STARTED(once=1), lambda engine: (obstacle / "file").mkdir(parents=True))
+    with pytest.raises(IsADirectoryError):
+        engine.run(batches(), max_epochs=1)
+    shutil.rmtree(obstacle)
+    engine.run(batches(), max_epochs=1)
+    assert obstacle.is_file()
+    assert parts_of(path) == list(range(1, len(parts_of(path)) + 1))
+    assert [one.iteration for one in TraceFile(path).records()][-1] == 6
+
+
+def test_records_before_one_that_cannot_be_made_are_written(tmp_path: Path) -> None:
+    class Endless(Handler):
+        def __init__(self) -> None:
+            super().__init__()
+            self.state: dict[str, Any] = {}
+
+        @on(Events.ITERATION_STARTED(once=3))
+        def close_the_circle(self, engine: Engine) -> None:
+            self.state["self"] = self.state
+
+        def state_dict(self) -> dict[str, Any]:
+            return self.state
+
+        def load_state_dict(self, state: Mapping[str, Any]) -> None:
+            self.state = dict(state)
+
+    engine = engine_of(Trace(tmp_path / "a", every="1it"), Endless())
+    with pytest.raises(RecursionError):
+        engine.run(batches(), max_epochs=1)
+    of_third = [one["event"] for one in records(tmp_path / "a") if one["iteration"] == 3]
+    assert of_third == ["GET_BATCH_COMPLETED", "LOSS_COMPUTED", "GRADIENTS_READY"]
 
 
 def test_a_trace_that_is_disabled_or_detached_writes_nothing(tmp_path: Path) -> None:
