@@ -4,21 +4,21 @@ A handler uses these parts of the engine:
 
 - ``engine.log``: log a number, an image or a text; ``engine.state.metrics.announce``: declare metrics that only it writes
 - `engine.regions.enter`: enter a context manager that exits at the end of the innermost open region
-- `engine.overrides.claim`: claim something for this handler alone (`Claim`); a second handler that claims it raises an error
+- `engine.overrides.claim`: claim something for this handler alone (`Claim`); if a second handler claims it, an error is raised
 - `engine.overrides.replace`: replace the window's length, the gradient computation, the optimizer step, the data, or the
   reduction over ranks with a function
 - `engine.overrides.compute_gradients_once`: raise an error for steps that compute their gradients several times
-- `engine.snapshots.take`: the state of this event, shared by all handlers that save it
+- `engine.snapshots.take`: the state at this event, shared by all handlers that save it
 - `engine.snapshots.restore`: restore a state in place at the end of this iteration
 - `engine.snapshots.saving`: the region of a save, which CHECKPOINT_STARTED opens; ``report_saved`` emits CHECKPOINT_SAVED
-- `engine.snapshots.add_write`: write in a thread; call ``wait_for_earlier_writes`` before a state that refers to the write
+- `engine.snapshots.add_write`: write in a thread; call ``wait_for_earlier_writes`` before writing a state that refers to it
 - `engine.snapshots.run_id`: the unique id of this run; ``origin`` names the source of a loaded state
-- `engine.boundary.preempt`: save and stop at the next boundary, also from a signal handler
+- `engine.boundary.preempt`: save and stop at the next boundary, even from a signal handler
 - `engine.boundary.withdraw`: cancel a stop of `Engine.terminate` that has not taken effect
 - `engine.processes`: the ranks; sum or gather their values
-- `update.window`: the accumulation window of ``engine.state.update``; between two windows its ``filled`` is 0
-- `engine.group.join`: train together with other processes; with ``read_alike``, groups of them read the same data; ``now()`` is a
-  clock on which the ranks agree
+- `update.window`: the accumulation window of ``engine.state.update``; between two windows, its ``filled`` is 0
+- `engine.group.join`: train together with other processes; with ``read_alike``, groups of ranks read the same data; ``now()``
+  is a clock on which the ranks agree
 - `engine.feed.on_last_batch`: whether the batch is the epoch's last; see also ``has_data``, ``epoch_end`` and ``share()``
 - `engine.signals.call_through`: call every receiver through a function, as the profiler does
 
@@ -35,14 +35,14 @@ Import these from here:
 - `comes_up`, `last_epoch`, `last_iteration`, `steps_to_come`: how long the run will be, and whether an interval occurs in it
 - `DeviceFeature`, `refusal`, `is_readable`: which features work on which device, and the error message for one that does not
 - `Capture`: whether a CUDA graph could record a handler's operations within a step
-- `warn`: warn at the line of the user
+- `warn`: emit a warning that points to the user's line
 
 In other modules:
 
 - `Handler.findings`: warnings of a handler about the setup, for `Engine.check`
 - ``signalfire.runs.evaluation``: `prepare_batch` moves and converts a batch that the handler reads itself, as the loop does;
-  `inherited` returns what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of the precision
-- ``signalfire.runs.restore``: `attempt` restores everything if memory runs out; `Buffers` and `Modes`
+  `inherited` returns what evaluators inherit: receivers of GET_BATCH_COMPLETED in Phase.PREPARE, and of device and precision
+- ``signalfire.runs.restore``: `attempt` restores everything if memory runs out; `Buffers` and `Modes` restore their own part
 - ``signalfire.distributed``, ``checkpoints``, ``weights``: processes and sharded tensors, checkpoints on disk, weights from files
 
 `signalfire.testing.check_handler` tests what every handler guarantees. ``handlers/_common`` has base classes for loggers, weight

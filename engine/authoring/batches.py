@@ -153,7 +153,7 @@ def _graphs_like(value: Any, stored: dict[str, Any], held: list[Any]) -> Any:
 
 
 def field_names(value: Any) -> list[str] | None:
-    """The names of an object's fields, if its class says what they are."""
+    """The names of an object's fields, if its class declares them."""
     if isinstance(value, type):
         return None
     if is_dataclass(value):

@@ -8,10 +8,10 @@ __all__ = ["Capture"]
 
 
 class Capture(Enum):
-    """What a handler's operations within a step are to a graph that replays the step; see `Handler.capture`.
+    """Whether a graph that replays a step can include a handler's operations within the step; see `Handler.capture`.
 
-    A graph replays the same kernels with the same shapes and the same Python numbers. Learning rates are taken to be tensors,
-    which a schedule fills in place. Nothing here captures graphs yet: this is what a handler that does may rely on.
+    A graph replays the same kernels with the same shapes and the same Python numbers. Learning rates are assumed to be tensors,
+    which a schedule fills in place. Nothing captures graphs yet; a handler that does can rely on these values.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#constraints
     """
@@ -21,4 +21,4 @@ class Capture(Enum):
     INSIDE = "inside"
     """Its operations are the same in each step, with the same numbers, and none waits for the device."""
     FORBIDDEN = "forbidden"
-    """It reads values of the device, draws from a generator of its own, or its shapes, numbers or operations change."""
+    """It reads values from the device, draws from its own generator, or changes its shapes, numbers or operations."""

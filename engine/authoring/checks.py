@@ -72,17 +72,17 @@ def check_choice(owner: object, argument: str, value: Any, choices: Sequence[str
 
 
 def check_function(owner: object, argument: str, function: F, *takes: str, optional: bool = False) -> F:
-    """Check that an argument can be called with what it will be given.
+    """Check that an argument can be called with the arguments it will receive.
 
     Args:
         owner: The object that takes the argument, or the name of a function.
         argument: Name of the argument.
         function: Value of the argument.
-        takes: What it is called with, one name for each positional argument.
+        takes: Names of the positional arguments that it is called with.
         optional: Whether None is allowed.
 
     Raises:
-        TypeError: if it cannot be called, or takes other arguments.
+        TypeError: if it cannot be called, or takes different arguments.
 
     Example:
         >>> check_function("Reporting", "report", lambda value: None, "value", "step")
@@ -133,14 +133,14 @@ def check_int(owner: object, argument: str, value: Any, *, least: int = 1) -> in
 
 
 def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> Path:
-    """Check that a path is one, and not a URL, which would become a folder with the name of the scheme.
+    """Check that a path is local and not a URL, which would create a folder named after the scheme.
 
-    ``Path("s3://bucket")`` is "s3:/bucket", so one slash is enough. A folder that is really named so is written as "./s3:/bucket"
-    in a string, or with an absolute path. A scheme has at least two letters: "C:/runs" is a path.
+    ``Path("s3://bucket")`` is "s3:/bucket", so a single slash also counts as a URL. For a folder that really has such a name,
+    write "./s3:/bucket" in a string, or an absolute path. A scheme has at least two letters, so "C:/runs" is a path.
 
     Returns:
-        The path as it is meant now: absolute, since a program may change its working folder before it writes there, and with the
-        home folder for "~".
+        The absolute path, with "~" expanded to the home folder: a program may change its working folder before it writes to the
+        path.
 
     Raises:
         TypeError: if it is not a path.
@@ -169,7 +169,7 @@ def check_local(owner: object, argument: str, path: str | os.PathLike[str]) -> P
 
 
 def check_parents(owner: object, argument: str, path: Path) -> None:
-    """Raise NotADirectoryError for a path to be written whose folder cannot be created, since there is a file above it."""
+    """Raise NotADirectoryError if the folder of a path to be written cannot be created because one of its parents is a file."""
     there = next((one for one in path.parents if os.path.exists(one)), None)
     if there is not None and not there.is_dir():
         raise NotADirectoryError(
@@ -188,7 +188,7 @@ def check_number(
     most: float | None = None,
     infinite: bool = False,
 ) -> float:
-    """Check a real number, possibly of NumPy's types, and return it as an int or float. NaN is refused.
+    """Check a real number, possibly of NumPy's types, and return it as an int or float. NaN is rejected.
 
     Args:
         owner: The object that takes the argument, or the name of a function.
@@ -229,7 +229,7 @@ _BOUNDS = (("above {:g}", gt), ("of {:g} or more", ge), ("below {:g}", lt), ("at
 
 
 def shown_path(path: Path) -> Path:
-    """A path as people write it in messages: relative where it lies below the working folder, if there still is one."""
+    """A path for messages: relative if it lies below the working folder, provided that this folder still exists."""
     try:
         return path.relative_to(Path.cwd())
     except (ValueError, OSError):

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class DeviceFeature(Enum):
-    """What a handler may need of a device beyond tensor operations; see `Handler.device_features`."""
+    """What a handler may need from a device beyond tensor operations; see `Handler.device_features`."""
 
     TRANSFER = "transfer"
     AUTOCAST = "autocast"

@@ -161,17 +161,17 @@ class Monitor:
     Args:
         handler: Class name of the handler, for errors.
         metric: Name of the metric in ``state.metrics``.
-        mode: "min" if smaller is better, "max" if greater is; None for the metric's own direction.
+        mode: "min" if smaller is better, "max" if larger is; None for the metric's own direction.
         min_delta: Smallest difference that counts as an improvement; in units of the metric, or with ``relative`` as a fraction
             of the best value's magnitude, which also works for negative scores.
         relative: Whether min_delta is relative.
-        mode_of: What takes ``mode=``, for errors, if the handler does not.
+        mode_of: What accepts ``mode=``, for errors, if the handler does not.
 
     Attributes:
         given: The mode that was given.
-        needs_mode: Whether a metric whose direction nobody knows is an error.
-        mode: The mode in force; None as long as it is not known.
-        asked: The name that was given; `metric` is the one under which it is written, from `start` on.
+        needs_mode: Whether a metric whose direction is unknown is an error.
+        mode: The mode in effect; None while it is unknown.
+        asked: The name that was passed; from `start` on, `metric` is the name under which the metric is written.
     """
 
     def __init__(
@@ -202,11 +202,11 @@ class Monitor:
         self._other_read = False  # whether that was a value of a metric of another name than was given
 
     def start(self, engine: Engine, name: str = "") -> None:
-        """Find the mode, and check the metric's name, at STARTED in Phase.CONTROL: after all announcements.
+        """Find the mode and check the metric's name; call this at STARTED in Phase.CONTROL, after all announcements.
 
         Raises:
-            KeyError: for a metric that nobody can write.
-            ValueError: for an announced metric whose direction nobody knows, without mode=.
+            KeyError: for a metric that nothing can write.
+            ValueError: for an announced metric whose direction is unknown, without mode=.
         """
         self.metric = find_name(engine, self.asked, by=self.handler, name=name)
         announced = check_announced(engine, self.metric, by=self.handler)
@@ -298,7 +298,7 @@ class Monitor:
             )
 
     def report_nan(self, engine: Engine, value: float, name: str, effect: str) -> None:
-        """Report a value that is NaN, for handlers that would pass over it in silence."""
+        """Report a value that is NaN, for handlers that would otherwise ignore it silently."""
         if math.isnan(value):
             engine.findings.report(
                 "W02",
@@ -313,7 +313,7 @@ class Monitor:
 
         Raises:
             KeyError: if it was neither announced nor written.
-            ValueError: if the ranks would decide by different values.
+            ValueError: if the ranks would base their decisions on different values.
         """
         metrics = engine.state.metrics
         known = self.metric in metrics or self.metric in metrics.owners

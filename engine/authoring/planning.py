@@ -1,4 +1,4 @@
-"""How far a run will go: its optimizer steps, iterations and epochs, and whether an interval comes up in it."""
+"""How long a run will be: its optimizer steps, iterations and epochs, and whether an interval occurs in it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["comes_up", "last_epoch", "last_iteration", "steps_to_come"]
 
 
 def steps_to_come(engine: Engine, update: UpdateState, *, planned: bool = False) -> int | None:
-    """The optimizer steps that an update will make from here to the run's bounds; None if that cannot be known.
+    """The number of optimizer steps that an update will take from here to the run's limits; None if this cannot be known.
 
-    In a trial run, ``planned`` asks for the steps of the run that it is a trial of.
+    In a trial run, ``planned`` selects the steps of the full run that the trial stands for.
 
-    No step is assumed to be skipped. Each batch is assumed to be one micro-step; where it is not, as with time chunks, only
-    ``max_steps`` bounds the first update's steps.
+    This assumes that no step is skipped and each batch is one micro-step; if it is not, as with time chunks, only ``max_steps``
+    limits the first update's steps.
     """
     state, window = engine.state, update.window
     most = _left(state.max_steps, engine.updates[0].steps)
@@ -64,7 +64,7 @@ def _least(*ends: int | None) -> int | None:
 
 
 def last_iteration(engine: Engine) -> int | None:
-    """The largest iteration that the run can reach within its bounds; None if that is not known."""
+    """The last iteration that the run can reach within its limits; None if this is not known."""
     state, first = engine.state, engine.updates[0]
     epochs, length = state.max_epochs, state.epoch_length
     by_epochs = None if epochs is None or length is None else epochs * length
@@ -75,16 +75,16 @@ def last_iteration(engine: Engine) -> int | None:
 
 
 def last_epoch(engine: Engine) -> int | None:
-    """The last epoch that can be completed within the run's bounds; None if that is not known."""
+    """The last epoch that the run can complete within its limits; None if this is not known."""
     state, iterations = engine.state, last_iteration(engine)
     by_iterations = None if iterations is None or not state.epoch_length else iterations // state.epoch_length
     return _least(state.max_epochs, by_iterations)
 
 
 def comes_up(engine: Engine, every: str | Interval | AnyEvent) -> bool | None:
-    """Whether an interval or a filtered event comes up between here and the run's bounds; None if that is not known.
+    """Whether an interval or a filtered event occurs between here and the run's limits; None if this is not known.
 
-    Predicates (``when=``) and wall-clock times are not known; skipped steps and early stops are not expected.
+    Predicates (``when=``) and wall-clock times are not known; skipped steps and early stops are not taken into account.
     """
     if isinstance(every, str):
         every = Interval.parse(every)

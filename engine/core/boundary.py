@@ -18,15 +18,15 @@ _MOST_EMPTY = 10  # epochs
 
 
 class Boundary(Part["Kernel"]):
-    """What was asked for at any moment, and takes effect where the loop calls `attend`.
+    """Requests that may arrive at any time, and take effect where the loop calls `attend`.
 
-    Whoever asks calls `wake`, also from a signal handler. The loop calls `attend` after ITERATION_COMPLETED, and where no
-    iteration has to be made before a stop. An iteration in which nobody asks for anything pays nothing.
+    Each request calls `wake`, even from a signal handler. The loop calls `attend` after ITERATION_COMPLETED, and where a stop
+    needs no further iteration. An iteration without requests has no overhead.
 
     Attributes:
-        stops: the stops that were asked for, by who asked. The dictionary stays the same object: the loop holds it.
+        stops: the requested stops, by requester. The dictionary stays the same object, because the loop holds it.
         epoch_stop: why the epoch ends early; None if it does not.
-        preempted: whether this run was saved and stopped: the run that resumes it completes the epoch.
+        preempted: whether this run was saved and stopped; the run that resumes it completes the epoch.
     """
 
     def __init__(self, engine: Kernel) -> None:
@@ -108,9 +108,9 @@ class Boundary(Part["Kernel"]):
     def stop(self, reason: str, *, by: str) -> None:
         """Stop the run once all receivers of this event have run; see `Engine.terminate`.
 
-        Inside an iteration, a step that was not made yet is skipped, and updates that have not begun are omitted; an iteration
-        of which no update has begun is not made at all. ``min_epochs`` and ``min_iters`` delay a stop; until it takes effect
-        `withdraw` cancels it.
+        Within an iteration, a step that has not been taken yet is skipped, and updates that have not begun are omitted; an
+        iteration in which no update has begun is omitted entirely. ``min_epochs`` and ``min_iters`` delay a stop; until it
+        takes effect, `withdraw` cancels it.
         """
         engine = self.engine
         if not engine.running:
@@ -126,7 +126,7 @@ class Boundary(Part["Kernel"]):
                 update.skip(f"the run is being stopped: {reason}")
 
     def withdraw(self, *, by: str = "user") -> None:
-        """Cancel a stop that has not taken effect. A step that was skipped for it, or an update omitted, stays so."""
+        """Cancel a stop that has not taken effect yet. Steps and updates that were skipped for the stop remain skipped."""
         self.stops.pop(by, None)
 
     def end_epoch(self, reason: str, *, by: str) -> None:
@@ -145,9 +145,9 @@ class Boundary(Part["Kernel"]):
         """Save and stop the run at the next iteration boundary, so that another process can resume it exactly; with several
         ranks, once they agree.
 
-        Unlike with `Engine.terminate`, the iteration under way is finished, ``min_epochs`` and ``min_iters`` do not delay the
-        stop, and PREEMPTED is emitted before an open window is discarded: the snapshot that its receivers take is that of a run
-        which continues. TERMINATED, COMPLETED and ENDED follow. A signal handler may call it at any moment.
+        Unlike with `Engine.terminate`, the current iteration is finished, ``min_epochs`` and ``min_iters`` do not delay the
+        stop, and PREEMPTED is emitted before an open window is discarded, so receivers of PREEMPTED take the snapshot of a run
+        that continues. TERMINATED, COMPLETED and ENDED follow. A signal handler may call this at any time.
 
         Args:
             reason: stored in ``state.stop_reason``.
@@ -194,7 +194,7 @@ class Boundary(Part["Kernel"]):
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the time limit of the run, below 0 once it is past; None without one."""
+        """Seconds until the run's time limit, negative once it has passed; None if there is no limit."""
         return None if self._deadline is None else self._deadline - self.engine.group.now()
 
     def limit_reached(self) -> bool:

@@ -19,7 +19,7 @@ def modules_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 class Modes:
-    """Which of some modules are in training mode, to be put back as it was.
+    """Which of some modules are in training mode, so that this can be restored.
 
     Args:
         roots: the modules; their submodules are included.

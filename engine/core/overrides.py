@@ -20,12 +20,12 @@ __all__ = ["GRADIENTS_PER_STEP", "Claim", "Override", "Overrides"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one handler at a time may do, as a handler declares it. Two claims of one noun are the same.
+    """Something that only one handler at a time may do. Two claims with the same noun are the same claim.
 
     Attributes:
         value: the noun; it completes the sentence "both override ...".
         inherited: whether evaluators inherit what the handler does at MODEL_SETUP and FORWARD_STARTED; see `inherited`.
-        of_step: whether it has an effect on the step, so that a rehearsal needs the handler.
+        of_step: whether it affects the step, so that a rehearsal needs the handler.
         rehearsed: whether a handler that claims it takes part in rehearsals at all.
     """
 
@@ -36,9 +36,9 @@ class Claim:
 
 
 class Override(Enum):
-    """The functions of the loop that one handler at a time may replace; see `Overrides.replace` for their signatures.
+    """The functions of the loop that only one handler at a time may replace; see `Overrides.replace` for their signatures.
 
-    All else that a handler does alone it claims by a name of its own: a `Claim`.
+    For anything else that only one handler may do, the handler declares a `Claim`.
     """
 
     WINDOW = "the length of the accumulation window"
@@ -69,11 +69,11 @@ What = Claim | Enum
 
 
 class Overrides(Part["Kernel"]):
-    """Who overrides what, and the functions that replace those of the loop.
+    """Records which handler overrides what, and the functions that replace those of the loop.
 
     Attributes:
-        gradients, step, data, evaluation_data, trial, reduction: the function of a handler in place of the loop's; None without
-            one.
+        gradients, step, data, evaluation_data, trial, reduction: the function that a handler has put in place of the loop's;
+            None if there is none.
     """
 
     def __init__(self, engine: Kernel) -> None:
@@ -90,13 +90,13 @@ class Overrides(Part["Kernel"]):
     def claim(
         self, what: What, *, by: Handler, target: str | None = None, given_back: Callable[[], None] | None = None
     ) -> None:
-        """Let one handler alone override this, until it is detached: if two did it, the result would depend on their order.
+        """Reserve this for one handler until it is detached; with two handlers, the result would depend on their order.
 
         Args:
-            what: a `Claim`, or a member of an enum of your own whose values are noun phrases.
+            what: a `Claim`, or a member of your own enum whose values are noun phrases.
             by: the handler.
-            target: which of several it is; it completes the noun phrase, as ``"of update 'main'"`` does. None for all of them.
-            given_back: called once the handler has given back all that it claimed, in the reverse order of the claims.
+            target: which of several is meant; completes the noun phrase, as in ``"of update 'main'"``. None means all of them.
+            given_back: called once the handler has released all its claims, in reverse order of the claims.
 
         Raises:
             ValueError: if another handler has claimed it, naming both.
@@ -119,28 +119,29 @@ class Overrides(Part["Kernel"]):
         update: str | None = None,
         again: bool = False,
     ) -> None:
-        """Let a function of a handler do a part of the loop's work, until the handler is detached.
+        """Replace a part of the loop with a handler's function until the handler is detached.
 
         - ``WINDOW``: ``function(epoch) -> int``, the number of micro-steps over which gradients are accumulated;
-        - ``GRADIENTS``: ``function(engine, update, compute)``, where ``compute()`` is what it replaces: forward, loss and
-          backward of ``state.batch``, which adds to the gradients that the window holds;
-        - ``STEP``: ``function(engine, update, step)``, where ``step()`` is the optimizer's;
-        - ``DATA``: ``function(engine, data) -> data``, what this engine iterates instead;
-        - ``EVALUATION_DATA``: the same for the evaluators that it runs, of which one is given as the engine;
-        - ``TRIAL``: ``function(engine, data) -> data``, for both, and called with what those returned;
-        - ``REDUCTION``: ``function(engine, update)``, with several ranks only, called once the gradients of a complete window are
-          there. It makes them the mean over the ranks, also where this rank had no batch, so that its backward reduced nothing.
+        - ``GRADIENTS``: ``function(engine, update, compute)``, where ``compute()`` runs what is replaced: the forward pass,
+          loss and backward pass on ``state.batch``, which add to the window's gradients;
+        - ``STEP``: ``function(engine, update, step)``, where ``step()`` is the optimizer's own;
+        - ``DATA``: ``function(engine, data) -> data``, which returns what this engine iterates over instead;
+        - ``EVALUATION_DATA``: the same for the evaluators that the engine runs; the evaluator is passed as ``engine``;
+        - ``TRIAL``: ``function(engine, data) -> data``, for both, called with what the other two functions returned;
+        - ``REDUCTION``: ``function(engine, update)``, with several ranks only, called once the gradients of a window are
+          complete. It replaces them with their mean over the ranks, even if this rank had no batch, so its backward reduced
+          nothing.
 
         Args:
             what: what is replaced.
             function: the replacement.
             by: the handler.
-            update: for ``WINDOW``, the name of the update; all by default.
-            again: for ``STEP``, whether the function calls ``update.again()``, which recomputes the gradients of the whole window
-                at the current weights and returns its mean loss. The window's batches are kept for it.
+            update: for ``WINDOW``, the name of the update; all updates by default.
+            again: for ``STEP``, whether the function calls ``update.again()``, which recomputes the gradients of the whole
+                window at the current weights and returns the window's mean loss. The window's batches are kept for this.
 
         Raises:
-            ValueError: if another handler replaces the same, naming both; for the gradients of an engine that computes none.
+            ValueError: if another handler replaces the same part, naming both; for gradients, if the engine computes none.
         """
         engine = self.engine
         if not isinstance(what, Override):
@@ -171,15 +172,15 @@ class Overrides(Part["Kernel"]):
         return data
 
     def compute_gradients_once(self, *, by: Handler) -> None:
-        """Refuse steps that compute their gradients several times, as closures and SAM do.
+        """Reject steps that compute their gradients several times, as closures and SAM do.
 
         Raises:
-            ValueError: if another handler needs such steps, naming both. Optimizers with a closure raise at the next run.
+            ValueError: if another handler needs such steps, naming both. Optimizers with a closure raise it at the next run.
         """
         self.claim(GRADIENTS_PER_STEP, by=by)
 
     def owner_of(self, what: What, target: str | None = None) -> str | None:
-        """The name of the handler that overrides this; None without one."""
+        """The name of the handler that overrides this; None if there is none."""
         return self._owners.get((what, target))
 
     def owned_by(self, handler: Handler | str) -> set[What]:

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class Regions:
-    """The context managers that are entered at the moment.
+    """The context managers that are currently entered.
 
-    A region is a part of a run: the run itself, an evaluation, an update, or the forward with its loss. At its end, every context
-    manager entered inside it is exited.
+    A region is a part of a run: the run itself, an evaluation, an update, or the forward pass with its loss. At the end of a
+    region, every context manager entered inside it is exited.
 
     Attributes:
         depth: Number of entered context managers.
@@ -29,9 +29,9 @@ class Regions:
         self.depth = 0
 
     def enter(self, manager: AbstractContextManager[T]) -> T:
-        """Enter a context manager; it is exited at the end of the innermost open region, also after an error.
+        """Enter a context manager; it is exited at the end of the innermost open region, even after an error.
 
-        The regions are the run, an evaluation, an update, and the forward with its loss; see `Events`.
+        The regions are the run, an evaluation, an update, and the forward pass with its loss; see `Events`.
         """
         if not self._regions:
             raise RuntimeError(

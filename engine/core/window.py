@@ -42,21 +42,21 @@ class Given(Protocol):
 
 
 class Window:
-    """The micro-steps whose gradients make one optimizer step; one micro-step without accumulation.
+    """The micro-steps whose gradients form one optimizer step; a single micro-step without accumulation.
 
     Invariant: the parameters' ``grad`` is the gradient of the sum of weight x loss over those of the `filled` micro-steps that
-    gave a gradient. There are `held` of them, and their weights add up to ``held + extra_weight``. Dividing by this sum once
-    (`average`) is exact for every window: a short last one, and one whose weights are known only once it is complete.
+    produced a gradient. There are `held` of them, and their weights add up to ``held + extra_weight``. Dividing by this sum
+    once (`average`) is exact for every window, even a short last one or one whose weights are known only once it is complete.
 
     Attributes:
         length: the number of micro-steps over which gradients are accumulated in this epoch.
-        length_of: the function of the epoch that a handler has put in place for the length; None without one.
-        filled: how many micro-steps of the open window were made; 0 if none is open, and once the last one has begun.
-        size: how many micro-steps the window has that was completed last.
-        held: how many of them gave a gradient.
+        length_of: a handler's function that returns the length for an epoch; None if there is none.
+        filled: how many micro-steps of the open window are complete; 0 if none is open, and once the last one has begun.
+        size: how many micro-steps the last completed window has.
+        held: how many micro-steps produced a gradient.
         extra_weight: by how much the sum of their weights exceeds `held`; an int or float, or a tensor on a device.
-        kept: what the window was computed from, for steps that compute it again; None if none do.
-        given: counts what its backwards give, in the first windows of a run; else None.
+        kept: what the window was computed from, for steps that compute it again; None if no step does.
+        given: counts the gradients that its backward passes produce, in the first windows of a run; otherwise None.
     """
 
     __slots__ = (

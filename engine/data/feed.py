@@ -38,7 +38,7 @@ class Feed(PlainFeed):
         has_data: Whether the run has data. Without data, every batch is None.
         epoch_end: Last iteration of the epoch; 0 while unknown.
         made_with_other_data: Number of iterations of the open epoch whose batches came from the data of an earlier run.
-        contents: What each rank's data holds, as far as it was compared.
+        contents: The contents of each rank's data, as far as they have been compared.
         versions: How often the tensors of a list of batches had been changed in place when the run began; None if not known.
     """
 
@@ -327,8 +327,8 @@ class Feed(PlainFeed):
     def share(self) -> float:
         """The weight of this rank's batch relative to those of the other ranks.
 
-        1, unless the batches differ in their number of samples, as the last ones may: then more than 1 for larger ones. Weighted
-        by it, the losses give the gradients of the concatenated batches.
+        It is 1 unless the batches differ in their number of samples, as the last ones may; larger batches then have a weight
+        above 1. Losses weighted in this way produce the gradients of the concatenated batches.
         """
         return 1 if self.source is None else self.source.share(self.state.iteration)
 

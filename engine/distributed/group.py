@@ -30,21 +30,21 @@ _SAME_DATA = Claim("which ranks read the same data")
 
 
 class Group(SingleProcess):
-    """Which processes train together, and the answers that have to be the same on all of them.
+    """The processes that train together, and the decisions that must be the same on all of them.
 
     Attributes:
         processes: the ranks that train together; `SINGLE_PROCESS` for a single process.
         alike: how many consecutive ranks read the same data; see `read_alike`.
-        data: the ranks with regard to the data: the same, unless several read the same (`DataGroups`), or all (`SameData`).
-        shards: the shards that a step consists of, which are `data` then; None where each process computes what is its own.
-        parts: over how many ranks, or shards, each step is split.
+        data: the ranks by which data is sharded: `processes`, unless several (`DataGroups`) or all (`SameData`) read the same.
+        shards: the shards that a step consists of, if there are any; `data` is then the same object. None if there are none.
+        parts: the number of ranks, or shards, over which each step is split.
         shard_policy: how data is sharded over them; see `join`.
-        sync_skips: whether the ranks have to agree on skipping the step under way.
-        asked: whether a rank asks for anything, as all of them know.
-        has_sent: whether this rank has sent its notice of the window under way.
-        met: when the gradients were last reduced, on this rank's wall clock without what it has waited for others in
-            `Processes.waited`, and in CPU time of its thread.
-        carrier: carries the notices; a handler that reduces gradients may let them carry these.
+        sync_skips: whether the ranks must agree on skipping the current step.
+        asked: whether any rank has made a request, as known to all ranks.
+        has_sent: whether this rank has sent its notice for the current window.
+        met: when the gradients were last reduced: this rank's wall-clock time without the time in `Processes.waited`, and the
+            CPU time of its thread.
+        carrier: sends the notices; a handler that reduces gradients may send them along with the gradients.
     """
 
     if TYPE_CHECKING:
@@ -73,16 +73,16 @@ class Group(SingleProcess):
     def join(self, processes: Processes, *, by: Handler, shard_policy: str = "auto", shards: int | None = None) -> None:
         """Train together with other processes, until the handler is detached.
 
-        From then on the ranks decide alike what they decide in a run, data is sharded over them, metrics are those of all, and
-        handlers with ``rank_zero_only`` take part on rank 0 only.
+        From then on, the ranks make the same decisions in a run, data is sharded over them, metrics cover all ranks, and
+        handlers with ``rank_zero_only`` take part only on rank 0.
 
         Args:
             processes: what `process_group` returned.
-            by: the handler, which also has gradients reduced (`Override.REDUCTION`).
-            shard_policy: how data is sharded. "round_robin": the batches of the data, which is the same on each rank, go to the
-                ranks in turn, by index, or else by reading all of them. "own": each rank has data of its own. "auto":
-                DataLoaders over map-style datasets and sequences are sharded, unless a sampler does it; other data is refused.
-            shards: of how many shards a step consists, whichever processes compute them; None for one of each process.
+            by: the handler, which also reduces gradients (`Override.REDUCTION`).
+            shard_policy: how data is sharded. "round_robin": all ranks have the same data and take turns using its batches,
+                found by index or else by reading all of them. "own": each rank has its own data. "auto": DataLoaders over
+                map-style datasets and sequences are sharded, unless a sampler already does this; other data raises an error.
+            shards: how many shards a step consists of, regardless of which processes compute them; None for one per process.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -98,9 +98,10 @@ class Group(SingleProcess):
         )
 
     def read_alike(self, ranks: int, *, by: Handler) -> None:
-        """Let so many consecutive ranks read the same data, and draw the same random numbers, until the handler is detached.
+        """Make groups of consecutive ranks read the same data and draw the same random numbers, until the handler is detached.
 
-        Collective. The data is sharded over these groups of ranks; what the ranks of one see counts once in metrics.
+        Collective. The data is sharded over groups of ``ranks`` ranks; a sample that a whole group reads counts once in
+        metrics.
 
         Raises:
             ValueError: if another handler does the same, naming both.
@@ -279,11 +280,11 @@ class Group(SingleProcess):
     # ---- the clock ------------------------------------------------------------------------------------------------
 
     def now(self) -> float:
-        """The wall-clock time in seconds, for differences; with several ranks, that of rank 0 when they last agreed."""
+        """The wall-clock time in seconds, for measuring durations; with several ranks, rank 0's time when they last agreed."""
         return self._time if self.processes.distributed else time.monotonic()
 
     def has_come(self, moment: float) -> bool:
-        """Whether a moment has come, alike on all ranks; if not, rank 0 gives notice once it has."""
+        """Whether a time has been reached, the same on all ranks; if not, rank 0 notifies the others once it has."""
         if not self.processes.distributed:
             return time.monotonic() >= moment
         if self._time < moment:

@@ -39,7 +39,7 @@ _SIZE_BYTES = 8
 
 
 class Processes:
-    """A single process with the interface of a process group; `ProcessGroup` is that of a distributed run.
+    """A single process with the interface of a process group; distributed runs use `ProcessGroup`.
 
     Every method except `print` and `ended` is collective: all ranks call it, in the same order.
 
@@ -83,11 +83,11 @@ class Processes:
         return bool(flag)
 
     def any_later(self, flag: bool) -> Callable[[], bool]:
-        """Like `any`, without waiting for the other ranks: a function that waits, and returns the answer."""
+        """Like `any`, but without waiting for the other ranks: returns a function that waits and returns the answer."""
         return lambda: bool(flag)
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks; any value that can be pickled."""
+        """The values of all ranks, in rank order; any value that can be pickled."""
         return [value]
 
     def collect(self, value: Any) -> list[Any]:
@@ -122,7 +122,7 @@ class Processes:
         return None
 
     def of_data(self, alike: int) -> Processes:
-        """The ranks with regard to the data, if so many consecutive ones read the same: `SameData` if all do."""
+        """The ranks by which data is sharded if ``alike`` consecutive ranks read the same; `SameData` if all do."""
         return self
 
     def ended(self) -> list[str]:

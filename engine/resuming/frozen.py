@@ -27,7 +27,7 @@ _BLOCK = 4096
 
 
 class FrozenBase:
-    """The parameters of a run that are frozen from its beginning and still have their values.
+    """The parameters that are frozen from the beginning of a run and still have their original values.
 
     Attributes:
         size: Bytes of all of them.
@@ -40,26 +40,26 @@ class FrozenBase:
 
     @property
     def count(self) -> int:
-        """Number of the parameters."""
+        """Number of these parameters."""
         return len(self._digests)
 
     def record(self, modules: Mapping[str, nn.Module]) -> None:
-        """Note the parameters that are frozen now. Collective if any is sharded."""
+        """Record the parameters that are currently frozen. Collective if any is sharded."""
         saved = {f"{root}.{key}" for root, module in modules.items() for key in module.state_dict()}
         frozen = {name: p for name, p in _parameters(modules) if not p.requires_grad and name in saved}
         self._digests = {name: _digest(p) for name, p in frozen.items()}
         self._note(frozen, {name: _mark(p) for name, p in frozen.items()})
 
     def recheck(self, modules: Mapping[str, nn.Module]) -> None:
-        """Forget the parameters to which a loaded state has given other values. Collective if any is sharded."""
+        """Forget the parameters whose values a loaded state has changed. Collective if any is sharded."""
         kept = {n: p for n, p in _parameters(modules) if n in self._digests and _digest(p) == self._digests[n]}
         self._digests = {name: self._digests[name] for name in kept}
         self._note(kept, {name: _mark(p) for name, p in kept.items()})
 
     def names(self, modules: Mapping[str, nn.Module], processes: Processes) -> frozenset[str]:
-        """The names to leave out, such as "model.0.weight". What was changed once is never left out again.
+        """The names to leave out, such as "model.0.weight". A parameter that has changed once is never left out again.
 
-        Collective if any parameter is sharded: a change may move the shard of one rank alone.
+        Collective if any parameter is sharded, because a change may affect the shard of only one rank.
         """
         same = {n: p for n, p in _parameters(modules) if n in self._marks and _mark(p) == self._marks[n]}
         if any(is_sharded(p) for _, p in _parameters(modules)):

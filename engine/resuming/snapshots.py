@@ -46,12 +46,12 @@ class _Snapshot(NamedTuple):
 
 
 class Snapshots(Part["Engine"]):
-    """The states of an engine: those that it gives, and those that it was given.
+    """The states of an engine: those that it returns, and those that were loaded into it.
 
     Attributes:
-        run_id: distinguishes this run from every other, also from those that it was resumed from. It is random, and not saved.
-        origin: what the loaded state says, under "origin", about where it came from; None for a run that began at the start.
-        left_out: the position of the whole state of which `load_weights` was given the weights last; None without one.
+        run_id: a random id that distinguishes this run from all others, including those it resumed from. It is not saved.
+        origin: the loaded state's entry "origin", which says where the state came from; None for a run that began at the start.
+        left_out: the position of the full state of which `load_weights` last loaded only the weights; None if there is none.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -133,10 +133,10 @@ class Snapshots(Part["Engine"]):
         return gather(self.engine, alone=True)
 
     def take(self, *, at_once: bool = False) -> dict[str, Any]:
-        """The `state_dict` of this event, taken once and shared by everybody who asks in Phase.PERSIST of the same event.
+        """The `state_dict` at this event, taken once and shared by all receivers that call this in Phase.PERSIST of the event.
 
         Args:
-            at_once: whether it is written, and released, before the receiver returns: then tensors need not be copied for it.
+            at_once: whether the state is written and released before the receiver returns; its tensors then need no copy.
         """
         engine = self.engine
         if not engine.running:
@@ -200,11 +200,11 @@ class Snapshots(Part["Engine"]):
             self._shared = shared  # other handlers may still have to write the state of this event
 
     def add_write(self, join: Callable[[], object]) -> None:
-        """Note a write of this event's state that goes on in a thread; ``join`` waits for it."""
+        """Register a write of this event's state that continues in a thread; ``join`` waits for the write."""
         self._writes.append((self._event(), join))
 
     def wait_for_earlier_writes(self) -> None:
-        """Wait for the writes of earlier events: a state that counts a version as kept is written after that version."""
+        """Wait for the writes of earlier events, so that a state is written only after the versions that it lists as kept."""
         now = self._event()
         for event, join in self._writes:
             if event != now:
@@ -218,7 +218,7 @@ class Snapshots(Part["Engine"]):
 
     @property
     def has_loaded_state(self) -> bool:
-        """Whether a state was loaded that is put in place at the next run."""
+        """Whether a state was loaded that the next run will apply."""
         return self._loaded is not None
 
     def load_state_dict(self, state: Mapping[str, Any], *, allow: Iterable[str] = (), goes_back: bool = False) -> None:
@@ -334,23 +334,23 @@ class Snapshots(Part["Engine"]):
     # ---- putting back in place ------------------------------------------------------------------------------------
 
     def restore(self, state: Mapping[str, Any], *, allow: Iterable[str] = ()) -> None:
-        """Put a state of this engine back in place inside the process, at the end of the iteration under way.
+        """Restore a state of this engine within the same process, at the end of the current iteration.
 
-        The run continues from there, bit for bit as it did from where the state was taken: modules, optimizers, handlers,
-        generators and the position in the data are put back, and CHECKPOINT_LOADED is emitted. Outside a run the next
-        one begins there. With several ranks each has to call it, with its own state.
+        The run continues exactly, bit for bit, as it did after the state was taken: modules, optimizers, handlers, generators
+        and the position in the data are restored, and CHECKPOINT_LOADED is emitted. Outside a run, the next run starts from the
+        state. With several ranks, each rank must call this with its own state.
 
-        Receivers are called again: one that restores under ``once=`` has to remember that it did. A checkpoint that is written
-        in the same iteration holds the state before. A stop that was asked for stays; one of the epoch is undone with the epoch.
-        Of two calls in one iteration the last one counts.
+        Receivers are called again, so one that restores under ``once=`` must remember that it did. A checkpoint written in the
+        same iteration contains the state before the restore. A requested stop of the run remains; a requested stop of the epoch
+        is undone. Of two calls in one iteration, the last one counts.
 
         Args:
-            state: what `take` or `Engine.state_dict` returned. It is not changed, and can be put back again.
-            allow: names of handlers that may be in only one of the state and this engine.
+            state: what `take` or `Engine.state_dict` returned. It is not changed, and can be restored again.
+            allow: names of handlers that may be missing from either the state or this engine.
 
         Raises:
-            ValueError: for what is not such a state, or does not fit this engine, or was taken before the first run.
-            DataError: for data that cannot go back, such as a generator.
+            ValueError: if this is not such a state, does not match this engine, or was taken before the first run.
+            DataError: for data that cannot return to an earlier position, such as a generator.
             RuntimeError: after the last iteration of a run.
         """
         engine = self.engine

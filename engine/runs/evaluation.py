@@ -168,8 +168,8 @@ def check_evaluable(engine: Engine, evaluator: Engine, data: Any, where: str) ->
 def prepare_batch(engine: Engine, batch: Any) -> Any:
     """The batch as the loop would pass it to an update: after the handlers that move or convert batches.
 
-    For data that a handler reads by itself. It calls the receivers of GET_BATCH_COMPLETED in Phase.PREPARE that have no filter,
-    and leaves ``state.batch`` as it is.
+    For data that a handler reads itself. It calls the receivers of GET_BATCH_COMPLETED in Phase.PREPARE that have no filter,
+    and does not change ``state.batch``.
     """
     state = engine.state
     current, state.batch = state.batch, batch
@@ -234,11 +234,11 @@ def _separate_casts() -> Iterator[None]:
 
 
 def inherited(engine: Engine, evaluator: Engine | None = None) -> list[tuple[EventEnum, Connection]]:
-    """The receivers that an evaluator has while this engine runs it, because training prepares its batches with them.
+    """The receivers that an evaluator inherits while this engine runs it, because they prepare the training batches.
 
-    These are the receivers of GET_BATCH_COMPLETED in Phase.PREPARE without a filter, and what handlers of the device and of the
-    precision do at MODEL_SETUP and FORWARD_STARTED. A handler is not inherited by an evaluator that has an enabled one of its
-    class, or one that overrides the same; neither is a function that is connected there, too, nor a handler that only trains.
+    These are the receivers of GET_BATCH_COMPLETED in Phase.PREPARE without a filter, and those of device and precision handlers
+    at MODEL_SETUP and FORWARD_STARTED. A handler is not inherited if it only trains, or if the evaluator has an enabled handler
+    of the same class or with the same override. A function is not inherited if it is also connected to the evaluator.
 
     Args:
         engine: the engine that evaluates.

@@ -22,7 +22,7 @@ __all__ = ["Buffers", "Modes", "attempt"]
 
 
 class Buffers:
-    """The buffers of some modules, such as BatchNorm's running statistics, to be put back as they were.
+    """The buffers of some modules, such as BatchNorm's running statistics, so that they can be restored.
 
     Args:
         roots: the modules; their submodules are included.
@@ -36,13 +36,13 @@ class Buffers:
         return [None if (buffer := own[key]) is None else (buffer, buffer.clone()) for own, key in self._places]
 
     def put_back(self, copies: list[tuple[Tensor, Tensor] | None]) -> None:
-        """Put the values back, and the tensors themselves: a forward may have put others in their place."""
+        """Restore the values and the tensor objects themselves, because a forward pass may have replaced them."""
         for (own, key), copy in zip(self._places, copies, strict=True):
             own[key] = None if copy is None else restored(*copy)
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Whatever happens inside, the buffers are afterwards what they were."""
+        """Restore the buffers at the end of the ``with`` block."""
         copies = self.copies()
         try:
             yield
@@ -51,12 +51,12 @@ class Buffers:
 
 
 def attempt(engine: Engine, update: UpdateState, compute: Callable[[], None]) -> bool:
-    """Compute gradients; if the memory runs out, put everything back as it was, emit UPDATE_RETRIED and return False.
+    """Compute gradients; if memory runs out, restore everything, emit UPDATE_RETRIED and return False.
 
-    With several ranks, all fail if one does; ``compute`` must not reduce over them (``update.sync_gradients``).
+    With several ranks, all fail if one does; ``compute`` must not reduce over the ranks (``update.sync_gradients``).
 
-    What is put back: the gradients that the window holds, buffers, random states, the batch. Regions that the failed attempt
-    had entered are closed.
+    The window's gradients, buffers, random states and the batch are restored. Regions that the failed attempt had entered are
+    closed.
     """
     state, window = engine.state, update.window
     batch, held, extra_weight, hidden = state.batch, window.held, window.extra_weight, update.hidden
