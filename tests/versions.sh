@@ -51,7 +51,7 @@ PYTHON
 {
     for pair in "${PAIRS[@]}"; do
         read -r python torch tier <<<"$pair"
-        echo "| $python | $torch | $(test_pair $pair)${tier:+ (with the moderate ones)} | $(date +%F) |"
+        echo "| $python | $torch | $(test_pair $pair)${tier:+ (including the moderate tests)} | $(date +%F) |"
     done
 } | tee "$work/table"
 

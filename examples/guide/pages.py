@@ -370,7 +370,7 @@ def things_page() -> str:
     text = [
         "# Names for reads= and writes=",
         "",
-        "The names that `reads=` and `writes=` of `on` take, and what each covers.",
+        "The `reads=` and `writes=` arguments of `on` accept these names.",
         "",
     ]
     text += ["| name | what it covers |", "|---|---|"]
