@@ -41,7 +41,7 @@ class ActivationCheckpointing(Handler):
 
     Args:
         modules: Modules to recompute: a path such as "blocks.0", a pattern such as "blocks.*", a class, or a list of these. If
-            matches are nested, the outermost module is taken. A ModuleList stands for its items.
+            matches are nested, the outermost module is used. A ModuleList stands for its items.
         every: Alternative to ``modules``: the number of consecutive layers to recompute together in each outermost
             ``nn.Sequential``.
         keep_operations: Operations whose results are kept, such as matrix products, which take longest to recompute. Give names,

@@ -25,8 +25,9 @@ class ActivationStatistics(Handler):
     """Measures activations every n iterations: mean, standard deviation, and the share of dead units.
 
     The metrics in ``state.metrics`` are "activation_mean/features.2", "activation_sd/features.2" (the standard deviation) and
-    "dead_units/features.2" for each measured module, and "dead_units" for all modules together. A unit is dead if it is zero for
-    all measured samples at all positions. With few samples a unit may be zero by chance, so measure more samples with ``window``.
+    "dead_units/features.2" for each measured module, and "dead_units" for all modules together. A unit is dead if it is zero
+    for all measured samples at all positions. With few samples, a unit may be zero by chance; to measure more samples, increase
+    ``window``.
 
     The hooks exist only during measured training iterations. The values are tensors on the device, so measuring does not
     synchronize. In distributed runs, each rank measures its own samples. If a step computes its gradients several times, only
@@ -41,8 +42,8 @@ class ActivationStatistics(Handler):
             dimension 1 for outputs with four or more dimensions, such as images, and the last dimension otherwise.
 
     Raises:
-        ValueError: At the start of a run, if no module is found, or if the model is compiled, which skips hooks. In the forward,
-            if a module's number of units varies.
+        ValueError: At the start of a run, if no module is found, or if the model is compiled, because compiled models skip
+            hooks. During a forward, if a module's number of units varies.
 
     Source:
         The share of dead units: Maas, Hannun and Ng, "Rectifier Nonlinearities Improve Neural Network Acoustic Models" (2013).

@@ -30,7 +30,7 @@ class AdaptiveGradientClipping(Handler):
 
     Args:
         clipping: Largest ratio of a unit's gradient norm to its weight norm.
-        eps: Lower bound of the weight norm, so weights initialized to zero can be trained.
+        eps: Lower bound on the weight norm, so that weights initialized to zero can be trained.
         exclude: Parameters not to clip, such as the last layer, which the paper recommends: the path of a module or parameter
             such as ``"head"``, a name pattern such as ``"*.bias"``, an iterable of these, or a function
             ``(name, parameter) -> bool``. Names are those of ``named_parameters()``; with several modules, they start with the

@@ -23,8 +23,8 @@ class AutoClip(Handler):
     """AutoClip: clips the global gradient norm to a percentile of recent norms, so there is no threshold to tune.
 
     The percentile includes the current norm, so the first step is not clipped. The norms of unscaled gradients are measured
-    once per optimizer step, before clipping; skipped steps and non-finite norms are left out. All values stay on the device,
-    so nothing synchronizes. `GradientClipping` clips the same gradients, so attaching both raises an error.
+    once per optimizer step, before clipping; skipped steps and non-finite norms are left out. All values stay on the device, so
+    no synchronization is needed. `GradientClipping` clips the same gradients, so attaching both raises an error.
 
     Args:
         percentile: Percentile of the norms, above 0 and at most 100, interpolated linearly.

@@ -51,7 +51,7 @@ class Checkpoint(Handler):
 
     Args:
         folder: Folder of the checkpoints; created if necessary.
-        monitor: Name of the metric that selects the best checkpoints; without it, the last ones are kept.
+        monitor: Name of the metric that selects the best checkpoints; without it, the newest ones are kept.
         mode: Whether smaller ("min") or larger ("max") values are better; by default, the direction that the metric declares.
         keep: Number of checkpoints to keep; by default, 1 with ``monitor`` and 2 without, so that one remains as a fallback.
         every: Interval between saves without ``monitor``, such as "15min", counted from the start of each run; by default
@@ -80,7 +80,7 @@ class Checkpoint(Handler):
             checked at each save. To leave out their averages as well, pass ``trained_only=True`` to `EMA`.
 
     Attributes:
-        retention: Bookkeeping of the kept checkpoints, both as planned and as on disk.
+        retention: Bookkeeping of the kept checkpoints, both those planned and those on disk.
         kept: Names and values of the kept checkpoints on disk, in order: with ``monitor``, the best first; otherwise, the
             oldest first.
 
@@ -196,8 +196,8 @@ class Checkpoint(Handler):
         """Read and verify a checkpoint for ``engine.load_state_dict``. Its content cannot execute code.
 
         Args:
-            path: A checkpoint, its ``state.pt``, or a folder of checkpoints. From a folder, the newest intact one is loaded, with
-                a warning that names damaged ones. Complete states are preferred to weights only.
+            path: A checkpoint, its ``state.pt``, or a folder of checkpoints. From a folder, the newest intact one is loaded,
+                with a warning that names damaged ones. A complete state is preferred to weights only.
             name: Name of the handler whose checkpoints are considered, in a folder shared by several handlers.
 
         Returns:
@@ -205,7 +205,8 @@ class Checkpoint(Handler):
 
         Raises:
             FileNotFoundError: if there is no checkpoint.
-            ValueError: if the checkpoint is damaged, truncated or swapped (the error names the file), or if all in a folder are.
+            ValueError: if the checkpoint is damaged, truncated or swapped (the error names the file), or if every checkpoint in
+                a folder is.
         """
         return checkpoints.load(path, name=name, where=f"Checkpoint.load({str(path)!r})", files=Checkpoint.files)
 

@@ -28,8 +28,8 @@ class Compile(Handler):
     """Compiles the model, or some of its modules, with torch.compile during the run.
 
     Compilation slows the first iterations by seconds to minutes (`Throughput` leaves them out). Unless ``dynamic`` is set,
-    torch compiles for the size of the first batch, and once a second size occurs, again for all sizes. After
-    ``recompile_limit`` graphs, further sizes run without compilation, and a warning lists the sizes.
+    torch compiles for the size of the first batch and, once a second size occurs, compiles again for all sizes. After
+    ``recompile_limit`` graphs, further sizes run without compilation, and a warning lists those sizes.
 
     During a run ``engine.model`` is the compiled model; afterwards it is the original again. ``engine.modules`` never changes,
     so parameter names and checkpoints stay the same, and runs with and without compilation can resume from each other's

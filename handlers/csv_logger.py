@@ -20,8 +20,8 @@ class CSVLogger(TextLogger):
     """Writes losses, scalar metrics and the learning rates of each step to a CSV file.
 
     The file is in long format, with one row per value and the columns ``epoch,iteration,step,name,value``. ``step`` is the
-    number of optimizer steps of the first update when the value was measured: in one iteration, a gradient norm is measured
-    before the step and the loss is recorded after it. Rows are only appended. Names are the same as in TensorBoard:
+    number of optimizer steps that the first update had taken when the value was measured: in one iteration, a gradient norm is
+    measured before the step and the loss is recorded after it. Rows are only appended. Names are the same as in TensorBoard:
     ``train/loss``, ``lr``, ``val/accuracy``. Values are written in full precision, or as ``nan``, ``inf`` and ``-inf``. To get
     one column per name with pandas::
 

@@ -33,9 +33,9 @@ class Distillation(LossTerm):
     temperature T, and the factor ``T**2`` keeps the gradients at the same scale.
 
     The teacher receives the same inputs as the student, under the same autocast: the batch, or each piece of it, after MixUp,
-    CutMix and Cutout. It is moved to the model's device and runs in eval mode without gradients; after the run, its modules
-    return to their previous modes. Random numbers that it draws even in eval mode come from a copy of the generators. No
-    checkpoint, state or average contains the teacher. The handler's state contains the teacher's `fingerprint`, and W32
+    CutMix and Cutout. The teacher is moved to the model's device and runs in eval mode without gradients; after the run, its
+    modules return to their previous modes. Random numbers that it draws even in eval mode come from a copy of the generators.
+    No checkpoint, state or average contains the teacher. The handler's state contains the teacher's `fingerprint`, and W32
     reports a run that resumes with a different teacher. With SAM and LBFGS, the teacher is called each time gradients are
     computed.
 
@@ -54,8 +54,8 @@ class Distillation(LossTerm):
         update: Name of the update that trains the student; by default all.
 
     Raises:
-        ValueError: At the start of a run, if the teacher shares parameters with the model, or if an update is a single function.
-            In a run, if the outputs differ in shape.
+        ValueError: At the start of a run, if the teacher shares parameters with the model, or if an update is a single
+            function. During the run, if the outputs of teacher and student differ in shape.
         TypeError: If the outputs (those at the update's ``output``, or their attribute ``logits``) are not tensors of logits.
 
     Source:

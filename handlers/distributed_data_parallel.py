@@ -28,9 +28,9 @@ class DistributedDataParallel(Distribution):
     """Distributed data parallel training (DDP) on all processes launched by ``torchrun``; does nothing in a single process.
 
     Batches are sharded over the ranks, torch's DistributedDataParallel reduces the gradients during the backward pass, and all
-    ranks take the same step. This step equals one on the union of their batches, even in the last round, where batches may be
-    smaller or missing. A stop, a skipped step or a preemption on one rank applies to all ranks. Metrics count every sample
-    once. Only rank 0 writes logs, progress bars and checkpoints, which include the states that differ between ranks.
+    ranks take the same step. This step equals a step on the union of the ranks' batches, even in the last round, where batches
+    may be smaller or missing. A stop, a skipped step or a preemption on one rank applies to all ranks. Metrics count every
+    sample once. Only rank 0 writes logs, progress bars and checkpoints, which include the states that differ between ranks.
 
     During a run ``engine.model`` is the wrapped model; the wrapper is removed at the end. ``engine.modules`` are the original
     modules, whose names and states are saved in checkpoints. Within an accumulation window, only the last backward pass

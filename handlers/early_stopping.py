@@ -38,7 +38,7 @@ class EarlyStopping(Handler):
         divergence: The run stops when the metric is worse than this value.
         check_finite: Whether the run stops at a NaN or infinite value.
         restore_best: Whether to restore the best weights when the run completes. These are the weights that `Engine.weights`
-            returns, including averages. Keeping them takes one more copy on the modules' devices.
+            returns, including averages. Keeping them takes memory for one more copy on the modules' devices.
         after: Point before which values are ignored, for example "5ep", "1000it" or "1000st".
 
     Attributes:

@@ -27,8 +27,8 @@ class ElasticDataParallel(Distribution):
     A run that loses a node continues on the other nodes as if nothing had happened, and a step with eight processes can be
     repeated with one.
 
-    If there are more processes than shards, or if their number is not a power of two, the largest possible power of two
-    computes the shards. The other processes wait and keep the same weights.
+    If there are more processes than shards, or if the number of processes is not a power of two, the shards are computed by the
+    largest possible power-of-two number of processes. The other processes wait and keep the same weights.
 
     GET_BATCH_STARTED, GET_BATCH_COMPLETED and the events of forward, loss and backward are emitted for each shard of this
     process, with the shard's number in ``state.shard``; all other events are emitted once per step. From GRADIENTS_READY on,
@@ -42,8 +42,8 @@ class ElasticDataParallel(Distribution):
         shards: Number of shards, a power of two. The effective batch size is the loader's batch size times this number.
         shard_policy: How data is sharded: "auto" or "round_robin"; see `DistributedDataParallel`. Step t reads the batches
             ``t * shards`` to ``(t + 1) * shards - 1``; the last step of an epoch may have fewer.
-        threads: Number of torch threads during a run. This number determines how sums are split, and launchers differ in the
-            value they set.
+        threads: Number of torch threads during a run. This number determines how sums are split, and launchers set different
+            values.
         backend: Backend of torch.distributed; see `DistributedDataParallel`.
         timeout: Seconds after which a rank that does not take part counts as lost; see `DistributedDataParallel`.
 

@@ -29,8 +29,8 @@ class EMA(AveragedWeights):
     loaded by `Engine.load_weights`, or restored by `EarlyStopping`, are used unchanged until the next update of
     the average.
 
-    The averages take one more copy of the weights. They are kept in float32 for float16 and bfloat16 weights, so small changes
-    are not lost to rounding.
+    The averages take memory for one more copy of the weights. They are kept in float32 for float16 and bfloat16 weights, so
+    small changes are not lost to rounding.
 
     Args:
         decay: Weight of the previous average, 0 <= decay < 1.

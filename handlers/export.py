@@ -40,12 +40,12 @@ class Export(Handler):
 
     Args:
         path: Path of the file; its suffix selects the format: ".safetensors" for weights, ".pt2" or ".onnx" for a program.
-        at: When to write: "end" for the end of a run, even after a stop; "best" for each best value of a metric.
+        at: When to write: "end" for the end of a run, even after a stop; "best" for each new best value of a metric.
         every: Interval, such as "1ep", at which the file is also written before the end.
         average: Name of the handler whose averages are written, such as "ema"; by default, the only handler that keeps
             averages; required if there are several. False writes the weights themselves.
-        monitor: Name of the metric for ``at="best"``; by default the only metric that other handlers, such as `Checkpoint`,
-            monitor.
+        monitor: Name of the metric for ``at="best"``; by default, the metric that other handlers, such as `Checkpoint`,
+            monitor, if there is only one.
         mode: Whether smaller ("min") or larger ("max") values are better; by default, the direction that the metric declares.
         example: Model input for exporting a program, as for `export_program`; by default, the input in the current batch,
             which must be (input, target).
