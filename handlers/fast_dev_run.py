@@ -17,16 +17,16 @@ __all__ = ["FastDevRun"]
 class FastDevRun(Handler):
     """Runs one epoch of a few batches of training and evaluation, to find errors quickly; writes no files.
 
-    At the end, handlers whose interval is longer than these batches act once (`Handler.rehearse`), so `Validation`, for example,
-    validates. A schedule that needs more steps, for a warm-up, is built for the steps that the run would take without this
-    handler.
+    At the end, handlers whose interval is longer than this epoch act once (`Handler.rehearse`), so `Validation`, for example,
+    validates. A schedule that needs more steps, such as for a warm-up, is built for the steps that the run would take without
+    this handler.
 
     `Engine.dry_run` is on while the handler is attached, so handlers that write files or send data elsewhere are disabled during
     the run. Other limits given to `run` still apply. The run changes the weights. Before the actual training, call
     `Engine.reset`, which keeps the weights, or build the engine again.
 
-    A run without data, or with ``epoch_length=``, ends its epoch after this many iterations and discards an open
-    accumulation window.
+    A run without data, or with ``epoch_length=``, ends its epoch after ``batches`` iterations and discards an open accumulation
+    window.
 
     Args:
         batches: Number of batches for training and for each evaluation.

@@ -23,22 +23,23 @@ __all__ = ["Freezing", "discriminative_rates"]
 class Freezing(Handler):
     """Freezes parts of the model for the whole run or until an epoch (gradual unfreezing), for transfer learning.
 
-    Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them, and neither momentum nor weight decay
-    changes them. They may be in the optimizer from the start, which keeps its state for them. Frozen normalization layers with
-    running statistics (BatchNorm) are in eval mode, because each forward would update the statistics; other modules, such as
-    dropout, stay in training mode. (Without this handler, a part that has ``requires_grad=False`` and is in eval mode before the
-    run stays in eval mode inside a model that trains.) Unfreezing restores each parameter's own ``requires_grad``, so parameters
-    that you froze stay frozen. After the run, everything is as before.
+    Frozen parameters have ``requires_grad=False`` and no gradient, so optimizers skip them, and neither momentum nor weight
+    decay changes them. They can be in the optimizer from the start; the optimizer keeps its state for them. Frozen
+    normalization layers with running statistics (BatchNorm) are in eval mode, because each forward would otherwise update the
+    statistics; other modules, such as dropout, stay in training mode. (Without this handler, a part that has
+    ``requires_grad=False`` and is in eval mode before the run stays in eval mode inside a model that trains.) Unfreezing
+    restores each parameter's own ``requires_grad``, so parameters that you froze stay frozen. After the run, everything is as
+    before.
 
     The set of frozen parameters depends only on the epoch, even in a resumed run.
 
     Args:
         parts: Paths of modules or parameters, such as "backbone" or "head.bias", or name patterns with ``*``, ``?`` and ``[]``,
-            such as ``"*.bias"``. With several modules, paths start with the module's name. Alternatively a mapping from these to
-            the epoch that unfreezes the part, or to None for the whole run. If several match a parameter, the longest applies. A
-            parameter shared by two parts may be named by either path.
-        unfreeze_at: Epoch at whose start the parts are unfrozen, unless a mapping gives their epochs; at least 2. With 3, two
-            epochs are frozen.
+            such as ``"*.bias"``. With several modules, paths start with the module's name. Alternatively a mapping from these
+            to the epoch at which the part is unfrozen, or to None to keep it frozen for the whole run. If several match a
+            parameter, the longest applies. A parameter shared by two parts may be named by either path.
+        unfreeze_at: Epoch at whose start the parts are unfrozen, unless a mapping gives their epochs; at least 2. With 3, the
+            parts are frozen for two epochs.
         until: Earlier name of ``unfreeze_at``; deprecated.
         statistics: Whether to also freeze the running statistics of frozen normalization layers.
 
@@ -176,8 +177,8 @@ def discriminative_rates(
 ) -> list[dict[str, Any]]:
     """Parameter groups with a learning rate for each part of a model, typically smaller for pretrained parts.
 
-    For ``Update(..., parameters=lambda engine: discriminative_rates(engine.model, {...}))``. Each parameter is in one group.
-    Schedules that multiply the learning rate, such as LambdaLR, keep the ratios; OneCycleLR needs a list as ``max_lr=``.
+    Use them as ``Update(..., parameters=lambda engine: discriminative_rates(engine.model, {...}))``. Each parameter is in one
+    group. Schedules that multiply the learning rate, such as LambdaLR, keep the ratios; OneCycleLR needs a list as ``max_lr=``.
 
     Args:
         model: The model.

@@ -33,14 +33,14 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 class FullyShardedDataParallel(Distribution):
     """Fully sharded data parallel training (FSDP2), for models that are too large for one device.
 
-    Weights, gradients, optimizer states and data are sharded over the processes launched by torchrun. Each step equals a step on
-    the union of the ranks' batches. The weights of a part of the model (a unit) are all-gathered just before use and freed
-    afterwards, and its gradients are reduce-scattered. A rank without a batch or loss runs its last batch with zero gradients. In
-    a single process the handler does nothing, so the same script runs unchanged.
+    Weights, gradients, optimizer states and data are sharded over the processes launched by torchrun. Each step equals a step
+    on the union of the ranks' batches. The weights of a part of the model (a unit) are all-gathered just before use and freed
+    afterwards, and its gradients are reduce-scattered. A rank without a batch or loss runs its last batch again, with zero
+    gradients. In a single process the handler does nothing, so the same script runs unchanged.
 
-    The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded after
-    the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes as shards
-    that load on any number of processes.
+    The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded
+    after the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes
+    as shards that any number of processes can load.
 
     All ranks get the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window
     gradients are not reduced, so an open window cannot be saved: `Engine.state_dict` raises an error unless
@@ -53,13 +53,13 @@ class FullyShardedDataParallel(Distribution):
             default the model's children that have parameters, and the items of module lists. Larger units need fewer messages and
             more memory; ``()`` makes the whole model one unit. A unit's weights exist only while it is called, so modules that
             share weights must be in the same unit.
-        replicas: Number of copies of the model (HSDP); 1 shards over all ranks. The ranks divide into this many groups of
+        replicas: Number of copies of the model (HSDP); 1 shards over all ranks. The ranks are divided into this many groups of
             consecutive ranks, such as those of one machine, and each group shards one copy. Weights are gathered only inside a
             group, and gradients are also summed over the groups.
         reshard_after_forward: Whether units free their weights after the forward, and gather them again for the backward. False
             saves a third of the communication, but keeps the full weights from the forward to the backward.
-        param_dtype: Data type of gathered and used weights: "bf16", "fp16" or "fp32"; by default their own. The shards that the
-            optimizer sees keep their own type. An alternative to `MixedPrecision`, which casts per operation.
+        param_dtype: Data type in which weights are gathered and used: "bf16", "fp16" or "fp32"; by default their own. The
+            shards that the optimizer sees keep their own type. An alternative to `MixedPrecision`, which casts per operation.
         reduce_dtype: Data type for reducing gradients; by default ``param_dtype``.
         reduce_every_batch: Whether to reduce gradients with every batch of an accumulation window. This takes less memory,
             because no rank holds full gradients, and allows saving open windows.

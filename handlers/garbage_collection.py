@@ -23,10 +23,10 @@ class GarbageCollection(Handler):
     """Runs Python's garbage collector at the same iterations on all ranks, instead of whenever Python decides.
 
     Python frees objects in reference cycles only in a collection, which starts after a number of allocations. In distributed
-    runs, each process pauses in a different iteration, and all others wait for it. With this handler automatic collection is off,
-    and all ranks collect at the same iterations. The pauses are short, because objects that exist when the run starts are set
-    aside (`gc.freeze`), and only objects created since the last collection are examined. All objects are collected at the start
-    of the run, at the end of an epoch, before an evaluation, and after 1,000 collections of young objects.
+    runs, each process pauses in a different iteration, and all others wait for it. With this handler automatic collection is
+    off, and all ranks collect at the same iterations. The pauses are short, because objects that exist when the run starts are
+    set aside (`gc.freeze`), and only objects created since the last collection are examined. A full collection runs at the
+    start of the run, at the end of an epoch, before an evaluation, and after 1,000 collections of young objects.
 
     The weights do not change. Automatic collection and frozen objects are restored when the run ends or fails; if objects were
     frozen before, none are added. Worker processes of a DataLoader collect automatically.

@@ -19,7 +19,7 @@ class GradientAccumulation(Handler):
     schedules and weight averages run once per window.
 
     If the data has no length, each batch is loaded before the forward of the previous one, to detect the end of the epoch. If
-    loading draws random numbers from the global generators, it then draws them before the dropout of that forward. If the data
+    loading draws random numbers from the global generators, it then draws them before that forward's dropout does. If the data
     has a length, the order is the same as in a plain loop.
 
     Args:

@@ -21,14 +21,14 @@ __all__ = ["GradientCentralization"]
 class GradientCentralization(Handler):
     """Gradient centralization: subtracts the mean from each unit's gradient, which regularizes and speeds up training.
 
-    A unit is a row of a weight: an output unit of a linear layer, an output channel of a convolution. Vectors and scalars, such
-    as biases, are unchanged. The handler runs once per optimizer step, on unscaled gradients, after noise and before clipping;
-    weight decay, which the optimizer adds, is not centralized.
+    A unit is a row of a weight: an output unit of a linear layer, or an output channel of a convolution. Vectors and scalars,
+    such as biases, are unchanged. The handler runs once per optimizer step, on unscaled gradients, after noise and before
+    clipping; weight decay, which the optimizer adds, is not centralized.
 
     Args:
         exclude: Parameters that are not centralized: the path of a module or parameter such as ``"embedding"``, a pattern of
-            names such as ``"*.head.weight"``, or several. Names are those of the model's ``named_parameters()``; with several
-            modules, they are prefixed by the module's name.
+            names such as ``"*.head.weight"``, or several of these. Names are those of the model's ``named_parameters()``; with
+            several modules, they are prefixed by the module's name.
         update: Name of the update to centralize; all by default.
 
     Raises:

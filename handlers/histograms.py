@@ -20,10 +20,10 @@ __all__ = ["Histograms"]
 class Histograms(Handler):
     """Logs histograms of weights and gradients to every attached logger.
 
-    Each parameter and each gradient gets a histogram (``engine.log.histogram``). Weights are logged under "weights/" after every
-    n-th iteration. Gradients of the next completed step are logged under "gradients/", as the optimizer sees them after clipping.
-    Non-finite values are left out and reported; for complex values, the magnitudes count. For sharded parameters, the histogram
-    covers rank 0's part.
+    Each parameter and each gradient gets a histogram (``engine.log.histogram``). Weights are logged under "weights/" after
+    every n-th iteration. Gradients of the next completed step are logged under "gradients/", as the optimizer sees them after
+    clipping. Non-finite values are left out and reported; complex values are represented by their magnitudes. For sharded
+    parameters, the histogram covers rank 0's part.
 
     Args:
         every: Interval in iterations.

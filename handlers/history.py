@@ -212,13 +212,13 @@ class History(Handler):
     def plot(self, path: str | Path | BinaryIO, *names: str) -> None:
         """Plot metrics over iterations, in stacked panels.
 
-        Training and validation values of a metric share a panel, such as "loss", "train_loss", "val/loss" and "test-loss", and
-        "digits/loss" of a data set "digits" if one of these exists.
+        Training and validation values of a metric share a panel, such as "loss", "train_loss", "val/loss" and "test-loss". If
+        one of these exists, "digits/loss" of a data set "digits" shares its panel.
 
         Args:
             path: Path of the image, whose extension selects the format; or an open binary file, for a PNG.
-            names: Metrics to plot, one panel each, with those that share it; all by default. "train_loss,norm" plots both in one
-                panel, and "loss," plots "loss" alone.
+            names: Metrics to plot, each with the metrics that share its panel; all by default. "train_loss,norm" plots both in
+                one panel, and "loss," plots "loss" alone.
 
         Raises:
             ImportError: If matplotlib is not installed; the extra ``examples`` includes it.

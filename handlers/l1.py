@@ -13,7 +13,7 @@ __all__ = ["L1"]
 
 
 class L1(ParameterPenalty):
-    """L1 regularization (lasso): adds ``weight * sum(|p|)`` over the parameters to the loss, which draws weights to zero.
+    """L1 regularization (lasso): adds ``weight * sum(|p|)`` over the parameters to the loss, which pulls weights toward zero.
 
     Each gradient grows by ``weight * sign(p)``. The reported loss excludes the penalty, which is a separate metric named like the
     handler. Adaptive optimizers such as Adam divide this gradient by their second moment, like any other gradient. Weights become

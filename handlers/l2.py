@@ -14,12 +14,12 @@ __all__ = ["L2"]
 
 
 class L2(ParameterPenalty):
-    """L2 regularization (ridge): adds ``weight / 2 * sum(p ** 2)`` to the loss, which draws weights towards zero.
+    """L2 regularization (ridge): adds ``weight / 2 * sum(p ** 2)`` to the loss, which pulls weights toward zero.
 
-    Each gradient grows by ``weight * p``. With SGD, this equals the optimizer's ``weight_decay=weight``. Adaptive optimizers such
-    as Adam divide this gradient by their second moment, like any other gradient, and clipping counts it; the decoupled weight
-    decay of AdamW is part of the optimizer. The reported loss excludes the penalty, which is a separate metric named like the
-    handler.
+    Each gradient grows by ``weight * p``. With SGD, this equals the optimizer's ``weight_decay=weight``. Adaptive optimizers
+    such as Adam divide this gradient by their second moment, like any other gradient, and clipping includes it; AdamW's
+    decoupled weight decay, by contrast, is part of the optimizer. The reported loss excludes the penalty, which is a separate
+    metric named like the handler.
 
     Args:
         weight: Factor, 0 or more; or a function of the update's number of optimizer steps.

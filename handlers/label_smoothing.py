@@ -24,9 +24,9 @@ class LabelSmoothing(Handler):
     """Label smoothing for classification, against overconfidence: ``(1 - alpha) * loss + alpha * uniform``.
 
     ``uniform`` is the cross-entropy of the update's output against the uniform distribution over all classes. With a mean
-    cross-entropy loss, the result is ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` weights all classes and positions
-    equally, without the class weights and the ``ignore_index`` of the loss. If those matter, use the loss's built-in smoothing.
-    MixUp and CutMix, if attached, mix the losses first. Evaluations report the original loss.
+    cross-entropy loss, the result equals ``cross_entropy(..., label_smoothing=alpha)``. ``uniform`` weights all classes and
+    positions equally, without the class weights and the ``ignore_index`` of the loss. If those matter, use the loss's built-in
+    smoothing. MixUp and CutMix, if attached, mix the losses first. Evaluations report the original loss.
 
     Args:
         alpha: Weight of the uniform distribution, above 0 and at most 1; usually 0.1.
@@ -35,8 +35,8 @@ class LabelSmoothing(Handler):
 
     Raises:
         ValueError: At the start of a run, for an update that is a single function, whose output is not available.
-        TypeError: If the output (see `Update`, ``output``) is not a tensor of logits with at least two classes, or if the loss is
-            not a cross entropy over classes; binary_cross_entropy and mse_loss are not.
+        TypeError: If the output (see `Update`, ``output``) is not a tensor of logits with at least two classes, or if the loss
+            is not a cross entropy over classes (binary_cross_entropy and mse_loss are not).
 
     Source:
         Szegedy et al., "Rethinking the Inception Architecture for Computer Vision" (CVPR 2016).

@@ -142,7 +142,7 @@ class Lookahead(Handler):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Use the slow weights in place of the weights inside the ``with`` block, also with ``evaluate=False``.
+        """Use the slow weights in place of the weights inside the ``with`` block, even with ``evaluate=False``.
 
         Does nothing before the first run, or after different weights were loaded.
 

@@ -37,7 +37,8 @@ class MemorySnapshot(Handler):
     are not Python objects and are not listed. On CUDA, the allocator's history is recorded during the run, and a ``.pickle`` for
     https://pytorch.org/memory_viz is written beside the text file.
 
-    A batch that `MicroBatching` retries in smaller pieces is not an error. If the files cannot be written, the note says so.
+    A batch that `MicroBatching` retries in smaller pieces does not count as an error. If the files cannot be written, the note
+    says so.
 
     Args:
         folder: Folder of the files ``memory-<iteration>.txt``, with the rank if there are several; created when needed. An

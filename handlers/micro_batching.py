@@ -26,17 +26,17 @@ Split = Callable[[Any, int], Sequence[Any]]
 
 
 class MicroBatching(Handler):
-    """Micro-batching: computes each batch's gradients in pieces to save memory, and halves the pieces on out-of-memory.
+    """Micro-batching: computes each batch's gradients in pieces to save memory, and halves the pieces if memory runs out.
 
     The gradients of the pieces, weighted by their numbers of samples, add up to those of the batch, which is split as evenly as
-    possible. For a loss that is a mean over the samples, training equals that on whole batches up to rounding. Operations across
-    samples (BatchNorm) and random ones (dropout) see single pieces. The events from FORWARD_STARTED to BACKWARD_COMPLETED are
-    emitted for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the whole batch again,
-    ``update.loss`` its mean loss, and ``update.output`` the joined outputs.
+    possible. For a loss that is a mean over the samples, training matches training on whole batches up to rounding. Operations
+    across samples (BatchNorm) and random ones (dropout) see single pieces. The events from FORWARD_STARTED to
+    BACKWARD_COMPLETED are emitted for each piece, with the piece in ``state.batch``. Afterwards ``state.batch`` is the whole
+    batch again, ``update.loss`` its mean loss, and ``update.output`` the joined outputs.
 
     A batch that runs out of memory is retried with pieces of half the size, which is kept for the rest of the run. Buffers,
-    random states and the window's gradients are restored (UPDATE_RETRIED), and receivers that record outputs and losses see only
-    the successful attempt. For this, each batch costs a copy of the buffers and of the gradients accumulated so far.
+    random states and the window's gradients are restored (UPDATE_RETRIED), and receivers that record outputs and losses see
+    only the successful attempt. This requires a copy of the buffers and of the gradients accumulated so far for each batch.
 
     Args:
         size: Largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until memory runs out.

@@ -28,12 +28,12 @@ class MixedPrecision(Handler):
     """Mixed-precision training (AMP): autocast to bfloat16 or float16, the latter with gradient scaling.
 
     The forward and the loss run under autocast. With float16, each update has its own GradScaler, which keeps small gradients
-    from underflowing and is updated once per accumulation window. A step with non-finite gradients is skipped, at the cost of one
-    synchronization with the device per window, shared with `NonFiniteGuard`. Gradients are clipped and measured unscaled. An
-    evaluator uses only autocast, and inherits it if the trainer runs it (`Validation`, `Engine.evaluate`). The modules keep their
-    dtype; `TruePrecision` converts them.
+    from underflowing and is updated once per accumulation window. A step with non-finite gradients is skipped, at the cost of
+    one synchronization with the device per window, shared with `NonFiniteGuard`. Gradients are unscaled before they are clipped
+    and measured. An evaluator uses only autocast, and inherits it from a trainer that runs the evaluator (`Validation`,
+    `Engine.evaluate`). The modules keep their dtype; `TruePrecision` converts them.
 
-    Autocast computes losses such as cross_entropy in float32. For a custom loss, disable it inside the loss: ``with
+    Autocast computes losses such as cross_entropy in float32. For a custom loss, disable autocast inside the loss: ``with
     torch.autocast(output.device.type, enabled=False): return my_loss(output.float(), target)``.
 
     Scaled and unscaled gradients cannot be mixed in one accumulation window, so a window left open between two runs is discarded
@@ -50,7 +50,7 @@ class MixedPrecision(Handler):
             forward.
         init_scale: Initial scale; for fp16 only, like the arguments below.
         growth_factor: Factor that the scale is multiplied by after ``growth_interval`` windows without a skipped step.
-        backoff_factor: Factor that the scale is multiplied by after a step skipped for its gradients.
+        backoff_factor: Factor that the scale is multiplied by after a step that is skipped because of its gradients.
         growth_interval: Number of windows without a skipped step before the scale grows.
 
     Source:

@@ -17,8 +17,8 @@ class MixUp(SampleMixing):
     second time. The batch keeps its targets ``y``, so metrics such as accuracy compare the outputs of mixed samples with hard
     labels.
 
-    Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, whose
-    ``lam = a / (a + b)`` is Beta(alpha, alpha) distributed; and ``perm``, a permutation of the batch.
+    Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, so that
+    ``lam = a / (a + b)`` has the distribution Beta(alpha, alpha); and ``perm``, a permutation of the batch.
 
     Args:
         alpha: Parameter of the Beta distribution. The smaller it is, the closer lam is to 0 or 1; the paper uses 0.1 to 0.4 for
@@ -32,8 +32,8 @@ class MixUp(SampleMixing):
         lam: Weight of each sample in the last mixed batch; None before the first.
 
     Errors:
-        ValueError: At the start of a run, for an update that is a single function or takes the loss from the model's output,
-            which cannot be computed again, and with a handler that computes gradients from parts of the batch, which would
+        ValueError: At the start of a run, if an update is a single function or takes the loss from the model's output, because
+            such a loss cannot be computed again, or if another handler computes gradients from parts of the batch, which would
             separate the pairs.
 
     Source:

@@ -31,13 +31,13 @@ class ModuleSummary:
     Attributes:
         name: Name of the module within the model, such as "model.features.0".
         kind: Name of its class.
-        parameters: Number of its parameters, those of its submodules included, each counted once; None if a lazy module has not
-            been initialized.
+        parameters: Number of its parameters, including those of its submodules, each counted once; None if a lazy module has
+            not been initialized.
         trainable: Number of these that require gradients.
-        shared: Number of these that earlier rows already have, other than the rows of modules that contain this one.
+        shared: Number of these already counted in earlier rows, except rows of modules that contain this one.
         output: Shape of its last output, such as "32x10", or "(32x8, 2x32x8)"; empty if it was not called.
         calls: Number of calls in the forward.
-        flops: Floating-point operations of the forward, those of its submodules included; None if it was not called.
+        flops: Floating-point operations of the forward, including those of its submodules; None if it was not called.
 
     Example:
         >>> summary(nn.Linear(4, 8)).rows[0].parameters
@@ -181,16 +181,16 @@ def _summarized(roots: Mapping[str, nn.Module], watch: _Watch | None) -> ModelSu
 class Summary(Handler):
     """Prints a model summary after the first iteration: parameters, output shapes, FLOPs and memory of each module.
 
-    The handler watches the first forward of the training. It runs no extra forward, which would draw random numbers or change
-    BatchNorm statistics. Hooks and counter are removed before the backward, even after an error. Shared parameters are counted
-    once, and parameters of sharded models (FSDP) in full. For a compiled model, only parameters are shown.
+    The handler watches the first forward of training. It runs no extra forward, which would draw random numbers or change
+    BatchNorm statistics. The hooks and the counter are removed before the backward, even after an error. Shared parameters are
+    counted once, and parameters of sharded models (FSDP) in full. For a compiled model, only parameters are shown.
 
     Operations are those of matrix products, convolutions and attention in one forward; a multiplication and an addition count as
     two. Modules that torch does not count, such as an LSTM, are listed.
 
     Args:
         depth: Number of levels of modules to show below the models; None shows all.
-        modules: Pattern that the names of the rows match, such as "*attention*".
+        modules: Pattern that selects rows by name, such as "*attention*".
         file: Stream to print the summary to; standard error by default.
 
     Attributes:

@@ -24,8 +24,9 @@ class NEFTune(Handler):
     """NEFTune: adds uniform noise to the embeddings while fine-tuning a language model.
 
     The noise has magnitude ``alpha / sqrt(L * d)`` for embeddings of shape (N, L, d). A model that is fine-tuned on little text
-    then repeats its wording less. Evaluations and embeddings in eval mode get no noise. With a mask, L is each sample's number of
-    tokens, and padding gets no noise, as in the paper. Without a mask, L is the length of the batch, as in TRL.
+    then repeats that text's wording less often. Evaluations and embeddings in eval mode get no noise. With a mask, L is each
+    sample's number of tokens, and padding gets no noise, as in the paper. Without a mask, L is the length of the batch, as in
+    TRL.
 
     The noise depends on the run's seed, the iteration, the forward within it and the rank. It is drawn on the embedding's device,
     and stays the same when activation checkpointing recomputes the forward. The hook is on the embedding only during an update.
@@ -38,8 +39,8 @@ class NEFTune(Handler):
             a function of the batch.
 
     Raises:
-        ValueError: At the start of a run, if the embedding is not found, or if the model is compiled, which skips hooks; in the
-            first forward, if it does not call the embedding.
+        ValueError: At the start of a run, if the embedding is not found, or if the model is compiled, because compiled models
+            skip hooks; in the first forward, if it does not call the embedding.
 
     Source:
         Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (ICLR 2024), Algorithm 1.
