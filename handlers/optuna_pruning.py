@@ -15,7 +15,7 @@ __all__ = ["OptunaPruning"]
 class OptunaPruning(MetricReports):
     """Reports a metric to an Optuna trial, and stops the run when the study's pruner prunes it.
 
-    The run ends as usual first: files are closed, ENDED is emitted, checkpoints can be loaded. Then `Engine.run` raises
+    The run first ends as usual: files are closed, ENDED is emitted, and checkpoints can be loaded. Then `Engine.run` raises
     ``optuna.TrialPruned``, which Optuna expects from an objective.
 
     Args:
@@ -25,7 +25,7 @@ class OptunaPruning(MetricReports):
 
     Raises:
         TypeError: for an object that is not a trial.
-        ValueError: if the study has several objectives, which Optuna does not prune.
+        ValueError: if the study has several objectives, because Optuna does not prune such studies.
         optuna.TrialPruned: from `Engine.run`, after ENDED.
 
     Source: Akiba et al., Optuna: A Next-generation Hyperparameter Optimization Framework, KDD 2019,

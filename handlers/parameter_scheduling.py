@@ -27,8 +27,9 @@ class ParameterScheduling(Handler):
     Args:
         field: Name of the field, such as "weight_decay", "momentum", "betas" or "eps". Use `LRScheduling` for the learning
             rate.
-        schedule: Function of the count; a mapping ``{0: a, 100: b}`` from the counts at which values start to apply; `linear`; or
-            `cosine`. For a field with multiple values, such as betas, it returns all of them, unless ``index`` is set.
+        schedule: Function of the count; a mapping ``{0: a, 100: b}`` from counts to the values that apply from then on;
+            `linear`; or `cosine`. For a field with multiple values, such as betas, it returns all of them, unless ``index`` is
+            set.
         every: Interval between changes, such as "1step" (every optimizer step), "10steps" or "1ep". The schedule is called with
             the number of steps or epochs, according to the unit, and not with the number of intervals.
         index: Index of the scheduled value in a field with multiple values: 0 for the first of the betas.

@@ -23,10 +23,11 @@ class ParameterStatistics(Handler):
     """Measures the weights as metrics after every n-th optimizer step, and how much the step changed them.
 
     The metrics in ``state.metrics`` are "weight_norm" (the 2-norm), "weight_mean", "weight_sd" (the standard deviation),
-    "weight_zeros" (the share of zeros), and "update_ratio", the norm of the change divided by the norm of the weights before it.
-    A ratio of about 1e-3 is usual. Training is unstable with far more, and hardly learns with far less. Each metric covers all
-    weights, and each parameter as "weight_norm/0.weight", or with several updates as "weight_norm/generator/0.weight". The values
-    are tensors on the device, so measuring does not synchronize. For gradients, use `GradientNorms`.
+    "weight_zeros" (the share of zeros), and "update_ratio", the norm of the change divided by the norm of the weights before
+    it. A ratio of about 1e-3 is usual. With a far larger ratio, training is unstable; with a far smaller one, the model hardly
+    learns. Each metric is measured for all weights together and for each parameter, as "weight_norm/0.weight" or, with several
+    updates, as "weight_norm/generator/0.weight". The values are tensors on the device, so measuring does not synchronize. For
+    gradients, use `GradientNorms`.
 
     Weights are copied before each measured step. Skipped steps are not measured.
 

@@ -26,8 +26,8 @@ class Penalty(Penalizing):
     Args:
         function: Function called as ``function(engine)`` at LOSS_COMPUTED that returns a scalar tensor. The model is in
             ``engine.model``, the output in ``engine.state.update.output``, the batch in ``engine.state.batch``.
-        weight: Factor of the term, negative to increase it; or a function of the update's number of optimizer steps, such as
-            ``ParameterScheduling.linear(0.0, 1e-3, over=1000)``. With a factor of 0, the function is not called.
+        weight: Factor of the term, negative to increase the function's value; or a function of the update's number of optimizer
+            steps, such as ``ParameterScheduling.linear(0.0, 1e-3, over=1000)``. With a factor of 0, the function is not called.
         update: Name of the update to penalize; all by default.
 
     Raises:

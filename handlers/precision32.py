@@ -18,10 +18,10 @@ __all__ = ["Precision32"]
 class Precision32(Handler):
     """Sets the precision of float32 matrix products during the run: full float32, or faster TensorFloat-32 (TF32) or bfloat16.
 
-    Weights and activations stay in float32; only the products inside a matrix multiplication are rounded. With "high", Ampere and
-    later GPUs multiply in TensorFloat-32 (10 bits of mantissa instead of 23), several times faster. "medium" also allows bfloat16
-    (7 bits), which CPUs with bfloat16 instructions use. "highest" is full float32, torch's default. cuDNN convolutions are not
-    affected; they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` is set.
+    Weights and activations stay in float32; only the products inside a matrix multiplication are rounded. With "high", Ampere
+    and later GPUs multiply in TensorFloat-32 (10 bits of mantissa instead of 23), which is several times faster. "medium" also
+    allows bfloat16 (7 bits), which CPUs with bfloat16 instructions use. "highest" is full float32, torch's default. cuDNN
+    convolutions are not affected; they use TensorFloat-32 unless ``torch.backends.cudnn.conv.fp32_precision`` is set.
 
     The setting applies to the whole process, including evaluations inside the run and other engines. It is restored after the
     run, even if the run fails, and all of torch's getters return their earlier values.

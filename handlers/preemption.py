@@ -25,20 +25,21 @@ is saved."""
 class Preemption(Handler):
     """Saves a checkpoint and stops the run at a preemption signal (Slurm, spot instances), so it can resume without loss.
 
-    The current iteration completes. Then PREEMPTED is emitted, to which you can also connect functions, and every `Checkpoint` of
-    the whole state saves ``<name>-...-preempted``, even inside an accumulation window. The run stops as with
+    The current iteration completes. Then PREEMPTED is emitted, to which you can also connect functions, and every `Checkpoint`
+    of the whole state saves ``<name>-...-preempted``, even inside an accumulation window. The run stops as with
     ``engine.terminate``: TERMINATED, COMPLETED and ENDED are emitted, and ``state.stop_reason`` names the signal. A run resumed
-    from there is bit-identical to one that was never stopped.
+    from this checkpoint is bit-identical to one that was never stopped.
 
-    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number, as
-    in shells: 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job of ``sbatch --requeue``
-    that Slurm itself has preempted; before a time limit, the batch script must requeue it if the training ended with such a
-    status: ``scontrol requeue $SLURM_JOB_ID``. Let Slurm send the signal early enough with ``sbatch --signal=USR1@120``; the
-    seconds must exceed an iteration, an evaluation and a checkpoint together.
+    After ENDED, ``run()`` raises SystemExit to report that the run is not finished, by default with 128 + the signal's number,
+    as in shells: 143 for SIGTERM and 138 for SIGUSR1. torchrun restarts such a process. Slurm requeues a job submitted with
+    ``sbatch --requeue`` if Slurm itself preempted the job; before a time limit, the batch script must requeue the job if
+    training ended with such a status: ``scontrol requeue $SLURM_JOB_ID``. Let Slurm send the signal early enough with
+    ``sbatch --signal=USR1@120``; the number of seconds must exceed the time of an iteration, an evaluation and a checkpoint
+    together.
 
-    The previous signal handlers are replaced during a run and restored when it ends, even after an error. A second signal of the
-    same kind goes to the previous handler, which by default ends the process at once. Forked workers of a DataLoader ignore
-    SIGUSR1 and SIGUSR2. A SIGTERM kills them, and the run with them, so send it to the training process only.
+    The previous signal handlers are replaced during a run and restored when it ends, even after an error. A second signal of
+    the same kind goes to the previous handler, which by default ends the process at once. Forked workers of a DataLoader ignore
+    SIGUSR1 and SIGUSR2. A SIGTERM kills them, and the run with them, so send SIGTERM only to the training process.
 
     Args:
         signals: Names of the signals that stop the run.

@@ -41,31 +41,31 @@ class ProgressBar(Handler):
     """Shows a progress bar with metrics, iterations and samples per second, and the time left; plain lines in log files.
 
     In a terminal each epoch has a bar; a single bar covers the run if epochs are short, or if the run is bounded by iterations,
-    steps or time. If the bar does not fit, speeds and values that were not requested are left out first, the metrics last. Output
-    of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes cannot be detected. In a
-    notebook one output is updated, and its last line stays. Files and pipes get plain lines: after an epoch, at most one in
-    ``line_interval`` seconds and in 2 % of the time since the run began; within an epoch, or without a value to show, one per
-    minute.
+    steps or time. If the bar does not fit, speeds and values that were not requested are left out first, the metrics last.
+    Output of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes cannot be
+    detected. In a notebook one output is updated, and its last line stays. Files and pipes get plain lines: after an epoch, at
+    most one per ``line_interval`` seconds and per 2 % of the time since the run began; within an epoch, or without a value to
+    show, one per minute.
 
     At the end of training a bar or a line with the time of the whole run always stays. After an error or an interrupt, the bar
     stays as last drawn. The bar of an evaluation stays unless a different bar was on the terminal when it began. Consecutive
-    evaluations do not write lines faster.
+    evaluations do not write lines more often.
 
-    The time left runs to the nearest bound, from the mean time of an iteration. If it depends on the iterations per step, or per
-    epoch of data without a length, the values of this run so far are used. During an evaluation the bar shows that one is
-    running.
+    The time left until the nearest bound is estimated from the mean time of an iteration. If this time depends on the
+    iterations per step, or per epoch of data without a length, the values of this run so far are used. During an evaluation the
+    bar shows that one is running.
 
     Without training metrics, the bar shows the loss of the last batch and a smoothed loss: an exponential average, with bias
-    correction, of losses sampled at most once in ``interval`` seconds. It stays on the device and is fetched only when something
-    is drawn, so an iteration costs a fraction of a microsecond. Samples are counted when a loss is sampled, assuming that all
-    ranks train the same number.
+    correction, of losses sampled at most once in ``interval`` seconds. The smoothed loss stays on the device and is fetched
+    only when something is drawn, so an iteration costs a fraction of a microsecond. Samples are counted when a loss is sampled,
+    assuming that all ranks train the same number.
 
     Args:
         metrics: Names of the metrics or running values (see `Metrics`) to show; by default all, and the loss as above while no
             running values exist. Unless a metric has that name, "loss" is the last batch's loss, and "smooth_loss" the smoothed
             loss.
         interval: Shortest time in seconds between two drawings.
-        leave: Whether the bars of all epochs stay in a terminal, and not only the last one.
+        leave: Whether the bars of all epochs stay in a terminal, rather than only the last one.
         line_interval: Shortest time in seconds between two lines; 0 for a line after each epoch.
         learning_rate: Whether to show the learning rate, or the smallest and the largest if parameter groups differ.
         smoothing: Weight of the previous smoothed loss when a loss is added, from 0 to below 1.

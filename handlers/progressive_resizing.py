@@ -29,9 +29,9 @@ class ProgressiveResizing(Handler):
     iteration, so a resumed run continues with the right one. At full size, batches are unchanged. Evaluations use whole images.
     The model has to accept any size: convolutions, and pooling to a fixed size before the head.
 
-    Without ``sizes``, the scale is ``initial`` for the share ``delay`` of the run's iterations, grows linearly, and is 1 for the
-    share ``final``. The number of iterations comes from the first run's bounds (``max_epochs`` or ``max_iters``) and is part of
-    the state, so extending a run later does not shrink its images again.
+    Without ``sizes``, the scale is ``initial`` for the first share ``delay`` of the run's iterations, then grows linearly, and
+    is 1 for the last share ``final``. The number of iterations comes from the first run's bounds (``max_epochs`` or
+    ``max_iters``) and is part of the state, so extending a run later does not shrink its images again.
 
     Args:
         sizes: Alternatively, a mapping from the epoch or iteration, counted from 1, to the size that applies from then on: a

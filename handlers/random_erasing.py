@@ -26,8 +26,8 @@ class RandomErasing(Handler):
     """Random erasing: replaces a rectangle of random size, shape and position in a share of the samples.
 
     Rectangles are erased in whole batches on their device, separately for each sample, after mixing handlers such as MixUp. The
-    arguments are those of ``torchvision.transforms.RandomErasing``. Give normalized inputs, for which a value of 0 is the mean.
-    In sequences a segment is erased; ``scale`` is the share of the length, and ``ratio`` is ignored.
+    arguments are those of ``torchvision.transforms.RandomErasing``. Inputs should be normalized, so that a value of 0 is the
+    mean. In sequences a segment is erased; ``scale`` is the share of the length, and ``ratio`` is ignored.
 
     All draws come from the handler's own CPU generator, as float32 from 0 to 1. The first tensor, of shape (N), erases the
     samples whose number is below ``p``. The second, of shape (4, count, 10, N), has the areas, aspect ratios, rows and columns of
@@ -36,7 +36,7 @@ class RandomErasing(Handler):
     Args:
         p: Probability that a sample is erased.
         scale: Smallest and largest share of the image's area that is erased.
-        ratio: Smallest and largest aspect ratio, height to width; its logarithm is uniform.
+        ratio: Smallest and largest aspect ratio, height to width; its logarithm is drawn uniformly.
         value: Replacement value: a number, one per channel, or "random" for standard normal numbers in every element ("pixel" in
             timm).
         count: Number of rectangles per sample, which may overlap.

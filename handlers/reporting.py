@@ -17,7 +17,7 @@ class Reporting(MetricReports):
 
     Each value is reported once, at whichever event it is written; values of a sanity check are not reported. If the function
     returns True, the run stops at the end of the iteration and ends as usual, with ``state.stop_reason == "pruned"``. With
-    several ranks, rank 0 calls the function, and all ranks get its answer; an error in the function ends all ranks.
+    several ranks, rank 0 calls the function, and all ranks receive the result; an error in the function ends all ranks.
 
     Args:
         report: Function called as ``report(value, step)`` with the value and the number of values before it. It returns whether

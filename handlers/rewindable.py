@@ -13,9 +13,9 @@ __all__ = ["Rewindable"]
 class Rewindable(Handler):
     """Keeps recent states of the run in main memory, so ``engine.rewind(to=iteration)`` can go back to an earlier iteration.
 
-    A state is everything that a resumed run needs: weights, optimizers, handlers, generators, the position in the data. The run
-    can go back to any iteration since the oldest state, within the process, and repeats bit for bit. A checkpoint includes the
-    oldest state, so it is about twice as large, and a resumed run can go back equally far.
+    A state contains everything that a resumed run needs: weights, optimizers, handlers, generators, the position in the data.
+    Within the process, the run can go back to any iteration since the oldest state, and repeats bit for bit. A checkpoint
+    includes the oldest state, so it is about twice as large, and a resumed run can go back equally far.
 
     Args:
         every: Interval in iterations between two states.

@@ -47,7 +47,7 @@ def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -
     Args:
         amount: Length of the warm-up, in steps or as a fraction of the run.
         then: Factory of the scheduler that follows, as for `LRScheduling`. If the factory requires ``total_steps`` or ``T_max``
-            and you do not set it, it gets the rest of the run.
+            and you do not set it, the number of steps after the warm-up is filled in.
         start_factor: Initial factor s. By default 1 / (W + 1), so no step has a learning rate of 0.
 
     Source:
@@ -168,7 +168,7 @@ def one_cycle(max_lr: float | Sequence[float] | None = None, *, warmup: float = 
     Args:
         max_lr: Highest learning rate, or one for each parameter group; by default the optimizer's initial learning rates.
         warmup: Length of the warm-up, in steps or as a fraction of the run: torch's ``pct_start``.
-        options: Further arguments of OneCycleLR, such as ``div_factor`` or ``cycle_momentum=False``.
+        options: Additional arguments of OneCycleLR, such as ``div_factor`` or ``cycle_momentum=False``.
 
     Source:
         Smith and Topin, "Super-Convergence" (2018), https://arxiv.org/abs/1708.07120

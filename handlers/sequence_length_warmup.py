@@ -44,8 +44,8 @@ class SequenceLengthWarmup(Handler):
         current: Length that the last batch was reduced to; None if it was not.
 
     Raises:
-        ValueError: In a run, for a batch without a dimension of time, or one that cannot be split; at its start, for "split"
-            with a handler that splits batches into time chunks.
+        ValueError: At the start of a run, for "split" with a handler that splits batches into time chunks; in a run, for a
+            batch without a time dimension, or one that cannot be split.
 
     Source:
         Li, Zhang and He, "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT Models"

@@ -24,11 +24,11 @@ __all__ = ["SharpnessAwareMinimization"]
 class SharpnessAwareMinimization(Handler):
     """Sharpness-aware minimization (SAM): steps with the gradient at perturbed weights, to find flat minima.
 
-    The gradient g of the accumulation window is computed at the weights w as usual. Then it is computed again at w + e(w), where
-    e(w) = rho * g / ||g||, the weights are restored bit for bit, and the optimizer steps with the second gradient. Forward and
-    backward thus run twice for each batch of the window, and GRADIENTS_READY is emitted for each of the two gradients, so
-    clipping applies to both. Metrics and logs see only the first pass. Buffers keep the values of the first pass, so BatchNorm's
-    running statistics belong to the unperturbed weights. Dropout draws a new mask in the second pass.
+    The gradient g of the accumulation window is computed at the weights w as usual. Then the gradient is computed again at w +
+    e(w), where e(w) = rho * g / ||g||; the weights are restored bit for bit, and the optimizer steps with the second gradient.
+    Forward and backward thus run twice for each batch of the window, and GRADIENTS_READY is emitted for each of the two
+    gradients, so clipping applies to both. Metrics and logs see only the first pass. Buffers keep the values of the first pass,
+    so BatchNorm's running statistics belong to the unperturbed weights. Dropout draws a new mask in the second pass.
 
     Args:
         rho: Norm of the perturbation; 0.05 by default, and 0.5 if adaptive, as in the papers.

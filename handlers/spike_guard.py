@@ -31,26 +31,27 @@ class SpikeGuard(Handler):
 
     A value is a spike if its logarithm is more than ``sigmas`` standard deviations above the mean of the last ``window`` steps.
     The guard acts before the optimizer step. Spikes do not enter the window, nor do infinite values and NaN, which
-    `NonFiniteGuard` handles. Nothing counts as a spike before the window is full. The mean loss of an accumulation window counts,
-    and the norm before clipping. With several ranks, the loss is the mean over all ranks, so all decide alike.
+    `NonFiniteGuard` handles. Nothing counts as a spike before the window is full. The loss is the mean over an accumulation
+    window, and the norm is measured before clipping. With several ranks, the loss is the mean over all ranks, so all ranks
+    decide alike.
 
     - "skip" omits the step. After 20 in a row the guard accepts the new level as normal, and reports this (W19).
     - "stop" omits the step and stops the run. `Engine.replay` then shows whether the spike recurs, and which sample causes it.
     - "rewind" returns, inside the process, to the state ``rewind`` iterations ago, and continues without the batches seen since
-      then. Weights, optimizers, schedules, averages, metrics, logs and generators are as if they had never been seen.
+      then. Weights, optimizers, schedules, averages, metrics, logs and generators are as if those batches had never been seen.
 
     For "stop" and "rewind", states are kept in main memory, as by `Rewindable`, and a checkpoint includes the oldest one.
 
-    W19 reports every rewind, and of other actions the first, the 10th, the 100th and so on.
+    W19 reports every rewind; of the other actions, it reports the first, the 10th, the 100th and so on.
 
     Args:
         policy: Action at a spike: "skip", "stop" or "rewind".
         window: Number of recent steps that define the normal range.
         sigmas: Threshold in standard deviations of the logarithm. `alarms` counts how many recorded losses exceed it.
-        rewind: Number of iterations that the run goes back, interval of the states in iterations, and number of batches that are
-            left out. For "rewind" it must be less than an epoch.
+        rewind: Number of iterations that the run goes back, which is also the interval between states and the number of batches
+            that are left out. For "rewind" it must be less than an epoch.
         keep: Number of states to keep in memory.
-        at_most: Maximum number of rewinds; a further spike raises an error.
+        at_most: Maximum number of rewinds; one more spike raises an error.
         watch: Values to watch: "loss", "gradient_norm", or both.
 
     Attributes:

@@ -24,19 +24,19 @@ __all__ = ["StochasticDepth"]
 class StochasticDepth(Handler):
     """Stochastic depth (drop path): skips residual blocks at random during training, separately for each sample.
 
-    For a block ``x + f(x)``, the output becomes ``x + f(x) / (1 - rate)`` for the samples that keep it, and x for the others. The
-    block needs no change: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is its first input. The block
-    must be residual, with an output of the shape of x. A dropped sample also skips an activation that follows the addition inside
-    the block. The paper scales the blocks in evaluations; here, evaluations use the unchanged model, which has the same mean.
-    Dropped samples are still computed, so no time is saved. Normalization layers inside see all samples, and a block that no
-    sample keeps has zero gradients.
+    For a block ``x + f(x)``, the output becomes ``x + f(x) / (1 - rate)`` for the samples that keep it, and x for the others.
+    The block needs no change: a hook replaces its output y by ``x + (y - x) / (1 - rate)``, where x is its first input. The
+    block must be residual, with an output of the same shape as x. A dropped sample also skips an activation that follows the
+    addition inside the block. The paper scales the blocks in evaluations; here, evaluations use the unchanged model, which has
+    the same mean. Dropped samples are still computed, so no time is saved. Normalization layers inside see all samples, and a
+    block that no sample keeps has zero gradients.
 
     The masks depend on the run's seed, the iteration, the forward within it and the rank, and stay the same when activation
     checkpointing recomputes a block. The hooks are on the blocks only during an update.
 
     Args:
         blocks: The residual blocks: a path such as "layers.3", a pattern such as "encoder.layers.*", or several. If matches are
-            nested, the outermost module is taken. Blocks are numbered in the model's order.
+            nested, the outermost module is used. Blocks are numbered in the model's order.
         rate: Largest probability that a sample drops a block.
         depth: How the drop rate depends on depth: "linear" gives the l-th of L blocks ``rate * l / L``, as in the paper;
             "uniform" gives all blocks the same.
@@ -45,8 +45,8 @@ class StochasticDepth(Handler):
         update: Name of the update that drops blocks and whose steps count; required if the engine has several.
 
     Raises:
-        ValueError: At the start of a run, if a pattern matches no module, or if the model is compiled, which skips hooks; in the
-            forward, for a block whose output and input differ in shape.
+        ValueError: At the start of a run, if a pattern matches no module, or if the model is compiled, because compiled models
+            skip hooks; in the forward, for a block whose output and input differ in shape.
 
     Source:
         Huang, Sun, Liu, Sedra and Weinberger, "Deep Networks with Stochastic Depth" (ECCV 2016), section 3; the scale while

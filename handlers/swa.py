@@ -58,7 +58,7 @@ class SWA(AveragedWeights):
 
     Args:
         start: First epoch at whose end the weights are averaged.
-        every: Interval between two averages, in epochs from there, such as "1ep".
+        every: Interval between two averages, in epochs from ``start``, such as "1ep".
         lr: Learning rate that the update's optimizer is annealed to; None does not change the learning rate.
         anneal_epochs: Number of epochs of the annealing.
         anneal: Shape of the annealing: "cos" or "linear".
@@ -66,8 +66,8 @@ class SWA(AveragedWeights):
         bn_batches: Number of its batches to use; all by default. 0 keeps the statistics of the last averaged weights.
         bn_update: When to recompute the statistics: "end" when the run is complete, "evaluation" also before each evaluation or
             export with a new average.
-        evaluate: Whether evaluations and exports use the average. Only one of several averages can; ``with handler.in_place():``
-            uses a different one.
+        evaluate: Whether evaluations and exports use the average. If several handlers keep averages, only one can do this;
+            ``with handler.in_place():`` uses the average of a different one.
         update: Name of the update whose learning rate is annealed and whose forward is called; the first by default, but required
             with ``lr`` if the engine has several. All modules and trained tensors outside the modules are averaged.
 

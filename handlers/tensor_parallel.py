@@ -36,12 +36,12 @@ class TensorParallel(Distribution):
     unchanged.
 
     The model is split in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. Parameters outside the
-    plan also become DTensors, with a copy on each rank, so clipping, norms and averages see one kind of parameter; their modules
-    compute on plain tensors. The model stays split after the run; `unsplit` restores plain modules. `Checkpoint` writes the parts
-    as shards that load on any number of ranks.
+    plan also become DTensors, with a copy on each rank, so clipping, norms and averages see one kind of parameter; their
+    modules compute on plain tensors. The model stays split after the run; `unsplit` restores plain modules. `Checkpoint` writes
+    the parts as shards that any number of ranks can load.
 
     With a ``size`` smaller than the number of ranks, each group of ``size`` consecutive ranks splits the layers and reads the
-    same batches. Then also attach `FullyShardedDataParallel`, which shards the model and the data over the groups.
+    same batches. In this case, also attach `FullyShardedDataParallel`, which shards the model and the data over the groups.
 
     Each sample counts once in metrics, speeds and the progress bar, since all ranks read the same batches. Dropout between two
     split layers acts on a part of the features, and draws the same mask for each part.

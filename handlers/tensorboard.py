@@ -36,8 +36,8 @@ class TensorBoardLogger(ScalarLogger):
     """Logs losses, learning rates, metrics and values from ``engine.log`` to TensorBoard.
 
     Training losses and metrics are under "train/", those of evaluations under "val/", and learning rates under "lr". The
-    horizontal axis is the iteration. Hyperparameters (``engine.log.hyperparameters``) and the last values of the metrics are one
-    row of the HPARAMS tab, in the same file. `Histograms` logs the distributions of weights and gradients.
+    horizontal axis is the iteration. Hyperparameters (``engine.log.hyperparameters``) and the last values of the metrics form
+    one row of the HPARAMS tab, in the same file. `Histograms` logs the distributions of weights and gradients.
 
     A resumed run hides the values that an earlier run logged after the resumed checkpoint, and a new training run hides all
     earlier values, so each curve is clean. The earlier files are kept. The file is closed when the run ends, even after an

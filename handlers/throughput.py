@@ -30,13 +30,13 @@ class Throughput(Handler):
 
     The metrics in ``state.metrics`` are "samples_per_second", "batches_per_second" and "steps_per_second", since the previous
     measurement. Evaluations, checkpoints and the first iterations of a run do not count, so a resumed run shows no drop. With
-    gradient accumulation, a step has several batches. Optional metrics are "tokens_per_second"; "waiting_for_data", the share of
-    the time spent waiting for the next batch; "flops_per_second"; and "mfu" (model FLOPs utilization), the share of the
+    gradient accumulation, a step has several batches. Optional metrics are "tokens_per_second"; "waiting_for_data", the share
+    of the time spent waiting for the next batch; "flops_per_second"; and "mfu" (model FLOPs utilization), the share of the
     processors' peak performance that the model uses. A ``name`` given to the handler prefixes these names, as in
-    "slow/samples_per_second", so you can attach several.
+    "slow/samples_per_second", so you can attach several such handlers.
 
-    On a GPU, the values are right only if iterations wait for the device now and then, for example by reading a loss, because
-    kernels run asynchronously.
+    On a GPU, the values are right only if iterations wait for the device from time to time, for example by reading a loss,
+    because kernels run asynchronously.
 
     Args:
         every: Interval between two measurements.

@@ -21,15 +21,15 @@ __all__ = ["TruncatedBPTT"]
 class TruncatedBPTT(Handler):
     """Truncated back-propagation through time (TBPTT): trains on long sequences in chunks that pass on the hidden state.
 
-    Each batch is split along time, so gradients and memory reach back over one chunk. Each chunk is one micro-step: forward,
-    loss, backward and, unless gradients are accumulated, the optimizer's step. The forward reads ``engine.state.update.hidden``,
-    which is None at the start of a batch, and stores the new hidden state there; it is detached between chunks.
-    `GradientAccumulation` counts chunks; its windows may span batches, but not epochs.
+    Each batch is split along time, so gradients and memory reach back over only one chunk. Each chunk is one micro-step:
+    forward, loss, backward and, unless gradients are accumulated, the optimizer's step. The forward reads
+    ``engine.state.update.hidden``, which is None at the start of a batch, and stores the new hidden state there; it is detached
+    between chunks. `GradientAccumulation` counts chunks; its windows may span batches, but not epochs.
 
-    In nested tuples, lists, dicts and dataclasses, the handler splits tensors along ``dim``, a ``PackedSequence``, and lists of
-    tensors of one shape, as sequences of time steps, unless the list is the batch itself. The first of them defines the length of
-    the sequences. Everything without a time dimension or of a different length, such as labels of shape (N,), is passed to every
-    chunk. For a label that happens to have this length, use ``split``.
+    In nested tuples, lists, dicts and dataclasses, the handler splits tensors along ``dim``, ``PackedSequence`` objects, and
+    lists of tensors of one shape (as sequences of time steps, unless the list is the batch itself). The first of these defines
+    the length of the sequences. Everything without a time dimension or of a different length, such as labels of shape (N,), is
+    passed to every chunk. For a label that happens to have this length, use ``split``.
 
     Chunks of a packed batch hold the sequences that have not ended, in their order, and the hidden state (of shape (..., N,
     features), as in torch's recurrent layers) is narrowed to them. No sequence is added before the next batch.

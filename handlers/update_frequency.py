@@ -18,8 +18,8 @@ class UpdateFrequency(Handler):
     """Runs an update only in every n-th iteration, such as a GAN's generator once per five critic steps (n_critic).
 
     Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ..., and with an
-    offset of 1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates without a name
-    here run in every iteration.
+    offset of 1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates not named here
+    run in every iteration.
 
     Gradient accumulation counts only iterations that run the update. Its last window of an epoch closes when the update runs for
     the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
@@ -31,9 +31,9 @@ class UpdateFrequency(Handler):
 
     Errors:
         KeyError: When the handler is attached, for a name that no update has.
-        ValueError: When it is attached, for frequencies that leave an iteration without any update, whose batch would be lost;
-            and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of steps
-            of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
+        ValueError: When it is attached, for frequencies that leave an iteration without any update, because its batch would be
+            lost; and before an epoch of unknown length, if the gradients of such an update are accumulated. Since the number of
+            steps of the update is not known in advance, a schedule such as OneCycleLR must be given its number of steps.
 
     Source:
         Arjovsky, Chintala and Bottou, "Wasserstein Generative Adversarial Networks" (ICML 2017), algorithm 1, where n_critic = 5.

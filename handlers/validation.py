@@ -29,8 +29,8 @@ class Validation(Handler):
     the trainer's model. To measure something else, build the evaluator yourself: ``Validation(evaluator, data)``, whose metric
     names have no prefix by default.
 
-    An evaluation leaves random states, gradients and train or eval modes unchanged, so training continues bit for bit as without
-    it.
+    An evaluation leaves random states, gradients and train or eval modes unchanged, so training continues bit for bit as it
+    would without the evaluation.
 
     An evaluator inherits how the trainer prepares its batches (everything at GET_BATCH_COMPLETED in Phase.PREPARE, such as
     `DeviceTransfer`) and the precision of `MixedPrecision` or `TruePrecision`, unless it has its own. ``print(trainer)`` lists

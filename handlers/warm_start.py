@@ -26,8 +26,8 @@ class WarmStart(Handler):
     """Loads pretrained weights from a file when a new run starts: all, some, or under different names.
 
     Names, shapes and kinds of dtype are compared first. Missing weights, unexpected weights and different shapes raise an error
-    before any weight changes, unless ``allow`` matches them. A file without any fitting weight always raises an error. One line
-    on stderr reports how much was loaded; `plan` has the names.
+    before any weight changes, unless ``allow`` matches them. A file in which no weight fits always raises an error. One line on
+    stderr reports how much was loaded; `plan` has the names.
 
     The weights are loaded before the model is moved, converted, frozen, sharded or compiled, and before optimizers and averages
     exist. Only weights and buffers are loaded; counters, optimizers and random streams start fresh. A run that resumes from a
@@ -40,8 +40,8 @@ class WarmStart(Handler):
         source: The weights: a safetensors file, or the index of its shards; a file of ``torch.save`` or Lightning's ``.ckpt``; a
             checkpoint, or a folder of them; a Hugging Face folder; or a mapping from names to tensors. See `read_weights`.
         rename: Regular expressions and their replacements, as for `re.sub`, applied to the names of the file in this order.
-        include: Patterns of the weights to load; everything by default. All patterns are paths such as "backbone", or have ``*``,
-            ``?`` or ``[]``, and are compared with the model's names.
+        include: Patterns of the weights to load; everything by default. All patterns are paths, such as "backbone", or contain
+            ``*``, ``?`` or ``[]``, and are compared with the model's names.
         exclude: Patterns of weights that are not loaded and keep their initial values.
         allow: Patterns of weights that may be missing, unexpected or of a different shape. They keep their initial values.
 
@@ -49,7 +49,7 @@ class WarmStart(Handler):
         plan: Report of the last load; None before.
 
     Raises:
-        ValueError: For weights that do not fit, naming what differs, and for a rule or pattern that matches nothing.
+        ValueError: For weights that do not fit (the error names what differs), and for a rule or pattern that matches nothing.
 
     Example:
         >>> import torch
