@@ -67,7 +67,7 @@ class AveragedWeights(Handler):
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Put the averages in place of the weights for the ``with`` block, also with ``evaluate=False``.
+        """Put the averages in place of the weights for the ``with`` block, even with ``evaluate=False``.
 
         Does nothing before the first average, and after weights were loaded.
 

@@ -100,8 +100,8 @@ class Average:
 
     Args:
         function: Function called as ``function(output, target)`` that returns the batch's mean as a scalar tensor or number, or
-            several means by name as a mapping. A loss module with half-precision weights is computed with float32 copies of them.
-            By default, the update's loss is averaged, in the precision in which it was computed.
+            several means by name as a mapping. A loss module with half-precision weights is evaluated with float32 copies of
+            these weights. By default, the update's loss is averaged, in the precision in which it was computed.
         higher_is_better: Whether greater values are better, for monitors of this metric. By default, smaller values are better
             for the update's loss and torch's losses, and the direction of other functions is not known.
 

@@ -38,21 +38,21 @@ Inputs = Callable[[Engine], tuple[Any, ...] | Mapping[str, Any]]
 class Metrics(Handler):
     """Updates metrics with every batch, and writes the epoch's values to ``state.metrics`` when the epoch completes.
 
-    Attach it to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values so
-    far are available in ``state.metrics.running``.
+    Attach the handler to an evaluator for validation metrics, or to a trainer for training metrics. During an epoch, the values
+    so far are available in ``state.metrics.running``.
 
-    Metrics get half-precision tensors as float32 copies, so rounding does not decide which checkpoint is best. Values with one
-    number are Python numbers.
+    Metrics get half-precision tensors as float32 copies, so rounding does not decide which checkpoint is best. A metric with a
+    single value is stored as a Python number.
 
-    For a score that is not a mean over batches, such as F1, give an object with the methods ``reset``, ``update`` and
-    ``compute``. With several processes it also needs ``state_dict`` and ``merge``, which gets the states of all ranks.
+    For a score that is not a mean over batches, such as F1, pass an object with the methods ``reset``, ``update`` and
+    ``compute``. With several processes, it also needs ``state_dict`` and ``merge``, which receives the states of all ranks.
 
     Args:
         metrics: Metrics by name: an `Average`, an `Accuracy`, any torchmetrics metric, or a function ``(output, target) -> mean
             of the batch``, which is averaged over the samples. If a function ``scores`` returns several values by name, they are
             written as "scores/f1" and so on. Each metric's ``higher_is_better`` gives monitors its direction.
         inputs: Function called as ``inputs(engine)`` that returns the arguments of the metrics, a tuple or a mapping of keyword
-            arguments. By default, these are all that the forward returns, and the batch's second element.
+            arguments. By default, the arguments are everything that the forward returns and the batch's second element.
         update: Name of the update that is measured; required if there are several.
         named: The same as ``metrics``, as keyword arguments.
 

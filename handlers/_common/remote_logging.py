@@ -32,12 +32,12 @@ class RemoteLogger(ScalarLogger):
     then in a file of JSON lines, ``<name>-unsent.jsonl`` in ``folder``, until the service answers again. Records left when the
     run ends stay in that file; a resumed run sends them, and so does `send_kept`.
 
-    A run that is stopped or killed at any point and resumes from a checkpoint continues the same remote run, in which no value is
-    lost or doubled: the service's values after the checkpoint are compared with those that the resumed run logs. If they differ,
-    because the run was resumed with other options or set back to an earlier state (``engine.snapshots.restore``), the run
-    continues as a new remote run with a copy of the earlier numbers, whose id has a suffix, ``-1``. The old run is closed as
-    KILLED with a text that says so, and keeps its images and texts. Metrics that measure the machine, such as those of
-    `Throughput`, may differ.
+    A run that is stopped or killed at any point and resumes from a checkpoint continues the same remote run, in which no value
+    is lost or duplicated: the service's values after the checkpoint are compared with those that the resumed run logs. If they
+    differ, because the run was resumed with different options or set back to an earlier state (``engine.snapshots.restore``),
+    the run continues as a new remote run, whose id has a suffix, ``-1``, with a copy of the earlier numbers. The old run is
+    closed as KILLED with a text that gives the reason, and keeps its images and texts. Metrics that measure the machine, such
+    as those of `Throughput`, may differ.
 
     The remote run is FINISHED, FAILED with the error's text, KILLED after Ctrl-C, or still RUNNING after a preemption. With
     several ranks, rank 0 sends one run. The horizontal axis is the iteration, and names are the same as in TensorBoard.
@@ -49,9 +49,9 @@ class RemoteLogger(ScalarLogger):
         folder: Folder of the run, for the file of unsent records.
         every: Interval in iterations, such as "10it", for losses, learning rates and per-iteration metrics. All other new metric
             values are sent with the iteration that measured them.
-        run_id: Id of the remote run: letters, digits, '_' and '-'. By default every run that restarts has its own.
+        run_id: Id of the remote run: letters, digits, '_' and '-'. By default, every run that starts over has its own.
         keep_different: Whether to keep different values in the remote run and to continue after them, instead of starting a new
-            remote run. For training that is not deterministic, where no resumed run repeats the last digits.
+            remote run. Use this for nondeterministic training, where a resumed run does not repeat the last digits.
         capacity: Number of rows that wait in memory.
         timeout: Seconds to wait for unsent records when the run ends.
 
@@ -134,8 +134,8 @@ class RemoteLogger(ScalarLogger):
         raise NotImplementedError(f"{type(self).__name__} does not define send()")
 
     def stored(self, run_id: str, after: int) -> Iterable[Stored]:
-        """The remote run's values of this and later iterations: names, iterations, and numbers, or None for a value that is no
-        number.
+        """The remote run's values of this and later iterations: names, iterations, and numbers, or None for a value that is not
+        a number.
 
         Without this method, a killed run may send values again, and a new remote run has no copy of earlier numbers.
         """
