@@ -35,8 +35,8 @@ class SequenceLengthWarmup(Handler):
         start: Initial length, in tokens.
         end: Final length, in tokens; from then on, longer batches are unchanged.
         over: Amount of training over which the length grows, such as "1000it", "500steps" or "2ep".
-        increment: Step of the length in tokens: lengths are rounded down to a multiple of it above ``start``; 8 fits tensor
-            cores.
+        increment: Step of the length in tokens: lengths are rounded down to a multiple of it, but not below ``start``; 8 fits
+            tensor cores.
         mode: How sequences are shortened: "cut" or "split"; see above.
         dim: Dimension of time in the tensors; 1 for (N, T) and (N, T, C).
 
