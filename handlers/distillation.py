@@ -42,7 +42,7 @@ class Distillation(LossTerm):
     The reported loss is still the task loss. ``T**2 * KL`` is a separate metric with the handler's name.
 
     Args:
-        teacher: The trained model. To distill several, give a module that averages their outputs.
+        teacher: The trained model. To distill several models, pass a module that averages their outputs.
         temperature: T, by which logits are divided. A higher T gives more weight to similarities between classes; 1 leaves the
             probabilities unchanged, and 2 to 10 are usual.
         weight: Factor for the divergence. With 0, the teacher is not called.

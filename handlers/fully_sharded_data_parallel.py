@@ -413,7 +413,7 @@ class FullyShardedDataParallel(Distribution):
         self._hooks, self._roots, self._kept, self._buffers, self._outputs, self._batch = [], [], [], [], [], None
 
     def unshard(self, engine: Engine) -> None:
-        """Convert the engine's modules back to plain ones with the current weights. All ranks have to call it, after a run.
+        """Convert the engine's modules back to plain ones with the current weights. All ranks must call it after a run.
 
         Every rank then holds the full weights. The next run builds new optimizers, and shards the modules again unless the
         handler is detached. To resume training exactly, load a checkpoint into a new engine instead.

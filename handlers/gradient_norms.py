@@ -22,19 +22,19 @@ __all__ = ["GradientNorms"]
 class GradientNorms(Handler):
     """Measures gradient norms as metrics: of all gradients, of each layer, or of each parameter, before clipping.
 
-    Norms are measured for each optimizer step, on unscaled gradients averaged over the accumulation window. In ``state.metrics``
-    the total is "gradient_norm", the norm of a layer "gradient_norm/0", and the norm of a parameter "gradient_norm/0.weight";
-    with several updates "gradient_norm/generator" and "gradient_norm/generator/0.weight". Loggers write the norms with the
-    iteration that measured them. The values are tensors on the device, so measuring does not synchronize; displaying or logging
-    them does. Steps that are skipped afterwards are also measured, so norms may be infinite or NaN.
+    Norms are measured for each optimizer step, on unscaled gradients averaged over the accumulation window. The metrics in
+    ``state.metrics`` are "gradient_norm" (the total), "gradient_norm/0" (the norm of a layer) and "gradient_norm/0.weight" (the
+    norm of a parameter); with several updates, "gradient_norm/generator" and "gradient_norm/generator/0.weight". Loggers write
+    the norms with the iteration that measured them. The values are tensors on the device, so measuring does not synchronize;
+    displaying or logging them does. Steps that are skipped afterwards are also measured, so norms may be infinite or NaN.
 
     Args:
         norm_type: p of the p-norm; ``math.inf`` for the maximum norm.
         per_parameter: Whether to also measure the gradient of each parameter.
         per_layer: Whether to also measure the joint gradient of each module's own parameters, such as those of each linear layer,
             without those of modules inside it. Parameters of the model itself form the layer "(model)".
-        every: Interval between measurements: "10st" measures every tenth optimizer step of each update, "100it" the first step
-            after every 100 iterations. Alternatively GRADIENTS_READY with a filter, which counts iterations.
+        every: Interval between measurements: "10st" measures every tenth optimizer step of each update; "100it" measures the
+            first step after every 100 iterations. Alternatively, pass GRADIENTS_READY with a filter, which counts iterations.
         update: Name of the update to measure; all by default.
 
     Source:

@@ -42,9 +42,9 @@ class MicroBatching(Handler):
         size: Largest number of samples in a piece. Without ``size`` and ``pieces``, batches stay whole until memory runs out.
         pieces: Number of pieces of each batch, instead of ``size``.
         split: Function called as ``split(batch, n)`` that returns the batch as a list of n batches of about the same size. By
-            default, tensors and arrays are split along their first dimension, whose length is that of the batch's first tensor,
-            in nested tuples, lists, dicts, namedtuples and dataclasses. Lists of that length without tensors are also split. Each
-            piece gets everything else unchanged.
+            default, tensors and arrays in nested tuples, lists, dicts, namedtuples and dataclasses are split along their first
+            dimension, which must be as long as that of the batch's first tensor. Lists of that length without tensors are also
+            split. Each piece gets everything else unchanged.
         samples: Function called as ``samples(batch)`` that returns the number of samples in a batch or a piece, for batches where
             this is not the first dimension of the first tensor. Requires ``split``.
         halve_on_oom: Whether to retry with pieces of half the size when memory runs out, on a GPU or a CPU.

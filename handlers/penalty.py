@@ -18,10 +18,11 @@ class Penalty(Penalizing):
     """Adds a custom penalty to the loss: ``weight * function(engine)``.
 
     The reported loss excludes the term, which is a separate metric named like the handler, or "penalty/generator" with several
-    updates. The metric is a tensor on its device, so measuring does not synchronize. The function is called for each micro-step,
-    as the loss function is. With gradient accumulation the term has the weight of its micro-step, and with micro-batching the
-    function gets single pieces. SAM and LBFGS call the function again, and loss scaling scales the term. Several penalties are
-    added in the order of their names, after mixup, label smoothing and distillation. Evaluations are not affected.
+    updates. The metric is a tensor on its device, so measuring does not synchronize. The function is called for each
+    micro-step, as the loss function is. With gradient accumulation, the term has the weight of its micro-step; with
+    micro-batching, the function receives single pieces. SAM and LBFGS call the function again, and loss scaling scales the
+    term. Several penalties are added in the order of their names, after mixup, label smoothing and distillation. Evaluations
+    are not affected.
 
     Args:
         function: Function called as ``function(engine)`` at LOSS_COMPUTED that returns a scalar tensor. The model is in

@@ -34,10 +34,10 @@ class Predictions(Handler):
 
     Args:
         folder: Folder to write to, created if it does not exist; None to collect in memory.
-        inputs: Whether to also collect the inputs. True takes the update's ``input``, by default the first element of the batch.
-            Or give a different index, key or name, or a function called as ``inputs(batch)``.
-        targets: Whether to also collect the targets, given like ``inputs``. True takes the update's ``target``, by default the
-            second element of the batch.
+        inputs: Whether to also collect the inputs. True uses the update's ``input``, by default the first element of the batch.
+            Alternatively, pass a different index, key or name, or a function called as ``inputs(batch)``.
+        targets: Whether to also collect the targets, specified like ``inputs``. True uses the update's ``target``, by default
+            the second element of the batch.
         update: Name of the update whose output is collected; required if the engine has several.
 
     Attributes:

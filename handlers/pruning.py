@@ -46,7 +46,7 @@ class Pruning(Handler):
     Args:
         amount: Final share of zero weights, such as 0.8; not with ``structure``.
         start: Number of optimizer steps before the first weights are pruned.
-        end: Number of steps at which the amount is reached; None prunes everything at ``start``.
+        end: Number of steps after which the amount is reached; None prunes everything at ``start``.
         every: Number of steps between prunings from ``start`` to ``end``.
         schedule: Function from progress (0 at ``start``, 1 at ``end``) to the share of the amount that is pruned; by default
             cubic, ``1 - (1 - progress) ** 3``, which prunes most at the beginning.

@@ -43,8 +43,9 @@ class SWA(AveragedWeights):
 
     All epochs count equally. With a high constant learning rate late in training, the weights explore a wide minimum, and their
     mean is closer to its center. With ``lr``, the handler anneals the learning rate epoch by epoch from the start of averaging,
-    as ``torch.optim.swa_utils.SWALR`` does. To also schedule it before that, omit ``lr`` and chain both in `LRScheduling` with
-    ``every="1ep"``: ``lambda optimizer: SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)], milestones=[75])``.
+    as ``torch.optim.swa_utils.SWALR`` does. To also schedule the learning rate before that, omit ``lr`` and chain both schedulers
+    in `LRScheduling` with ``every="1ep"``:
+    ``lambda optimizer: SequentialLR(optimizer, [before, SWALR(optimizer, swa_lr=0.05)], milestones=[75])``.
 
     Evaluations started by the trainer (`Validation`, `Engine.evaluate`), exports and `Engine.weights` use the average, which is
     copied into the modules in place and swapped out afterwards. The evaluator must therefore share the trainer's modules.

@@ -318,7 +318,7 @@ class TensorParallel(Distribution):
     # ---- after a run ----------------------------------------------------------------------------------------------
 
     def unsplit(self, engine: Engine) -> None:
-        """Convert the engine's modules back to plain ones with the current weights. All ranks have to call it, after a run.
+        """Convert the engine's modules back to plain ones with the current weights. All ranks must call it after a run.
 
         Every rank then holds the full weights. The next run builds new optimizers, and splits the modules again unless the
         handler is detached. To resume training exactly, load a checkpoint into a new engine instead.

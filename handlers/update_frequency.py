@@ -18,8 +18,8 @@ class UpdateFrequency(Handler):
     """Runs an update only in every n-th iteration, such as a GAN's generator once per five critic steps (n_critic).
 
     Iterations are counted over all epochs, from 1: with n = 5 the update runs in the iterations 5, 10, 15, ..., and with an
-    offset of 1 in 1, 6, 11, ... In other iterations it is omitted, as if the engine had no such update. Updates not named here
-    run in every iteration.
+    offset of 1 in 1, 6, 11, ... In other iterations, the update is omitted, as if the engine did not have it. Updates not named
+    here run in every iteration.
 
     Gradient accumulation counts only iterations that run the update. Its last window of an epoch closes when the update runs for
     the last time in the epoch, and is averaged over its actual length. This requires a known length of the epoch.
