@@ -51,7 +51,7 @@ class ProgressBar(Handler):
     stays as last drawn. The bar of an evaluation stays unless a different bar was on the terminal when it began. Consecutive
     evaluations do not write lines more often.
 
-    The time left until the nearest bound is estimated from the mean time of an iteration. If this time depends on the
+    The time left until the nearest bound is estimated from the mean time of an iteration. If the time left depends on the
     iterations per step, or per epoch of data without a length, the values of this run so far are used. During an evaluation the
     bar shows that one is running.
 
