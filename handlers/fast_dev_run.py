@@ -21,8 +21,8 @@ class FastDevRun(Handler):
     validates. A schedule that needs more steps, such as for a warm-up, is built for the steps that the run would take without
     this handler.
 
-    `Engine.dry_run` is on while the handler is attached, so handlers that write files or send data elsewhere are disabled during
-    the run. Other limits given to `run` still apply. The run changes the weights. Before the actual training, call
+    `Engine.dry_run` is on while the handler is attached, so handlers that write files or send data elsewhere are disabled
+    during the run. Other limits passed to `run` still apply. The run changes the weights. Before the actual training, call
     `Engine.reset`, which keeps the weights, or build the engine again.
 
     A run without data, or with ``epoch_length=``, ends its epoch after ``batches`` iterations and discards an open accumulation

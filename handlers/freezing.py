@@ -40,7 +40,7 @@ class Freezing(Handler):
             parameter, the longest applies. A parameter shared by two parts may be named by either path.
         unfreeze_at: Epoch at whose start the parts are unfrozen, unless a mapping gives their epochs; at least 2. With 3, the
             parts are frozen for two epochs.
-        until: Earlier name of ``unfreeze_at``; deprecated.
+        until: Former name of ``unfreeze_at``; deprecated.
         statistics: Whether to also freeze the running statistics of frozen normalization layers.
 
     Source:

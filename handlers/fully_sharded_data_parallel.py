@@ -42,7 +42,7 @@ class FullyShardedDataParallel(Distribution):
     after the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes
     as shards that any number of processes can load.
 
-    All ranks get the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window
+    All ranks receive the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window
     gradients are not reduced, so an open window cannot be saved: `Engine.state_dict` raises an error unless
     ``reduce_every_batch`` is set. During evaluations by the trainer every rank holds the full weights, so the ranks may
     evaluate different numbers of batches.

@@ -27,7 +27,7 @@ class LimitBatches(Handler):
     Args:
         train: Number of training batches per epoch: an int, or a float in (0, 1] as a fraction of the data's length, rounded down
             but at least one batch. None uses all batches.
-        validation: Number of batches per evaluation, given like ``train``.
+        validation: Number of batches per evaluation, specified like ``train``.
 
     Example:
         >>> import torch

@@ -24,7 +24,7 @@ __all__ = ["Lookahead"]
 
 
 class Lookahead(Handler):
-    """Lookahead optimizer: every k steps, moves slow weights towards the current ones and continues from them.
+    """Lookahead optimizer: every k steps, moves slow weights toward the current ones and continues from them.
 
     The slow weights start as a copy of the weights before the first step. After each k-th step
     ``slow = slow + alpha * (weights - slow)``, and then ``weights = slow``. Skipped steps do not count. The optimizer's state,

@@ -24,10 +24,9 @@ class Perplexity:
     Args:
         ignore_index: Class of targets that do not count, such as padding; as in `torch.nn.functional.cross_entropy`.
 
-    Shapes:
-        - output: scores (logits) of shape (N, C, ...) as for `torch.nn.functional.cross_entropy`, or with the classes last,
-          (N, ..., C), as language models give them. Half precision is computed in float32.
-        - target: classes of shape (N, ...), of any integer dtype.
+    Shapes: - output: scores (logits) of shape (N, C, ...) as for `torch.nn.functional.cross_entropy`, or with the classes last,
+    (N, ..., C), as language models return them. Half precision is computed in float32. - target: classes of shape (N, ...), of
+    any integer dtype.
 
     Raises:
         ValueError: For shapes that do not fit, or that fit both ways, such as scores of shape (N, 8, 8) for 8 tokens.
