@@ -17,7 +17,7 @@ class Benchmark(Handler):
 
     Each new input shape requires new trials, so this pays off if all batches have the same shape. To drop a smaller last
     batch, use ``DataLoader(drop_last=True)``. The fastest algorithm, and therefore the results, may differ between runs, so
-    attaching `Deterministic` as well raises an error. On a CPU the handler does nothing. The flag is restored after the run,
+    attaching `Deterministic` as well raises an error. On a CPU, the handler does nothing. The flag is restored after the run,
     even if the run fails.
 
     Source:

@@ -31,7 +31,7 @@ class Compile(Handler):
     torch compiles for the size of the first batch and, once a second size occurs, compiles again for all sizes. After
     ``recompile_limit`` graphs, further sizes run without compilation, and a warning lists those sizes.
 
-    During a run ``engine.model`` is the compiled model; afterwards it is the original again. ``engine.modules`` never changes,
+    During a run, ``engine.model`` is the compiled model; afterwards it is the original again. ``engine.modules`` never changes,
     so parameter names and checkpoints stay the same, and runs with and without compilation can resume from each other's
     checkpoints. With `DistributedDataParallel`, the wrapped model is compiled. With `FullyShardedDataParallel`, pass the
     modules that are sharded as units in ``modules``. An evaluator calls its own model and needs a separate `Compile`, but

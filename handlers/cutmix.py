@@ -21,7 +21,7 @@ class CutMix(SampleMixing):
 
     Each batch draws from the handler's own CPU generator, in this order: two float64 Gamma(alpha) variates a and b, so that
     ``beta = a / (a + b)`` has the distribution Beta(alpha, alpha); ``perm``, a permutation of the batch; and the center of the
-    box, one dimension after the other. In d spatial dimensions each side of the box is the sample's side times
+    box, one dimension after the other. In d spatial dimensions, each side of the box is the sample's side times
     ``(1 - beta) ** (1 / d)``. The box is clipped at the border, and ``lam`` is computed from the clipped box.
 
     Args:

@@ -32,7 +32,7 @@ class DistributedDataParallel(Distribution):
     may be smaller or missing. A stop, a skipped step or a preemption on one rank applies to all ranks. Metrics count every
     sample once. Only rank 0 writes logs, progress bars and checkpoints, which include the states that differ between ranks.
 
-    During a run ``engine.model`` is the wrapped model; the wrapper is removed at the end. ``engine.modules`` are the original
+    During a run, ``engine.model`` is the wrapped model; the wrapper is removed at the end. ``engine.modules`` are the original
     modules, whose names and states are saved in checkpoints. Within an accumulation window, only the last backward pass
     reduces gradients (``no_sync``). All ranks receive the buffers of rank 0 after every step, as in torch's DDP, and at the
     start of an evaluation. The gradients of trained tensors outside the modules are also reduced. A module with parameters in

@@ -36,15 +36,15 @@ class FullyShardedDataParallel(Distribution):
     Weights, gradients, optimizer states and data are sharded over the processes launched by torchrun. Each step equals a step
     on the union of the ranks' batches. The weights of a part of the model (a unit) are all-gathered just before use and freed
     afterwards, and its gradients are reduce-scattered. A rank without a batch or loss runs its last batch again, with zero
-    gradients. In a single process the handler does nothing, so the same script runs unchanged.
+    gradients. In a single process, the handler does nothing, so the same script runs unchanged.
 
     The model is sharded in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. It stays sharded
     after the run; `unshard` restores plain modules. Modules, optimizers and averages hold DTensors, which `Checkpoint` writes
     as shards that any number of processes can load.
 
-    All ranks receive the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window
+    All ranks receive the buffers of rank 0 after every step and at the start of an evaluation. Within an accumulation window,
     gradients are not reduced, so an open window cannot be saved: `Engine.state_dict` raises an error unless
-    ``reduce_every_batch`` is set. During evaluations by the trainer every rank holds the full weights, so the ranks may
+    ``reduce_every_batch`` is set. During evaluations by the trainer, every rank holds the full weights, so the ranks may
     evaluate different numbers of batches.
 
     Args:

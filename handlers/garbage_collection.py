@@ -23,7 +23,7 @@ class GarbageCollection(Handler):
     """Runs Python's garbage collector at the same iterations on all ranks, instead of whenever Python decides.
 
     Python frees objects in reference cycles only in a collection, which starts after a number of allocations. In distributed
-    runs, each process pauses in a different iteration, and all others wait for it. With this handler automatic collection is
+    runs, each process pauses in a different iteration, and all others wait for it. With this handler, automatic collection is
     off, and all ranks collect at the same iterations. The pauses are short, because objects that exist when the run starts are
     set aside (`gc.freeze`), and only objects created since the last collection are examined. A full collection runs at the
     start of the run, at the end of an epoch, before an evaluation, and after 1,000 collections of young objects.

@@ -26,7 +26,7 @@ class GradientAccumulation(Handler):
         steps: Number of batches per window, or a schedule ``{epoch: n}``: each n applies from its epoch on, and n is 1 before the
             first.
         weight: Function that returns the batch's weight, such as its number of tokens; called as ``weight(engine)`` after the
-            loss is computed. The step then uses the gradient of the weighted mean loss. By default all batches have the same
+            loss is computed. The step then uses the gradient of the weighted mean loss. By default, all batches have the same
             weight.
         update: Name of the update to accumulate for; all by default.
 

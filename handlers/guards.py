@@ -47,8 +47,9 @@ class Guards(Handler):
     """Detects silent training problems, such as bad data, modes or gradients, and reports them with codes G01 to G24.
 
     The handler checks the first three iterations and every n-th iteration: the batch, the modes, the gradients, the step and,
-    with several ranks, whether all ranks have the same weights. On an evaluator it checks the first batch of every run. A check
-    synchronizes with the device; between checks the handler is not called. Runs with and without the handler are bit-identical.
+    with several ranks, whether all ranks have the same weights. On an evaluator, the handler checks the first batch of every
+    run. A check synchronizes with the device; between checks the handler is not called. Runs with and without the handler are
+    bit-identical.
 
     ``Engine(allow=["G13"])`` silences a code; `signalfire.findings.codes.CODES` explains each one.
 

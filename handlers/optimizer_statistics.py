@@ -20,7 +20,7 @@ class OptimizerStatistics(Handler):
     """Records learning rate, momentum and weight decay as metrics, as schedules have set them.
 
     The metrics in ``state.metrics`` are "learning_rate", "momentum" (for Adam and its relatives, the first beta), "beta2" (the
-    second) and "weight_decay", if the optimizer has them. With several parameter groups the names end in "/group0" and so on;
+    second) and "weight_decay", if the optimizer has them. With several parameter groups, the names end in "/group0" and so on;
     with several updates they are "learning_rate/generator" and "learning_rate/generator/group0". `History` records these
     metrics. Loggers write these metrics in addition to their own learning rates, "lr" or "lr/group0", so learning rates appear
     twice.

@@ -40,20 +40,20 @@ LINES = 50
 class ProgressBar(Handler):
     """Shows a progress bar with metrics, iterations and samples per second, and the time left; plain lines in log files.
 
-    In a terminal each epoch has a bar; a single bar covers the run if epochs are short, or if the run is bounded by iterations,
-    steps or time. If the bar does not fit, speeds and values that were not requested are left out first, the metrics last.
-    Output of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes cannot be
-    detected. In a notebook one output is updated, and its last line stays. Files and pipes get plain lines: after an epoch, at
-    most one per ``line_interval`` seconds and per 2 % of the time since the run began; within an epoch, or without a value to
-    show, one per minute.
+    In a terminal, each epoch has a bar; a single bar covers the whole run if epochs are short, or if the run is bounded by
+    iterations, steps or time. If the bar does not fit, speeds and values that were not requested are left out first, the
+    metrics last. Output of this process to ``sys.stdout`` and ``sys.stderr`` appears above the bar; output of child processes
+    cannot be detected. In a notebook, one output is updated, and its last line stays. Files and pipes get plain lines: after an
+    epoch, at most one per ``line_interval`` seconds and per 2 % of the time since the run began; within an epoch, or without a
+    value to show, one per minute.
 
-    At the end of training a bar or a line with the time of the whole run always stays. After an error or an interrupt, the bar
+    At the end of training, a bar or a line with the time of the whole run always stays. After an error or an interrupt, the bar
     stays as last drawn. The bar of an evaluation stays unless a different bar was on the terminal when it began. Consecutive
     evaluations do not write lines more often.
 
     The time left until the nearest bound is estimated from the mean time of an iteration. If the time left depends on the
-    iterations per step, or per epoch of data without a length, the values of this run so far are used. During an evaluation the
-    bar shows that one is running.
+    iterations per step, or per epoch of data without a length, the values of this run so far are used. During an evaluation,
+    the bar shows that an evaluation is running.
 
     Without training metrics, the bar shows the loss of the last batch and a smoothed loss: an exponential average, with bias
     correction, of losses sampled at most once in ``interval`` seconds. The smoothed loss stays on the device and is fetched

@@ -27,7 +27,7 @@ class RandomErasing(Handler):
 
     Rectangles are erased in whole batches on their device, separately for each sample, after mixing handlers such as MixUp. The
     arguments are those of ``torchvision.transforms.RandomErasing``. Inputs should be normalized, so that a value of 0 is the
-    mean. In sequences a segment is erased; ``scale`` is the share of the length, and ``ratio`` is ignored.
+    mean. In sequences, a segment is erased; ``scale`` is the share of the length, and ``ratio`` is ignored.
 
     All draws come from the handler's own CPU generator, as float32 from 0 to 1. The first tensor, of shape (N), erases the
     samples whose number is below ``p``. The second, of shape (4, count, 10, N), has the areas, aspect ratios, rows and columns of

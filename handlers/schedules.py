@@ -37,7 +37,7 @@ _SHAPES = ("linear", "cosine", "1-sqrt")
 def warmup(amount: float, then: Factory, *, start_factor: float | None = None) -> Factory:
     """Linear learning-rate warm-up before any torch scheduler.
 
-    For W steps the learning rate rises linearly to the first rate of ``then``; at step t it is ``s + (1 - s) * t / W`` times
+    For W steps, the learning rate rises linearly to the first rate of ``then``; at step t it is ``s + (1 - s) * t / W`` times
     this rate. From step W on, the rate follows ``then`` from step 0, as in a run that is W steps shorter. Fractions in ``then``
     are fractions of that shorter run. As in torch's LinearLR, the full learning rate is reached after the W steps, not at the
     last of them.

@@ -35,7 +35,7 @@ class SpikeGuard(Handler):
     window, and the norm is measured before clipping. With several ranks, the loss is the mean over all ranks, so all ranks
     decide alike.
 
-    - "skip" omits the step. After 20 in a row the guard accepts the new level as normal, and reports this (W19).
+    - "skip" omits the step. After 20 in a row, the guard accepts the new level as normal, and reports this (W19).
     - "stop" omits the step and stops the run. `Engine.replay` then shows whether the spike recurs, and which sample causes it.
     - "rewind" returns, inside the process, to the state ``rewind`` iterations ago, and continues without the batches seen since
       then. Weights, optimizers, schedules, averages, metrics, logs and generators are as if those batches had never been seen.
@@ -49,7 +49,7 @@ class SpikeGuard(Handler):
         window: Number of recent steps that define the normal range.
         sigmas: Threshold in standard deviations of the logarithm. `alarms` counts how many recorded losses exceed it.
         rewind: Number of iterations that the run goes back, which is also the interval between states and the number of batches
-            that are left out. For "rewind" it must be less than an epoch.
+            that are left out. For "rewind", it must be less than an epoch.
         keep: Number of states to keep in memory.
         at_most: Maximum number of rewinds; one more spike raises an error.
         watch: Values to watch: "loss", "gradient_norm", or both.

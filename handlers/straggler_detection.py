@@ -32,17 +32,17 @@ PARTS = {
 class StragglerDetection(Handler):
     """Detects stragglers in distributed training: names slow ranks and the slow part of their iterations.
 
-    In every iteration all ranks wait for the slowest, so all seem equally slow. This handler times the work of each rank without
-    the waiting, and the ranks compare their times every ``every`` iterations. A rank is a straggler if its work takes more than
-    ``threshold`` times the median of all ranks, and at least 1 ms more, in three quarters of the iterations. One warning names
-    the rank and the slow part: data, forward (with the transfer of the batch and the loss), backward, or handlers (with the
-    optimizer step). A second warning reports when the rank is back to normal. "straggler_ratio" in ``state.metrics`` is the
-    median time of the slowest rank divided by the median of all ranks.
+    In every iteration, all ranks wait for the slowest one, so all seem equally slow. This handler times the work of each rank
+    without the waiting, and the ranks compare their times every ``every`` iterations. A rank is a straggler if its work takes
+    more than ``threshold`` times the median of all ranks, and at least 1 ms more, in three quarters of the iterations. One
+    warning names the rank and the slow part: data, forward (with the transfer of the batch and the loss), backward, or handlers
+    (with the optimizer step). A second warning reports when the rank is back to normal. "straggler_ratio" in ``state.metrics``
+    is the median time of the slowest rank divided by the median of all ranks.
 
-    The backward is measured in CPU time, which does not pass while a process waits for another or sleeps. On GPUs only data and
-    forward are compared, since the host cannot tell when the device waits; for sharded models on GPUs, only data.
+    The backward is measured in CPU time, which does not pass while a process waits for another or sleeps. On GPUs, only data
+    and forward are compared, since the host cannot tell when the device waits; for sharded models on GPUs, only data.
 
-    In a single process nothing is measured, so the same script runs unchanged.
+    In a single process, nothing is measured, so the same script runs unchanged.
 
     Args:
         every: Interval between two comparisons, in iterations; 5 or more.

@@ -32,8 +32,8 @@ class TensorParallel(Distribution):
 
     With the processes launched by torchrun, each rank holds a part of the layers in the plan and computes its part of their
     outputs, with torch's DTensor. All ranks read the same batches in the order of rank 0 and draw the same random numbers, so
-    they train like one process, up to the rounding of sums. In a single process the handler does nothing, so the same script runs
-    unchanged.
+    they train like one process, up to the rounding of sums. In a single process, the handler does nothing, so the same script
+    runs unchanged.
 
     The model is split in place at MODEL_SETUP, before optimizers are built, from the weights of rank 0. Parameters outside the
     plan also become DTensors, with a copy on each rank, so clipping, norms and averages see one kind of parameter; their
