@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -138,16 +138,16 @@ class Copier:
             return {key: self.copy(one) for key, one in value.items()}
         if kind is list or kind is tuple:
             return kind([self.copy(one) for one in value])
-        if _is_plain(value) and _is_near(value):
-            return self._cloned(value)
-        raise Uncopied
+        return self._cloned(value)
 
-    def _cloned(self, tensor: Tensor) -> Tensor:
+    def _cloned(self, tensor: Any) -> Tensor:
+        if not (_is_plain(tensor) and _is_near(tensor)):
+            raise Uncopied
         self._room -= tensor.numel()
         if self._room < 0:
             raise Uncopied
         try:
-            return tensor.detach().clone()
+            return cast(Tensor, tensor.detach().clone())
         except NotImplementedError:  # for elements of less than a byte
             raise Uncopied from None
 
