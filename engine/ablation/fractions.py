@@ -298,8 +298,8 @@ def _checked(
                 raise ValueError(f"{what}...): {one!r} is not a factor; the factors are {', '.join(names)}")
             if one in found and one != name:
                 raise ValueError(
-                    f"{what}...): the product for {name!r} contains {one!r}, which is itself generated; use only "
-                    "factors that are not generated"
+                    f"{what}...): the generator of {name!r} uses {one!r}, which has a generator itself; use only "
+                    "base factors"
                 )
         if len(of) < 2 or name in of:
             raise ValueError(f"{what}{{{name!r}: {list(of)}}}): expected a product of two or more different factors")

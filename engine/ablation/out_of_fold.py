@@ -101,8 +101,8 @@ def out_of_fold(predicted: Mapping[int, Tensor], tests: Sequence[Sequence[int]],
         if not bool((counts == 1).all()):
             raise ValueError(
                 f"predictions: {int((counts == 0).sum())} samples have no prediction and {int((counts > 1).sum())} "
-                "have several, but integer predictions cannot be averaged or set to NaN; predict probabilities, or use "
-                "a splitter that puts each sample in exactly one test fold, and train all folds"
+                "have several, but integer predictions cannot be averaged or set to NaN; either predict "
+                "probabilities, or train all folds with a splitter that puts each sample in exactly one test fold"
             )
         return total
     found: Tensor = total / counts.reshape(-1, *[1] * len(shape))

@@ -278,8 +278,8 @@ class Monitor:
         if self._other_read:
             raise KeyError(
                 f"{self.handler} asks for {self.asked!r}, which is ambiguous. The handler has read {self.metric!r} so "
-                f"far, but {self.asked!r} now has a value; write {self.metric!r}, or announce {self.asked!r} before "
-                f"the run: engine.state.metrics.announce('user', [{self.asked!r}])"
+                f"far, but a metric named {self.asked!r} now exists; pass {self.metric!r} to the handler, or announce "
+                f"{self.asked!r} before the run: engine.state.metrics.announce('user', [{self.asked!r}])"
             )
         self.metric = self.asked
 

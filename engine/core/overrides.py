@@ -148,7 +148,7 @@ class Overrides(Part["Kernel"]):
             raise ValueError(f"{by!r} replaces {what!r}; expected one of {', '.join(map(str, Override))}")
         if what is Override.GRADIENTS and not engine.training:
             raise ValueError(
-                f"{by!r} replaces the computation of gradients, but an engine that only evaluates computes none"
+                f"{by!r} replaces the gradient computation, but this engine only evaluates, so it computes no gradients"
             )
         if what is Override.WINDOW:
             for target in engine.updates if update is None else (engine.find_update(update),):

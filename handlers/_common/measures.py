@@ -129,8 +129,8 @@ class Average:
             raise TypeError(f"Average({function!r}): expected a function that maps (output, target) to the batch mean")
         if (reduction := _reduction_of(function)) in ("sum", "none"):
             raise ValueError(
-                f"Average({function!r}): with reduction={reduction!r}, the function does not return the batch mean, "
-                "which Average weights by the batch size; use reduction='mean'"
+                f"Average({function!r}): Average weights the batch mean by the batch size, but with reduction={reduction!r} "
+                "the function does not return the mean; use reduction='mean'"
             )
         self.function = function
         self.higher_is_better = (

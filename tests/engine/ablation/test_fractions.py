@@ -244,7 +244,7 @@ def test_what_is_wrong_is_refused() -> None:
         (
             {"generators": {"C": ["A", "B"], "D": ["A", "C"]}},
             ValueError,
-            "the product for 'D' contains 'C', which is itself generated",
+            "the generator of 'D' uses 'C', which has a generator itself",
         ),
         ({"generators": {"C": ["A", "B"], "D": ["A", "B"]}}, ValueError, "C and D would always be on or off together"),
         ({"resolution": 4, "limit": 4}, ValueError, "4 factors need more than limit=4 runs"),

@@ -280,7 +280,7 @@ def test_the_gradients_of_an_engine_that_computes_none_are_not_replaced() -> Non
             engine.overrides.replace(Override.GRADIENTS, lambda engine, update, compute: compute(), by=self)
 
     evaluator = make_trainer(Update.supervised(mse))
-    with pytest.raises(ValueError, match="replaces the computation of gradients, but an engine that only evaluates"):
+    with pytest.raises(ValueError, match="replaces the gradient computation, but this engine only evaluates"):
         evaluator.attach(Wrong())
     assert evaluator.handlers == {}
 
