@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import signalfire
-from signalfire import Engine, Update, handlers
-from tests.kit import needs
+from signalfire import Engine, Events, Update, handlers
+from tests.kit import batches, build, mlp, needs
 
 GUIDE = Path(__file__).parent.parent / "examples" / "guide"
 PAGES = [*sorted(file.stem for file in GUIDE.glob("from_*.md")), "timm"]
@@ -212,3 +212,16 @@ def test_nothing_of_theirs_is_left_out(page: str) -> None:
     there = THEIRS[page]()
     assert len(there) > 20
     assert there - named(page) == set(), "add a row: ours, or `unsupported: ` and why"
+
+
+def test_the_events_of_a_run_are_listed_in_their_order() -> None:
+    page = (GUIDE / "loop.md").read_text()
+    block = re.search(r"```text\n(MODEL_SETUP.*?)```", page, re.DOTALL)
+    assert block
+    listed = [name for name in re.findall(r"\b[A-Z_]{2,}\b", block[1]) if name != "TERMINATED"]
+    engine = build(mlp(5, 4, 1))
+    met: list[str] = []
+    for event in Events:
+        engine.connect(event, lambda engine, name=event.name: met.append(name))
+    engine.run(batches(1), max_epochs=1)
+    assert listed == met
