@@ -17,7 +17,8 @@ set -euo pipefail
 export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
-# With --gpus-per-task=1, each process sees one GPU, with index 0. If each sees all GPUs, use LOCAL_RANK=$SLURM_LOCALID.
+# With --gpus-per-task=1, each process sees one GPU, with index 0.
+# If each process sees all GPUs, use LOCAL_RANK=$SLURM_LOCALID.
 status=0
 srun bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=0
