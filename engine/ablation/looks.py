@@ -54,7 +54,7 @@ class Looks:
         >>> Looks([5, 10])
         Traceback (most recent call last):
             ...
-        ValueError: Study(looks=[5, 10]): no result with 5 seeds can reach the boundary of this look; use at least 7 seeds
+        ValueError: Study(looks=[5, 10]): with 5 seeds, no result can be significant at this look; use at least 7 seeds
     """
 
     def __init__(self, sizes: Sequence[int], alpha: float = 0.05) -> None:
@@ -74,7 +74,7 @@ class Looks:
         for place, size in enumerate(self.sizes):
             if not self._reachable(place, size):
                 raise ValueError(
-                    f"Study(looks={list(sizes)}): no result with {size} seeds can reach the boundary of this look; "
+                    f"Study(looks={list(sizes)}): with {size} seeds, no result can be significant at this look; "
                     f"{self._smallest(place)}"
                 )
 

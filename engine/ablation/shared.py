@@ -103,8 +103,8 @@ def check_not_left(engine: Engine, what: str) -> None:
 def _check_changed_back(thing: Any, digest: str, name: str, what: str) -> None:
     if _left.of(thing) == digest:
         raise SharedError(
-            f"{what} returned {name} as an earlier run had left it, so the runs of the study would depend on "
-            "each other; create the model, its optimizer and its data inside the function in each call"
+            f"{what} returned {name}, already modified by an earlier run, so the runs of the study would not be "
+            "independent; create the model, its optimizer and its data inside the function, each time it is called"
         )
 
 

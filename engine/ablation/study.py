@@ -84,7 +84,7 @@ class Study:
             of the task, as in ``{"digits": {"data": load_digits}, "wine": {"data": load_wine}}``; or, without ``build``, a
             function per task. The report is a `TasksReport`; the study ``study.tasks["digits"]`` has the runs of one task. Not
             together with ``looks`` or ``prune``.
-        scores: With tasks, the values of the metric that count as a score of 0 and of 1 in each task, such as ``{"digits": (0.1,
+        scores: With tasks, the values of the metric that map to a score of 0 and of 1 in each task, such as ``{"digits": (0.1,
             1.0), "wine": (1 / 3, 1.0)}`` (chance and perfection); or one pair for all. The scores of the tasks are averaged, so
             these values decide how much each task weighs. ``margin`` is then in units of the score.
 

@@ -15,7 +15,7 @@ from .statistics import exact
 __all__ = ["Ends", "check_scores", "check_task", "ends_in_direction", "joined_plan", "score", "task_builds"]
 
 Ends = tuple[float, float]
-"""The values of the metric that count as a score of 0 and of 1."""
+"""The values of the metric that map to a score of 0 and of 1."""
 
 
 def task_builds(
@@ -73,8 +73,8 @@ def check_scores(scores: Mapping[str, Ends] | Ends | None, tasks: Mapping[str, o
         return {}
     if scores is None:
         raise TypeError(
-            "Study(tasks=...): set scores= to the two values of the metric that count as 0 and 1, either for each "
-            f"task, such as {{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or as one pair for all tasks; these values "
+            "Study(tasks=...): set scores= to the values of the metric that map to a score of 0 and of 1, either for "
+            f"each task, such as {{{next(iter(tasks))!r}: (0.1, 1.0), ...}}, or as one pair for all tasks; these values "
             "determine the weight of each task"
         )
     given = scores if isinstance(scores, Mapping) else dict.fromkeys(tasks, scores)

@@ -34,14 +34,14 @@ PLAN = [7, 10, 14, 20]
         (
             [5, 10],
             ValueError,
-            "no result with 5 seeds can reach the boundary of this look; use at least 7",
+            "with 5 seeds, no result can be significant at this look; use at least 7",
         ),
         (
             [6, 20],
             ValueError,
-            "no result with 6 seeds can reach the boundary of this look; use at least 7",
+            "with 6 seeds, no result can be significant at this look; use at least 7",
         ),
-        ([2, 3], ValueError, "no result with 2 seeds .*; omit the look at 2 seeds"),
+        ([2, 3], ValueError, "with 2 seeds, no result .*; omit the look at 2 seeds"),
         ([8], ValueError, "expected two or more increasing numbers"),
         ([8, 8], ValueError, "expected two or more increasing numbers"),
         ([8, 40], ValueError, "exact only up to 20 seeds"),

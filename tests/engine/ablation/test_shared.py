@@ -80,10 +80,10 @@ SHARED: dict[str, tuple[Callable[[int], Any], str]] = {
         builder("model", "evaluator", again=reset),
         r"returned the handler 'metrics' \(Metrics\) for a second run",
     ),
-    "model": (builder("model"), "returned the tensor 'model.0.weight' as an earlier run had left it"),
+    "model": (builder("model"), "returned the tensor 'model.0.weight', already modified by an earlier run"),
     "optimizer": (
         builder("model", "optimizer", again=reset),
-        "returned the optimizer of 'main' as an earlier run had left it",
+        "returned the optimizer of 'main', already modified by an earlier run",
     ),
     "generator": (builder("generator"), "data whose generator an earlier run has advanced"),
 }

@@ -233,7 +233,7 @@ def test_a_margin_of_the_score_is_one_of_each_task_in_its_own_unit() -> None:
         ({"tasks": {"one": {}}}, ValueError, "expected two or more tasks"),
         ({"tasks": {"one": build_flat, "two": {}}}, TypeError, "expected a dict that maps the argument names of build"),
         ({"build": None}, TypeError, "expected a function that takes a seed, because build="),
-        ({"scores": None}, TypeError, r"set scores= to the two values of the metric that count as 0 and 1"),
+        ({"scores": None}, TypeError, r"set scores= to the values of the metric that map to a score of 0 and of 1"),
         ({"scores": {"steep": (1.0, 0.0)}}, ValueError, "the tasks steep, flat; these names do not match: flat"),
         ({"scores": (1.0, 1.0)}, ValueError, "expected two different finite numbers"),
         ({"scores": (1.0, float("nan"))}, ValueError, "expected two different finite numbers"),
