@@ -48,8 +48,8 @@ class Digests:
 
     Example:
         >>> found = Digests()
-        >>> found.add("first", {"weight": torch.arange(3.0), "steps": 2})
-        >>> found.add("second", {"weight": torch.tensor([0.0, 2.0, 1.0]), "steps": 2})
+        >>> _ = found.add("first", {"weight": torch.arange(3.0), "steps": 2})
+        >>> _ = found.add("second", {"weight": torch.tensor([0.0, 2.0, 1.0]), "steps": 2})
         >>> first, second = found.read().values()
         >>> first == second, len(first)
         (False, 16)
