@@ -189,7 +189,7 @@ def test_the_command_of_the_guide_trains_its_script_on_two_nodes(tmp_path: Path)
         re.findall(rf"^```{kind}\n(.*?)^```", page, re.M | re.S) for kind in ("python", "bash", "text")
     )
     (tmp_path / "train.py").write_text(script)
-    program, *options = command.split()
+    program, *options = command.replace("\\\n", " ").split()
     assert program == "torchrun"
     assert "--nproc-per-node=8" in options
     options = [one.replace("node0:29400", f"127.0.0.1:{free_port()}").replace("node=8", "node=1") for one in options]
