@@ -107,8 +107,8 @@ class Trace(Handler):
         self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
         self._place: Place | None = None  # of the last record in the file
         self._processes = 0, 1  # the rank, and how many there are
-        self._counts: dict[tuple[Any, ...], int] = {}  # how often each event came in an iteration
-        self._counted: int | None = None  # this iteration
+        self._counts: dict[tuple[Any, ...], int] = {}  # how often each event occurred in `_counted`
+        self._counted: int | None = None  # the iteration of the last record
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(FILE, by=self, target=repr(os.path.abspath(self.path)))

@@ -128,10 +128,10 @@ def contents_of(engine: Engine, things: Iterable[str]) -> Contents:
 
 
 def digests_later(contents: Contents, *, by_tensor: bool = False, measures: bool = False) -> Callable[[], Digests]:
-    """Computes the digests when called, as `digests_of` does now: small contents are copied until then.
+    """A function that computes the digests of the contents as they are now. Small contents are copied until it is called.
 
-    Many digests that are computed at once take half the time of as many between the steps of a training, which have replaced
-    all code and data in the processor's caches.
+    Digests computed one after the other take half the time of digests computed between other operations, because the code and
+    data stay in the processor's caches.
     """
     try:
         return partial(digests_of, Copier().copy(contents), by_tensor=by_tensor, measures=measures)

@@ -28,10 +28,10 @@ _SMALL = 2**14
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtype, torch.Size)
-_COPIES = frozenset((bytes, *_ATOMS))  # their copies are they themselves
+_UNCHANGING = frozenset((bytes, *_ATOMS))  # immutable, so they need no copy
 
 _MOST_COPIED = 2**20
-"""Elements that are copied at most, of all tensors of a value."""
+"""The most elements that are copied, over all tensors of a value."""
 
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
@@ -117,14 +117,13 @@ class Digests:
 
 
 class Uncopied(Exception):
-    """A value is not copied, since it is large, on another device, or not one of those that most batches consist of."""
+    """Raised for a value that `Copier` does not copy: it is large, on another device, or of another type."""
 
 
 class Copier:
-    """Copies a value that is to be digested later.
+    """Copies values made of small tensors on the CPU, numbers and texts, in dicts, lists and tuples, to digest them later.
 
-    It consists of small tensors on the CPU, numbers and texts in dicts, lists and tuples; for anything else, and for more than a
-    few MB, `copy` raises `Uncopied`.
+    For anything else, and for tensors of more than 2**20 elements together, `copy` raises `Uncopied`.
     """
 
     def __init__(self) -> None:
@@ -132,9 +131,9 @@ class Copier:
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
-        if kind in _COPIES:
+        if kind in _UNCHANGING:
             return value
-        if kind is dict and all(type(key) in _COPIES for key in value):
+        if kind is dict and all(type(key) in _UNCHANGING for key in value):
             return {key: self.copy(one) for key, one in value.items()}
         if kind is list or kind is tuple:
             return kind([self.copy(one) for one in value])
@@ -182,7 +181,7 @@ def _is_near(tensor: Tensor) -> bool:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor | None:
-    """The elements of tensors in one, which takes fewer operations; None if they are not of one dtype that NumPy has."""
+    """The elements of all tensors as one flat tensor; None unless they have a single dtype that NumPy also has."""
     kinds = {one.dtype for one in tensors}
     if len(kinds) != 1 or not kinds <= _OF_NUMPY:  # under autocast, others cannot be joined
         return None
@@ -216,7 +215,7 @@ def _read(sums: list[Tensor]) -> list[int]:
 
 
 def _describe(value: Any, found: list[bytes], tensors: list[Tensor]) -> None:
-    """Append what a value consists of to one list, but for the elements of its tensors, which go to the other."""
+    """Append a description of a value to ``found``, and the tensors in it to ``tensors``."""
     if isinstance(value, _ATOMS):
         found.append(f"{value!r};".encode())
     elif isinstance(value, Tensor):
