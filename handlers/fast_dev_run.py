@@ -9,7 +9,7 @@ from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import Override, check_int
 from signalfire.data import FirstBatches
 
-from ._common.ranks import REHEARSE
+from ._common.ranks import LIMIT_RUN, REHEARSE
 
 __all__ = ["FastDevRun"]
 
@@ -71,7 +71,7 @@ class FastDevRun(Handler):
                 self._whole = None
         return None if data is None else FirstBatches(data, self.batches)
 
-    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, reads=[], writes=["bounds"])
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED, phase=Phase.PREPARE, rank=LIMIT_RUN, reads=[], writes=["bounds"])
     def limit_epochs(self, engine: Engine) -> None:
         """Limit the run to one epoch, without a minimum."""
         state = engine.state

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
-from signalfire.authoring import Monitor, check_every, check_name, last_epoch, last_iteration, steps_to_come
+from signalfire.authoring import Monitor, check_every, check_name, steps_to_come
 from signalfire.findings import finding
 
 from ._common.claims import LEARNING_RATE
@@ -416,19 +416,18 @@ class LRScheduling(Handler):
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report mismatches between the schedule and the run, and optimizers that no schedule drives."""
-        driven = {
-            engine.find_update(one.update).name for one in engine.handlers.values() if isinstance(one, LRScheduling)
-        }
+        schedules = (one for one in engine.handlers.values() if isinstance(one, LRScheduling))
+        driven = {engine.find_update(one.update).name for one in schedules}
         if left := [update.name for update in engine.updates if update.name not in driven]:
-            rest = f"{self.name!r} schedules only some updates; the learning rates of {', '.join(left)} stay constant"
+            rest = f"{self.name!r} schedules only some updates; no LRScheduling changes the learning rates of {', '.join(left)}"
             yield finding("C23", rest, "to schedule them, attach an LRScheduling(..., update=) per update", [self.name])
         total = self._total_steps(engine)
-        if self.monitor is None and total:
+        if self.monitor is None and total and self.total in (None, total):  # the run refuses a longer one
             try:
                 scheduler = self.scheduler or self._build_scheduler(_stand_in(), total)
             except Exception:  # it needs the real optimizer; the run raises what is wrong
                 return
-            run = ScheduledRun(self.name, self.every.unit, total, last_epoch(engine), last_iteration(engine))
+            run = ScheduledRun.of(engine, self.name, self.every.unit, total, engine.find_update(self.update))
             yield from schedule_findings(scheduler, run)
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.authoring import check_int, check_number, warn
 from signalfire.findings import finding
+from signalfire.findings.function_rules import names_in
 
 __all__ = ["Preemption"]
 
@@ -113,7 +114,11 @@ class Preemption(Handler):
             )
 
     def _savers(self, engine: Engine) -> bool:
-        return any(one.owner != self.name for one in engine.signal(Events.PREEMPTED).connections)
+        """Whether a receiver at the signal, or a function of the user's at any event, may save the run."""
+        functions = (one.receiver for signal in engine.signals.all() for one in signal.connections if one.owner is None)
+        return any(one.owner != self.name for one in engine.signal(Events.PREEMPTED).connections) or any(
+            {"save", "dump", "state_dict"} & names_in(one) for one in functions
+        )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["signals"])
     def install(self, engine: Engine) -> None:

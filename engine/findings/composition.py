@@ -7,16 +7,20 @@ Handlers are recognized by attributes: ``evaluator`` and ``data_sets`` (evaluate
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -181,6 +185,21 @@ class Composition:
         return found
 
     @cached_property
+    def trained_elsewhere(self) -> set[Tensor]:
+        """Parameters that an optimizer of the user's holds, which a connected function uses, or which a hook steps."""
+        found = {one for one in self.parameters if getattr(one, "_post_accumulate_grad_hooks", None)}
+        for one in self.functions:
+            owner, function = getattr(one.receiver, "__self__", None), getattr(one.receiver, "__func__", one.receiver)
+            held = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
+            if isinstance(function, FunctionType):
+                variables = inspect.getclosurevars(function)
+                held += [*variables.globals.values(), *variables.nonlocals.values()]
+            for value in held:
+                if isinstance(value, Optimizer):
+                    found.update(p for group in value.param_groups for p in group["params"])
+        return found
+
+    @cached_property
     def modules(self) -> dict[nn.Module, str]:
         """All submodules by name."""
         return {part: name for root in self.engine.modules.values() for name, part in root.named_modules()}
@@ -238,7 +257,8 @@ def unchanged_generators(generators: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _flat(groups: Any) -> Iterator[Any]:
-    for one in groups:
+    """The tensors of parameters, of groups, or of a dict of either for several optimizers."""
+    for one in itertools.chain.from_iterable(groups.values()) if isinstance(groups, Mapping) else groups:
         if isinstance(one, Mapping):
             own = one["params"]
             yield from [own] if isinstance(own, Tensor) else own

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+)
 
-from ..authoring.batches import tensors_in
+from ..authoring.batches import parts, tensors_in
+from ..core.events import Events
 from ..data.held_generators import draws_in_workers
 from .composition import Composition, Evaluation, first_batch, in_training, is_meant, is_ours, own_generators
-from .function_rules import names_in
+from .function_rules import called_by, is_users_own, keeps_something, names_in
 from .reports import Finding, finding
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
 
@@ -23,14 +37,22 @@ def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
         evaluator = one.evaluator
         if len(evaluator.handlers) or any(signal.connections for signal in evaluator.signals.all()):
             continue
-        own = (function for update in evaluator.updates for function in (update.spec.function, update.spec.forward))
-        if all(function is None or is_ours(function) for function in own):  # others may store what they compute
+        if not _may_store(evaluator):
             yield finding(
                 "C20",
                 f"{one.handler.name!r} runs an evaluator without handlers, so the evaluation measures nothing",
                 "attach Metrics to the evaluator: evaluator.attach(Metrics(loss=Average()))",
                 [one.handler.name],
             )
+
+
+def _may_store(evaluator: Engine) -> bool:
+    """Whether a function, a loss, a module or a hook of the user's may store what it computes."""
+    own = [
+        one for update in evaluator.updates for one in (update.spec.function, update.spec.forward) if one is not None
+    ]
+    hooks = any(part._forward_hooks for root in evaluator.modules.values() for part in root.modules())
+    return hooks or not all(map(is_ours, own)) or any(map(keeps_something, called_by(evaluator)))
 
 
 def _of_evaluators(it: Composition) -> list[Evaluation]:
@@ -46,17 +68,17 @@ def data_read_once(it: Composition) -> Iterator[Finding]:
     if isinstance(it.data, Iterator) and state.epoch_length is None and (state.max_epochs or 1) > 1:
         yield finding(
             "C24",
-            f"the data is a {type(it.data).__name__}, which is exhausted after the first of {state.max_epochs} epochs",
-            "pass data that can be iterated again, such as a list or a DataLoader; or set the length of an epoch with "
-            "run(epoch_length=)",
+            f"the data is a {type(it.data).__name__}, which can be read only once, but the run has {state.max_epochs} epochs",
+            "pass data that can be iterated again, such as a list or a DataLoader; if the data never ends, set the "
+            "length of an epoch with run(epoch_length=)",
         )
 
 
 def unshuffled(it: Composition) -> Iterator[Finding]:
     data = it.data
-    if type(data) is not DataLoader or type(data.sampler) is not SequentialSampler:
+    if type(data) is not DataLoader or type(_order_of(data)) is not SequentialSampler:
         return
-    if type(data.batch_sampler) is BatchSampler and len(data) > 1:  # another one has an order of its own
+    if len(data) > 1:
         labels = _labels(data.dataset)
         by_class = labels is not None and _is_sorted_by_class(labels)
         if it.engine.state.max_epochs == 1 and not by_class and not it.reads_batch:
@@ -66,10 +88,19 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
         yield finding(
             "C13",
             "the training data is not shuffled"
-            + (" and is sorted by class" if by_class else ", so all epochs have the same batches"),
+            + (
+                " and seems to be sorted by class"
+                if by_class
+                else ", so each epoch reads dataset[0], dataset[1], ... in this order"
+            ),
             "use DataLoader(..., shuffle=True)",
             severity="warning" if by_class else "info",
         )
+
+
+def _order_of(data: DataLoader[Any]) -> Any:
+    """The sampler of single samples, in whose order they are read; None if a batch sampler has an order of its own."""
+    return data.batch_sampler.sampler if type(data.batch_sampler) is BatchSampler else None
 
 
 def _labels(data: Any) -> Tensor | None:
@@ -93,13 +124,12 @@ def _is_sorted_by_class(labels: Tensor) -> bool:
 def evaluated_on_training_data(it: Composition) -> Iterator[Finding]:
     if it.data is None:
         return
-    own = _dataset(it.data)
-    sets = [(one, _dataset(one.data)) for one in it.evaluations]
-    if any(data is not own for _, data in sets):
-        sets = []  # the training data is evaluated beside other data
     yield from _overlaps(it)
-    for one, _ in sets:
-        if not _is_of_training(one) and not _has_masks(it.data):
+    own = _dataset(it.data)
+    if any(_dataset(one.data) is not own for one in it.evaluations):
+        return  # the training data is evaluated beside other data
+    for one in it.evaluations if _selects_all(it.data) and not _is_one_for_all(it) else ():
+        if _selects_all(one.data) and not _is_of_training(one) and not _has_masks(it.data):
             yield _training_data(one.handler.name, "is the training data")
 
 
@@ -120,6 +150,8 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
     own = _dataset(it.data)
     for one in it.evaluations:
         other = _dataset(one.data)
+        if not _selects_all(it.data) or not _selects_all(one.data):
+            continue
         if _whole(other) is not _whole(own) or not isinstance(own, Subset) | isinstance(other, Subset):
             continue  # two data sets, or one that is whole in both, of which `evaluated_on_training_data` tells
         trained, evaluated = _places(own), _places(other)
@@ -130,12 +162,29 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
 
 def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Batches of a list that is trained with, in another list that is evaluated."""
-    own = {id(batch) for batch in it.data} if type(it.data) is list else set()
+    batches = it.data if type(it.data) is list else []
+    own = {
+        id(batch) for batch in batches if type(batch) not in (int, str, type(None))
+    }  # equal ones of these are one object
+    if _is_one_for_all(it):
+        return
     for one in it.evaluations:
-        if one.data is it.data or type(one.data) is not list or _is_of_training(one) or _has_masks(one.data):
-            continue
-        if shared := sum(id(batch) in own for batch in one.data):
+        if shared := 0 if one.data is it.data or _is_no_evidence(one) else _count_shared(own, one.data):
             yield _training_data(one.handler.name, f"contains {shared} of the {len(own)} batches of the training data")
+
+
+def _is_one_for_all(it: Composition) -> bool:
+    """Whether the data is one batch from which functions of the user's may choose, such as a graph and nodes of it."""
+    return type(it.data) is list and len(it.data) == 1 and any(map(is_users_own, called_by(it.engine)))
+
+
+def _count_shared(own: set[int], data: Any) -> int:
+    return sum(id(batch) in own for batch in data) if type(data) is list else 0
+
+
+def _is_no_evidence(one: Evaluation) -> bool:
+    """Whether an evaluation may share what it evaluates with the training: on purpose, or with masks."""
+    return _is_of_training(one) or _has_masks(one.data)
 
 
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
@@ -165,16 +214,20 @@ _LARGEST = 20_000_000  # numbers in a data set whose samples are compared
 
 
 def _samples_of(data: Any) -> Tensor | None:
-    """The inputs of a data set in memory, one in a row; None for others, and for inputs that are no real numbers."""
-    data = _dataset(data)
-    whole = _whole(data)
-    if type(whole) is not TensorDataset:
+    """The samples of a data set in memory, one in a row; None for others, and for inputs that are no real numbers."""
+    whole, places = _whole(_dataset(data)), _places(_dataset(data))
+    if not _selects_all(data) or type(whole) is not TensorDataset or not _is_comparable(whole.tensors[0]):
         return None
-    inputs, places = whole.tensors[0], _places(data)
-    if not inputs.is_floating_point() or inputs.device.type != "cpu" or inputs.numel() > _LARGEST or inputs.dim() < 2:
+    chosen = [one if places is None else one[sorted(places)] for one in whole.tensors]
+    if not bool((chosen[0] != chosen[0].round()).any()):
         return None
-    rows = inputs.flatten(1) if places is None else inputs[sorted(places)].flatten(1)
-    return rows if rows.shape[1] > 1 and bool((rows != rows.round()).any()) else None
+    return torch.cat([one.reshape(len(one), -1) for one in chosen], dim=1)
+
+
+def _is_comparable(inputs: Tensor) -> bool:
+    """Whether samples are distinguished by their inputs: several real numbers in memory."""
+    near = inputs.is_floating_point() and inputs.device.type == "cpu" and inputs.numel() <= _LARGEST
+    return near and inputs.dim() > 1 and inputs[0].numel() > 1
 
 
 def _whole(data: Any) -> Any:
@@ -206,25 +259,41 @@ def _training_data(name: str, what: str) -> Finding:
 
 def _dataset(data: Any) -> Any:
     data = getattr(data, "limited_data", data)
-    return getattr(data, "dataset", data)
+    return data.dataset if isinstance(data, DataLoader) else data
+
+
+def _selects_all(data: Any) -> bool:
+    """Whether data yields all samples of its dataset; not if a sampler of its own may choose some of them."""
+    data = getattr(data, "limited_data", data)
+    return (
+        not isinstance(data, DataLoader) or type(_order_of(data)) in _WHOLE or isinstance(data.dataset, IterableDataset)
+    )
+
+
+_WHOLE = (SequentialSampler, RandomSampler, DistributedSampler)
 
 
 def same_first_batch(it: Composition) -> Iterator[Finding]:
-    if it.data is None or not it.evaluations:
-        return
-    own, batch = _dataset(it.data), tensors_in(it.first_batch)
-    for one in it.evaluations:
-        if _dataset(one.data) is own or _is_of_training(one) or _has_masks(one.data):
+    own = _dataset(it.data)
+    for one in it.evaluations if it.data is not None and tensors_in(it.first_batch) else ():
+        if _dataset(one.data) is own or _is_no_evidence(one) or own_generators(one.data):
             continue
-        other = tensors_in(first_batch(one.data))
-        if batch and len(batch) == len(other) and all(_equal(a, b) for a, b in zip(batch, other, strict=True)):
+        if _equal(it.first_batch, first_batch(one.data)):
             yield _training_data(one.handler.name, "begins with the same batch as the training data")
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.shape == other.shape and one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
-    )
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two batches consist of equal tensors, arrays, texts and numbers; not if one holds something else."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        alike = (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device)
+        return alike and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if (mine := parts(one)) is not None and (its := parts(other)) is not None:
+        return len(mine[0]) == len(its[0]) and all(map(_equal, mine[0], its[0]))
+    return isinstance(one, str | bytes | int | float | None) and bool(one == other)
 
 
 def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
@@ -237,8 +306,14 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
                 "model being trained",
                 "build the evaluator on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
-                severity="info" if is_meant(one.evaluator) else None,
+                severity="info" if is_meant(one.evaluator) or _is_prepared(one.evaluator) else None,
             )
+
+
+def _is_prepared(evaluator: Engine) -> bool:
+    """Whether a function of the user's may load the weights before an evaluation."""
+    before = (Events.STARTED, Events.EPOCH_STARTED, Events.EVALUATION_STARTED)
+    return any(one.owner is None for event in before for one in evaluator.signal(event).connections)
 
 
 def batches_on_another_device(it: Composition) -> Iterator[Finding]:
@@ -254,11 +329,9 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
 
 
 def _moves_batches(it: Composition) -> bool:
-    """Whether a step or a forward of the user's names a device or a move, so that it may put batches where they belong."""
-    functions = [part for update in it.engine.updates for part in (update.spec.forward, update.spec.function)]
-    functions += [type(part).forward for part in it.modules]
-    own = [one for one in functions if not str(getattr(one, "__module__", "")).startswith(("signalfire.", "torch."))]
-    return any(names_in(one) & {"cpu", "cuda", "device", "to"} for one in own)
+    """Whether a function of the user's names a device or a move, so that it may put batches where they belong."""
+    functions = [one for one in (*called_by(it.engine), *(one.receiver for one in it.connections)) if is_users_own(one)]
+    return any(name in ("cpu", "cuda", "to") or "device" in name for one in functions for name in names_in(one))
 
 
 def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
@@ -270,7 +343,7 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
             "C16",
             f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has its own copy "
             f"of it, so a run that resumes from {saves[0].name!r} draws different numbers if the samples use this "
-            "generator",
+            "generator without seeding it",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from ..core.connection import Connection
@@ -15,40 +17,52 @@ from ..core.events import Events
 from .composition import Composition, in_training
 from .reports import Finding, finding
 
-__all__ = ["OF_FUNCTIONS", "is_users", "names_in"]
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["OF_FUNCTIONS", "called_by", "is_users", "is_users_own", "keeps_something", "names_in"]
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
 
 def two_clips(it: Composition) -> Iterator[Finding]:
     clipping = [handler for handler in it.handlers if getattr(handler, "clips_gradients", False)]
-    for one in it.functions:
-        if clipping and _clips(one.receiver):
+    of_all = [one for one in clipping if len(it.engine.updates) == 1 or getattr(one, "update", None) is None]
+    for one in _own_clips(it) if of_all else ():
+        yield finding(
+            "C04",
+            f"the function {one!r} and the handler {of_all[0].name!r} both clip the gradients",
+            "remove one of the two",
+            [of_all[0].name],
+        )
+    yield from _two_handlers(clipping)
+
+
+def _two_handlers(clipping: Sequence[Any]) -> Iterator[Finding]:
+    """Handlers that clip the same gradients."""
+    for handler, other in itertools.combinations(clipping, 2):
+        names = getattr(handler, "update", None), getattr(other, "update", None)
+        if None in names or names[0] == names[1]:
             yield finding(
                 "C04",
-                f"the function {one!r} and the handler {clipping[0].name!r} both clip the gradients",
-                "remove one of the two",
-                [clipping[0].name],
+                f"{handler.name!r} and {other.name!r} clip the same gradients, one after the other",
+                "detach one of the two, unless both bounds are intended",
+                [handler.name, other.name],
+                "info",
             )
-    for place, handler in enumerate(clipping):
-        for other in clipping[place + 1 :]:
-            names = getattr(handler, "update", None), getattr(other, "update", None)
-            if None in names or names[0] == names[1]:
-                yield finding(
-                    "C04",
-                    f"{handler.name!r} and {other.name!r} clip the same gradients, one after the other",
-                    "detach one of the two, unless both bounds are intended",
-                    [handler.name, other.name],
-                    "info",
-                )
+
+
+def _own_clips(it: Composition) -> list[Connection]:
+    """Functions of the user's that clip gradients of the engine."""
+    return [one for one in it.functions if _clips(one.receiver, it)]
 
 
 def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
-    ready = it.engine.signal(Events.GRADIENTS_READY).connections
+    ready, clips = it.engine.signal(Events.GRADIENTS_READY).connections, _own_clips(it)
     for unscale in (one for one in ready if "scale" in (one.writes or ())):
         before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
         for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
-            if one.owner is None and _clips(one.receiver):
+            if one in clips:
                 what = f"the function {one!r} clips gradients that {unscale.owner!r} has scaled"
                 way_out = (
                     "attach GradientClipping, or clip at GRADIENTS_READY in Phase.CHANGE, where the gradients are "
@@ -66,35 +80,96 @@ def names_in(function: Any) -> set[str]:
     return {name for one in codes for name in one.co_names}
 
 
+def called_by(engine: Engine) -> Iterator[Any]:
+    """The functions that an engine calls for its updates: steps, forwards and losses, and the forwards of its modules."""
+    for update in engine.updates:
+        loss = getattr(update.spec.loss, "loss", update.spec.loss)  # of `Update.supervised`
+        yield from (one for one in (update.spec.function, update.spec.forward, loss) if one is not None)
+    for root in engine.modules.values():
+        yield from (type(part).forward for part in root.modules())
+
+
+def is_users_own(function: Any) -> bool:
+    """Whether a function, or the class of a callable object, is neither of torch nor of this package."""
+    function = getattr(function, "func", function)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return not str(module).startswith(("torch.", "signalfire."))
+
+
+def keeps_something(function: Any) -> bool:
+    """Whether a function of the user's stores, logs or prints what it computes."""
+    if not is_users_own(function):
+        return False
+    if isinstance(function, nn.Module):
+        function = type(function).forward
+    code = _code_of(function)
+    stores = code is not None and any(one.opname in _STORES for one in dis.get_instructions(code))
+    return stores or bool(_KEEPS & names_in(function))
+
+
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF")
+_KEEPS = {"append", "extend", "update", "log", "write", "print", "metrics"}
+
+
 def _code_of(function: Any) -> CodeType | None:
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
-def _clips(function: Any) -> bool:
-    """Whether a function clips gradients; not where its bound is infinite, by which their norm is measured."""
-    code = _code_of(function)
-    infinite = {"inf", float("inf")} & {one for one in getattr(code, "co_consts", ()) if isinstance(one, str | float)}
-    names = names_in(function)
-    return bool(_CLIPS & names) and not infinite and "inf" not in names
+def _clips(function: Any, it: Composition) -> bool:
+    """Whether a function clips gradients of the engine; not of something else, or of a backward of its own.
+
+    With a bound that is infinite or huge, it measures their norm.
+    """
+    code, names = _code_of(function), names_in(function)
+    if not _CLIPS & names or {"backward", "grad"} & names or not _concerns(function, it):
+        return False
+    constants = getattr(code, "co_consts", ())
+    measures = "inf" in constants or any(isinstance(one, int | float) and one >= _HUGE for one in constants)
+    return not measures and "inf" not in names
+
+
+_HUGE = 1e6
+
+
+def _concerns(function: Any, it: Composition) -> bool:
+    """Whether a function may use the gradients of the engine; not if all it names is something else that is trained."""
+    own = getattr(function, "__func__", function)
+    if not isinstance(own, FunctionType):
+        return True
+    variables, code = inspect.getclosurevars(own), own.__code__
+    used = {one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")}
+    if used & set(code.co_varnames[: code.co_argcount]):
+        return True
+    modules = [
+        one for one in (*variables.globals.values(), *variables.nonlocals.values()) if isinstance(one, nn.Module)
+    ]
+    return not modules or any(p in it.parameters for one in modules for p in one.parameters())
 
 
 _WITH_GRADIENTS = {Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED}
 
 
 def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
-    lengths = [1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates]
+    least = min(1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates)
     way_out = "clip at GRADIENTS_READY, where the gradients of a whole window are averaged, or attach GradientClipping"
+    for event, one in _users_clips(it):
+        if event not in _WITH_GRADIENTS:
+            what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
+            yield finding("C26", what, way_out)
+        elif event is Events.BACKWARD_COMPLETED and least > 1:
+            what = f"the function {one!r} clips gradients after each of the {least} batches in a window"
+            yield finding("C26", f"{what}, instead of once for the whole step", way_out)
+
+
+def _users_clips(it: Composition) -> Iterator[tuple[Events, Connection]]:
+    """Receivers of the user's that clip gradients of the engine, and their events."""
     for signal in it.engine.signals.all():
+        if not isinstance(signal.event, Events):  # the user emits it, such as where gradients are ready
+            continue
         for one in signal.connections:
-            if not is_users(one) or not _clips(one.receiver):
-                continue
-            if signal.event not in _WITH_GRADIENTS:
-                what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
-                yield finding("C26", what, way_out)
-            elif signal.event is Events.BACKWARD_COMPLETED and max(lengths) > 1:
-                what = f"the function {one!r} clips gradients after each of the {max(lengths)} batches in a window"
-                yield finding("C26", f"{what}, instead of once for the whole step", way_out)
+            if is_users(one) and _clips(one.receiver, it):
+                yield signal.event, one
 
 
 def steps_of_their_own(it: Composition) -> Iterator[Finding]:
@@ -172,8 +247,7 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 def is_users(connection: Connection) -> bool:
     """Whether a receiver is a function of the user's, or a method of a handler of the user's."""
-    receiver = getattr(connection.receiver, "func", connection.receiver)
-    return not str(getattr(receiver, "__module__", "")).startswith("signalfire.")
+    return is_users_own(connection.receiver)
 
 
 def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:

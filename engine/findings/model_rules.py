@@ -44,18 +44,18 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
         return (
             "C27",
             f"computed from a parameter of shape {made_of} that is not part of the model, so the parameter is not "
-            "trained, moved or saved, and a second backward pass fails, because the first one frees the graph",
+            "trained, moved or saved with it, and a second backward pass fails, because the first one frees the graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward pass",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
     if hidden and isinstance(value, Tensor):
-        what = "a tensor that requires gradients but is not a parameter, so it is not trained, moved or saved"
-        return "C27", what, "wrap the tensor in nn.Parameter(...)"
+        what = "a tensor that requires gradients but is not a parameter, so it is not trained, moved or saved with the model"
+        return "C27", what, "if it should train, wrap the tensor in nn.Parameter(...)"
     if hidden:
         return (
             "C27",
             f"a {type(value).__name__} of layers with {len(hidden)} trainable parameters that are not part of the "
-            "model, so they are not trained, moved or saved",
+            "model, so they are not trained, moved or saved with it",
             "use nn.ModuleList or nn.ModuleDict; or call requires_grad_(False) on layers that should not train",
         )
     return None
@@ -172,29 +172,44 @@ _WITHOUT_EFFECT = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
 
 def unusual_options(it: Composition) -> Iterator[Finding]:
     """Options with which no optimizer converges."""
+    schedules = any("rates" in (one.writes or ()) for one in it.connections)
     for update in it.engine.updates:
-        for kind, group in _groups(update):
-            lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
-            begins = _number(group.get("initial_lr", lr))  # before a schedule has changed it
-            lr = min(lr, begins)  # a rate of 1 may be that of a schedule's factors
-            adds_decay = kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay")
-            unusual = (
-                (0 < begins < _LEAST_RATE, f"lr={begins:g} hardly changes any weight",
-                 "use a learning rate such as 0.1 for SGD or 1e-3 for Adam"),
-                (lr >= 1 and kind in _ADAPTIVE, f"lr={lr:g} moves each weight by about {lr:g} in every step",
-                 "use a learning rate such as 1e-3"),
-                (decay >= 0.1 and adds_decay, f"weight_decay={decay:g} is added to the gradients and outweighs them",
-                 "use AdamW, which applies the decay directly to the weights, or weight_decay=1e-4"),
-                (momentum >= 1,
-                 f"with momentum={momentum:g}, past gradients never decay, so the steps grow without bound",
-                 "use a momentum below 1, such as 0.9"),
-                (lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"),
-                 f"lr={lr:g} and weight_decay={decay:g} shrink each weight by {min(1.0, lr * decay):.0%} in every step",
-                 "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW"),
-            )  # fmt: skip
-            for found, what, way_out in unusual:
-                if found:
-                    yield finding("C28", f"the optimizer of update {update.name!r}: {what}", way_out)
+        groups = _groups(update)
+        most = max((_begins(group) for _, group in groups), default=0.0)
+        if 0 < most < _LEAST_RATE and not schedules:
+            yield finding("C28", f"the optimizer of update {update.name!r}: {_tiny(most, groups[0][0])}",
+                          "use a larger learning rate, such as 0.1 for SGD or 1e-3 for Adam")  # fmt: skip
+        scaled = update.optimizer is None and schedules  # a rate of 1 may be that of a schedule's factors
+        for kind, group in groups:
+            for what, way_out in _unusual(kind, group, scaled):
+                yield finding("C28", f"the optimizer of update {update.name!r}: {what}", way_out)
+
+
+def _tiny(rate: float, kind: str) -> str:
+    return f"lr={rate:g} hardly changes any weight" + " unless its gradient is very large" * (kind not in _ADAPTIVE)
+
+
+def _unusual(kind: str, group: Mapping[str, Any], scaled: bool) -> Iterator[tuple[str, str]]:
+    """What is unusual about the options of a group, and what to write. ``scaled``: whether a schedule changes the rate."""
+    lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
+    lr = 0.0 if scaled else min(lr, _begins(group))
+    if lr >= 1 and kind in _ADAPTIVE:
+        yield f"lr={lr:g} moves each weight by about {lr:g} in every step", "use a learning rate such as 1e-3"
+    if decay >= 0.1 and kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay"):
+        yield (
+            f"weight_decay={decay:g} is added to the gradients and may outweigh them",
+            "use AdamW, which applies the decay directly to the weights, or weight_decay=1e-4",
+        )
+    if momentum >= 1:
+        yield (
+            f"with momentum={momentum:g}, past gradients never decay, so the steps grow without bound",
+            "use a momentum below 1, such as 0.9",
+        )
+    if lr * decay > _MOST_DECAY and kind in ("SGD", "AdamW"):
+        yield (
+            f"lr={lr:g} and weight_decay={decay:g} shrink each weight by {min(1.0, lr * decay):.0%} in every step",
+            "use a smaller weight_decay, such as 1e-4 for SGD or 1e-2 for AdamW",
+        )
 
 
 def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
@@ -203,6 +218,11 @@ def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
     if update.optimizer is None:
         return [(factory.func.__name__, factory.keywords)] if isinstance(factory, partial) else []
     return [(type(one).__name__, group) for one in optimizers_of(update.optimizer) for group in one.param_groups]
+
+
+def _begins(group: Mapping[str, Any]) -> float:
+    """The learning rate of a group before a schedule has changed it."""
+    return _number(group.get("initial_lr", group.get("lr")))
 
 
 def _number(value: Any) -> float:
@@ -225,8 +245,8 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
     """The finding about weights that are trained in float16."""
     return finding(
         "C32",
-        f"{what}, so gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and "
-        "Adam's eps becomes 0",
+        f"{what}, so gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and an "
+        "optimizer's eps of 1e-8 becomes 0",
         "keep the weights in float32, and attach MixedPrecision('fp16') or MixedPrecision('bf16')",
         handlers,
     )
@@ -270,7 +290,7 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
     yield finding(
         "C33",
-        f"all units of the layer {found!r} start with equal weights, and the next layer weights them equally, "
+        f"all units of the layer {found!r} start with equal weights, and the layer registered next weights them equally, "
         + ("so they differ only in their biases" if bias else "so they get the same gradients and stay equal"),
         "initialize weights at random, and use constants only for biases",
     )
@@ -299,7 +319,8 @@ def _come_apart(name: str, weights: Mapping[str, Tensor]) -> bool:
     """Whether the next layer weights units differently, whose gradients differ then; also where it is not known to follow."""
     names, units = list(weights), weights[name].shape[0]
     after = weights[names[names.index(name) + 1]]
-    if after.is_meta or after.shape[1] % units:
+    flattens = weights[name].dim() > 2 == after.dim()  # a unit of a convolution becomes several inputs
+    if after.is_meta or after.shape[1] % units or (after.shape[1] != units and not flattens):
         return True
     seen = after.detach()[:8].reshape(min(8, len(after)), units, -1)  # a flattened unit has several places
     return bool((seen != seen[:, :1]).any())

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
+from ..core.update import UpdateState
 from ..core.words import listed
 from ..data.extent import known_length
 from ..distributed import expected_processes
 from ..models.modules import frozen_copies, untrained_copies
 from .composition import Composition
+from .function_rules import names_in
 from .reports import Finding, finding
 
 __all__ = ["OF_PARAMETERS", "ends_frozen"]
@@ -30,14 +33,15 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
                 "C07",
                 f"the optimizer of update {update.name!r} holds {len(foreign)} parameters (of shape "
                 f"{listed(str(tuple(one.shape)) for one in foreign)}) that do not belong to the model, so they are "
-                "not moved or averaged with the model",
+                "not moved with the model",
                 "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
                 severity="warning" if replaced and update.spec.parameters is None else "info",
             )
 
 
 def untrained_parameters(it: Composition) -> Iterator[Finding]:
-    left = {one: name for one, name in it.parameters.items() if one.requires_grad and one not in it.optimized}
+    held = it.optimized.keys() | it.trained_elsewhere
+    left = {one: name for one, name in it.parameters.items() if one.requires_grad and one not in held}
     if left:
         chosen = any(update.spec.parameters is not None for update in it.engine.updates)
         yield finding(
@@ -75,7 +79,7 @@ def frozen_parameters(it: Composition) -> Iterator[Finding]:
     yield finding(
         "C09",
         f"{len(frozen)} of {len(it.parameters)} parameters are frozen: {listed(frozen)}"
-        + (", and no layer after them is trained" if last else ""),
+        + (", and no layer that is registered after them is trained" if last else ""),
         "unfreeze the layers that should train, usually the last ones, with requires_grad_(True)",
         severity="warning" if last and not meant else "info",
     )
@@ -88,10 +92,15 @@ def ends_frozen(module: nn.Module) -> bool:
     """
     if isinstance(module, nn.ModuleDict):  # of which no part comes after another
         return any(ends_frozen(part) for part in module.values())
-    copies = frozen_copies(module)
-    trained = [one.requires_grad for one in module.parameters() if one not in copies]
+    others = {*frozen_copies(module), *_embeddings(module)}
+    trained = [one.requires_grad for one in module.parameters() if one not in others]
     count = sum(trained)
     return 0 < count < len(trained) and all(trained[:count])
+
+
+def _embeddings(module: nn.Module) -> Iterator[Tensor]:
+    """The weights of embeddings, which come before all layers, wherever they are registered."""
+    return (part.weight for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag))
 
 
 def _is_named_otherwise(module: nn.Module) -> bool:
@@ -104,24 +113,37 @@ _LAST = ("head", "classifier", "prompt", "adapter")
 
 
 def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:
-    data = it.data
-    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
-        return
-    size, samples = data.batch_size or 1, known_length(data.sampler)
-    if size < 2 or data.drop_last or samples is None or samples % size != 1:
+    size, samples = _extent(it.data)
+    if size < 2 or samples is None or samples % size != 1:
         return
     norms = {name: part for part, name in it.modules.items() if isinstance(part, _BatchNorm) and part.training}
-    if norms and not it.engine.processes.distributed:
+    if norms and _reaches(it, samples // size + 1) and not it.engine.processes.distributed:
         yield _one_sample(it, norms, f"{samples} samples in batches of {size}")
+
+
+def _extent(data: Any) -> tuple[int, int | None]:
+    """The samples of a batch and of an epoch, where the last batch is not left out; None if they are not known."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset) or data.drop_last:
+        return 1, None
+    return data.batch_size or 1, known_length(data.sampler)
+
+
+def _reaches(it: Composition, iteration: int) -> bool:
+    most = it.engine.state.max_iters
+    return most is None or most >= iteration
 
 
 def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) -> Finding:
     over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
     what = f"over which BatchNorm ({listed(norms)}) computes the mean and the variance"
     if over_samples:
-        what = f"for which BatchNorm ({listed(over_samples)}) cannot compute a variance"
-    # Places have a variance, too, and a handler may freeze the statistics as the run starts.
-    warns = over_samples and not any(getattr(one, "freezes", False) for one in it.handlers)
+        what = (
+            f"for which BatchNorm ({listed(over_samples)}) cannot compute a variance if its input has one row a sample"
+        )
+    # Places have a variance, too, and a handler, or the model's train(), may freeze the statistics as the run starts.
+    freezes = any(getattr(one, "freezes", False) for one in it.handlers)
+    plain = it.data.collate_fn is default_collate and all(type(one).train is nn.Module.train for one in it.modules)
+    warns = over_samples and plain and not freezes
     return finding(
         "C21",
         f"the last batch of each epoch has one sample ({extent}), {what}",
@@ -145,32 +167,51 @@ _JOINING = (nn.Linear, nn.Flatten, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
 
 def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
     launched = expected_processes()
-    if it.engine.modules.wrapper == "DistributedDataParallel":  # which averages the gradients of the processes
+    if _is_wrapped(it):
         return
     shares = isinstance(getattr(it.data, "sampler", None), DistributedSampler)
     if it.engine.training and launched.distributed and launched.is_rank_zero and not it.engine.processes.distributed:
         yield finding(
             "C30",
             f"this process was launched as one of {launched.world_size} processes, but no handler connects the "
-            f"processes, so each one trains alone{'' if shares else ' on all of the data'}, and all write the same "
+            f"processes, so each one trains alone{'' if shares else ' on all of the data'}, and all may write the same "
             "files",
             "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch a single process, without "
             "torchrun",
+            severity="info" if _may_communicate(it) else None,
         )
 
 
+def _is_wrapped(it: Composition) -> bool:
+    """Whether torch's DDP averages the gradients of the processes."""
+    wrapped = any(isinstance(one, nn.parallel.DistributedDataParallel) for one in it.modules)
+    return wrapped or it.engine.modules.wrapper == "DistributedDataParallel"
+
+
+def _may_communicate(it: Composition) -> bool:
+    """Whether a function of the user's may average gradients or weights over the processes."""
+    return any("reduce" in name or "average" in name for one in it.functions for name in names_in(one.receiver))
+
+
 def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:
-    length, epochs = it.engine.state.epoch_length, range(1, 1 + min(it.engine.state.max_epochs or 1, 100))
+    length = it.engine.state.epoch_length
     for update in it.engine.updates if length else ():
-        window = update.window.length_of
-        longest = 1 if window is None else max(window(epoch) for epoch in epochs)
-        if length is not None and longest > length and update.one_step_per_batch:  # time chunks count, too
+        lengths = _window_lengths(it, update)
+        longer = [epoch for epoch, one in lengths.items() if length is not None and one > length]
+        if longer and update.one_step_per_batch:  # time chunks count, too
+            since = f" from epoch {longer[0]} on" if longer[0] > 1 else ""
             yield finding(
                 "C22",
-                f"update {update.name!r} accumulates {longest} batches per step, but an epoch has only {length}. "
-                "Windows end with the epoch, so each step uses fewer batches",
+                f"update {update.name!r} accumulates {max(lengths.values())} batches per step{since}, but an epoch has "
+                f"only {length}. Windows end with the epoch, so each of these steps uses fewer batches",
                 "accumulate at most one epoch of batches, or make epochs longer than the data with run(epoch_length=)",
             )
+
+
+def _window_lengths(it: Composition, update: UpdateState) -> dict[int, int]:
+    """How many batches a step takes, by epoch."""
+    epochs, of = range(1, 1 + min(it.engine.state.max_epochs or 1, 100)), update.window.length_of
+    return {epoch: 1 if of is None else of(epoch) for epoch in epochs}
 
 
 OF_PARAMETERS: Sequence[Callable[[Composition], Iterator[Finding]]] = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..authoring.interval import Interval
 from ..authoring.planning import comes_up
@@ -15,10 +15,13 @@ from ..core.settings import is_default
 from ..core.words import listed
 from .composition import Composition, in_training
 from .data_rules import OF_BATCHES, OF_DATA
-from .function_rules import OF_FUNCTIONS
+from .function_rules import OF_FUNCTIONS, called_by, is_users_own, names_in
 from .model_rules import OF_MODELS
 from .parameter_rules import OF_PARAMETERS
 from .reports import Finding, finding
+
+if TYPE_CHECKING:
+    from ..engine import Engine
 
 __all__ = ["OF_BATCHES", "OF_COMPOSITIONS"]
 
@@ -31,11 +34,10 @@ Rule = Callable[[Composition], Iterator[Finding]]
 def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
     names = {name.replace("/", "_") for name in it.produced}
     for handler, monitor in it.monitors:
-        asked = monitor.metric.replace("/", "_")
-        if monitor.metric in it.produced or asked in names or f"val_{asked}" in names:
+        if _is_produced(monitor.metric.replace("/", "_"), names):
             continue
         there = ", ".join(sorted(it.produced)) or "none"
-        if it.may_write_metrics:
+        if it.may_write_metrics or _may_log(it):
             yield finding(
                 "C01",
                 f"{handler.name!r} monitors {monitor.metric!r}, which no handler announces (announced: {there})",
@@ -53,10 +55,20 @@ def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
             )
 
 
+def _is_produced(asked: str, names: set[str]) -> bool:
+    """Whether a metric is among these, or one value of a metric that has several."""
+    return asked in names or f"val_{asked}" in names or any(asked.startswith(f"{name}_") for name in names)
+
+
+def _may_log(it: Composition) -> bool:
+    """Whether a loss or a module of the user's may write metrics."""
+    return any({"log", "metrics"} & names_in(one) for one in called_by(it.engine) if is_users_own(one))
+
+
 def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:
     monitored = {monitor.metric for _, monitor in it.monitors}
-    if any(one.reads is None or "metrics" in one.reads for one in it.connections):
-        return  # a logger, a display, or a function that may read them
+    if any(map(_may_read_metrics, it.engines)):
+        return
     unread: dict[str, list[str]] = defaultdict(list)
     for metric, owner in it.produced.items():
         if owner and metric not in monitored:
@@ -73,6 +85,12 @@ def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:
 # ---- receivers --------------------------------------------------------------------------------------------------------
 
 
+def _may_read_metrics(engine: Engine) -> bool:
+    """Whether a logger, a display or a function may read metrics."""
+    connections = (one for signal in engine.signals.all() for one in signal.connections)
+    return any(one.reads is None or "metrics" in one.reads for one in connections)
+
+
 def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
     for signal in it.engine.signals.all():
         at_once: dict[tuple[int, int], list[Connection]] = defaultdict(list)
@@ -83,16 +101,23 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                 for other in several[place + 1 :]:
                     # Of one class, or a method of one base: they exclude each other, take turns, or commute.
                     alike = it.kind_of(one) is it.kind_of(other) or _function_of(one) is _function_of(other)
-                    thing = None if alike else _conflict(one, other)
+                    thing = None if alike or _are_of_two_updates(it, one, other) else _conflict(one, other)
                     if thing is not None:
                         yield finding(
                             "C03",
                             f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in phase "
                             f"{one.phase.name} with rank {one.rank}, and at least one of the two writes the {thing}, "
-                            "so the order in which you attach them matters",
+                            "so the order in which you attach them may matter",
                             "give one of the two a different phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
                         )
+
+
+def _are_of_two_updates(it: Composition, *several: Connection) -> bool:
+    """Whether two receivers belong to handlers of different updates."""
+    handlers = [it.engine.handlers.get(one.owner or "") for one in several]
+    first, second = (getattr(handler, "update", None) for handler in handlers)
+    return None not in (first, second) and first != second
 
 
 def _function_of(one: Connection) -> Any:
@@ -123,7 +148,7 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
             continue  # an evaluation is as long as its data; a default is meant for longer runs
         yield finding(
             "C17",
-            f"{handler.name!r} runs every {every}, so it never runs in this run{_extent(it)}",
+            f"{handler.name!r} runs every {every}, which never comes up in this run{_extent(it)}",
             "use a shorter interval, or a longer run",
             [handler.name],
             severity,  # type: ignore[arg-type]
@@ -158,7 +183,8 @@ def _comes_up(it: Composition, event: Any, one: Connection) -> bool | None:
 def _extent(it: Composition) -> str:
     state = it.engine.state
     bounds = ((state.max_epochs, "epochs"), (state.max_iters, "iterations"), (state.max_steps, "optimizer steps"))
-    return "".join(f" of {number} {unit}" for number, unit in bounds if number is not None)
+    given = [f"{number} {unit}" for number, unit in bounds if number is not None]
+    return " of at most " + " and ".join(given) if given else ""
 
 
 # ---- files ------------------------------------------------------------------------------------------------------------
@@ -195,7 +221,8 @@ def best_of_nothing(it: Composition) -> Iterator[Finding]:
     for handler in it.handlers:
         filename = str(getattr(getattr(handler, "filename", None), "text", ""))
         named = filename and ("best" in handler.name or "best" in filename)
-        if named and handler.name not in monitored and not _is_chosen(getattr(handler, "every", None)):
+        every = getattr(handler, "every", None)
+        if named and handler.name not in monitored and not _is_chosen(every) and not _is_of_restored(it, every):
             yield finding(
                 "C11",
                 f"{handler.name!r} is named 'best' but keeps the latest checkpoints, because it monitors no metric",
@@ -211,6 +238,12 @@ def _is_chosen(every: Any) -> bool:
     return any(
         isinstance(event, Events) is False or (of is not None and of.when is not None) for event, of in resolve(every)
     )
+
+
+def _is_of_restored(it: Composition, every: Any) -> bool:
+    """Whether a checkpoint is saved at the end of a run, when a handler has restored the best weights."""
+    at_end = isinstance(every, AnyEvent) and all(event is Events.COMPLETED for event, _ in resolve(every))
+    return at_end and any(getattr(one, "restore_event", None) is not None for one in it.handlers)
 
 
 def hyperparameters_written_by_nobody(it: Composition) -> Iterator[Finding]:

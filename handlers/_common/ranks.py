@@ -27,6 +27,9 @@ RESUME, WARM_START = -20, -10
 """MODEL_SETUP / PREPARE: a run that resumes is not warm-started; weights are loaded before the model is moved, converted or
 frozen, and before anything wraps it."""
 
+LIMIT_RUN = -30
+"""STARTED / PREPARE: a trial run gets its bounds before any receiver reads them."""
+
 SEED = -10
 """STARTED / PREPARE: generators are seeded before any receiver draws from them."""
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.optim import lr_scheduler
 
-from signalfire import Finding
+from signalfire import Engine, Finding, UpdateState
+from signalfire.authoring import last_epoch, last_iteration
 from signalfire.findings import finding
 from signalfire.findings.codes import Severity
 
@@ -29,6 +30,7 @@ class ScheduledRun:
         unit: unit of the scheduler's steps: "st" for optimizer steps, "ep" for epochs.
         total: how many times it is stepped in the run; of a part, such as what follows a warm-up, how many times that one is.
         epochs, batches: length of the run; None if unknown.
+        accumulates: whether it counts optimizer steps, each of which may take several batches.
     """
 
     handler: str
@@ -36,6 +38,13 @@ class ScheduledRun:
     total: int
     epochs: int | None
     batches: int | None
+    accumulates: bool = False
+
+    @classmethod
+    def of(cls, engine: Engine, handler: str, unit: str, total: int, update: UpdateState) -> ScheduledRun:
+        """The run of an engine, for the schedule of one update."""
+        accumulates = unit == "st" and update.window.length_of is not None
+        return cls(handler, unit, total, last_epoch(engine), last_iteration(engine), accumulates)
 
     @property
     def counted(self) -> str:
@@ -90,12 +99,12 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     return finding(
         "C05",
-        f"{run.handler!r}: {_name(scheduler)} counts {run.counted} and is stepped {run.total} times, so the learning "
-        f"rate ends at {left:.0e} times its initial value",
+        f"{run.handler!r}: {_name(scheduler)} counts {run.counted} and is stepped {run.total} times in a run that is "
+        f"not stopped earlier, so the learning rate ends at {left:.0e} times its initial value",
         "step the scheduler once per epoch with LRScheduling(..., every='1ep'), or specify its arguments in optimizer "
         "steps"
         if run.unit == "st"
-        else "use a larger gamma, or a larger step_size",
+        else _SLOWER[hasattr(scheduler, "step_size")],
         [run.handler],
     )
 
@@ -114,18 +123,20 @@ def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding
         if not isinstance(given, int) or isinstance(given, bool):
             continue
         what = f"{argument}={given} of {name}"
-        way_out = _CORRECTED if argument == "total_iters" else _FILLED
         if _exceeds(given, total):
-            if run.unit == "st" and given == run.batches:
+            if run.accumulates and given == run.batches:
                 yield _unit(run, what, "batches")
             else:
                 yield _length(
-                    run, f"{what} is greater than this number, so the schedule does not reach its end", way_out
+                    run,
+                    f"{what} is greater than this number, so the schedule does not reach its end",
+                    _FILLED if repeats else _SHORTENED,
                 )
         elif _exceeds(total, given) and (repeats or isinstance(scheduler, lr_scheduler.PolynomialLR)):
             if _in_epochs(run, given, total):
                 yield _unit(run, what)
             else:
+                way_out = _FILLED if repeats else _CORRECTED
                 yield _length(run, f"{what} is less than this number, so {_RESTS[argument]}", way_out)
 
 
@@ -134,8 +145,10 @@ def _exceeds(one: int, other: int) -> bool:
     return one > other * _SLACK and one > other + 2
 
 
+_SLOWER = "use a larger gamma", "use a larger gamma, or a larger step_size"
 _FILLED = "omit this argument to let LRScheduling fill in the length of the run, or correct its value"
 _CORRECTED = "set this argument to the number of scheduler steps in the run"
+_SHORTENED = "set this argument to at most the number of scheduler steps in the run"
 _RESTS = {
     "T_max": "the learning rate rises again",
     "total_steps": "PyTorch raises an error at the next step",
@@ -144,8 +157,14 @@ _RESTS = {
 
 
 def _in_epochs(run: ScheduledRun, given: int, total: int) -> bool:
-    """Whether a number counts epochs, although the scheduler is stepped more often."""
-    return run.unit == "st" and run.epochs is not None and given <= run.epochs and total >= 3 * run.epochs
+    """Whether a number counts epochs, although the scheduler is stepped more often; not a share of the run."""
+    return (
+        isinstance(given, int)
+        and run.unit == "st"
+        and run.epochs is not None
+        and given <= run.epochs
+        and total >= 3 * run.epochs
+    )
 
 
 def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
@@ -164,7 +183,7 @@ def _unit(run: ScheduledRun, what: str, counted: str = "epochs") -> Finding:
 
 
 def _length(run: ScheduledRun, problem: str, way_out: str, severity: Severity | None = None) -> Finding:
-    sentence = f"{run.handler!r}: the run has {run.total} {run.counted} for this schedule, but {problem}"
+    sentence = f"{run.handler!r}: this schedule is stepped {run.total} times in the run, but {problem}"
     return finding("C06", sentence, way_out, [run.handler], severity)
 
 

@@ -399,7 +399,7 @@ def batches_that_stay_where_they_are(right: bool) -> Findings:
     return build(net()).check(data)
 
 
-@said("C13: the training data is not shuffled, so all epochs have the same batches")
+@said("C13: the training data is not shuffled, so each epoch reads dataset")
 def training_data_in_order(right: bool) -> None:
     build(net()).run(loader(shuffle=right), max_epochs=2)
 
@@ -548,7 +548,7 @@ def a_patience_that_cannot_end_this_run(right: bool) -> None:
     engine.run(batches(), max_epochs=4)
 
 
-@said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not occur in this run of 2 epochs")
+@said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not occur in this run of at most 2 epochs")
 def a_function_that_is_never_called(right: bool) -> None:
     engine = build(net())
     engine.connect(Events.ITERATION_COMPLETED(every=4 if right else 100), lambda engine: None)

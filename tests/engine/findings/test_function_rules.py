@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from signalfire import AnyEvent, Engine, Events
-from signalfire.handlers import GradientAccumulation, GradientClipping
-from tests.kit import batches, build, linear
+from signalfire import AnyEvent, Engine, EventEnum, Events, Update
+from signalfire.handlers import AutoClip, GradientAccumulation, GradientClipping
+from tests.kit import SGD, batches, build, linear
 
 
 def clip(engine: Engine) -> None:
@@ -127,3 +127,47 @@ def test_an_optimizer_beside_that_of_the_engine_may_be_stepped() -> None:
     for function in (step, step_all, Holder(engine).step):
         with engine.connect(Events.ITERATION_COMPLETED, function):
             assert len(engine.check(batches(), max_epochs=1).of("W17")) == 1
+
+
+def own_loop(engine: Engine) -> None:
+    loss = engine.model(torch.ones(1, 5)).sum()
+    loss.backward()
+    clip_grad_norm_(engine.model.parameters(), 1.0)
+
+
+def clip_another(_: Engine) -> None:
+    clip_grad_norm_(OTHER.parameters(), 1.0)
+
+
+def measure_with_a_huge_bound(engine: Engine) -> None:
+    engine.state.metrics["norm"] = float(clip_grad_norm_(engine.model.parameters(), 1e9))
+
+
+OTHER = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("function", [own_loop, clip_another, measure_with_a_huge_bound])
+def test_what_is_clipped_elsewhere_is_not_clipped_twice_or_too_early(function: Any) -> None:
+    engine = build(linear(5, 1), GradientAccumulation(2), GradientClipping(max_norm=1.0))
+    for event in (Events.EPOCH_COMPLETED, Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY):
+        engine.connect(event, function)
+    assert {one.code for one in engine.check(batches(), max_epochs=1)}.isdisjoint({"C04", "C26"})
+
+
+class Own(EventEnum):
+    READY = "ready"
+
+
+def test_an_event_of_the_users_may_come_where_gradients_are_ready() -> None:
+    engine = build(linear(5, 1))
+    engine.register_events(Own)
+    engine.connect(Own.READY, clip)
+    assert not engine.check(batches(), max_epochs=1).of("C26")
+
+
+def test_a_handler_clips_one_of_two_networks_and_a_function_the_other() -> None:
+    updates = [Update.supervised(nn.functional.mse_loss, SGD, parameters=name, name=name) for name in ("g", "d")]
+    engine = Engine(updates, model={update.name: linear(5, 1) for update in updates})
+    engine.attach(GradientClipping(max_norm=1.0, update="g"), AutoClip(update="d"))
+    engine.connect(Events.GRADIENTS_READY, clip)
+    assert {one.code for one in engine.check(batches(), max_epochs=1)}.isdisjoint({"C03", "C04"})

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from signalfire import Engine, Update
 from signalfire.handlers import LRScheduling
@@ -82,7 +82,7 @@ def test_what_another_optimizer_trains_is_the_users_to_hide() -> None:
         (partial(torch.optim.SGD, lr=0.1, weight_decay=5), "shrink each weight by 50% in every step"),
         (partial(torch.optim.AdamW, lr=0.5, weight_decay=0.2), "shrink each weight by 10%"),
         (partial(torch.optim.AdamW, lr=1.0), "moves each weight by about 1 in every step"),
-        (partial(torch.optim.Adam, lr=0.01, weight_decay=0.5), "outweighs them"),
+        (partial(torch.optim.Adam, lr=0.01, weight_decay=0.5), "may outweigh them"),
     ],
 )
 def test_options_with_which_nothing_converges_are_reported(optimizer: Any, words: str) -> None:
@@ -235,3 +235,53 @@ def test_looking_at_weights_makes_no_power_iteration_of_a_spectral_norm() -> Non
         engine.run(batches(8), max_epochs=1, check=check)
         weights.append(engine.model.state_dict())
     assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+@pytest.mark.parametrize(("optimizer", "words"), [
+    (partial(torch.optim.SGD, lr=1e-8), "hardly changes any weight unless its gradient is very large"),
+    (partial(torch.optim.Adam, lr=1e-8), "lr=1e-08 hardly changes any weight"),
+])  # fmt: skip
+def test_a_tiny_rate_says_no_more_than_what_the_optimizer_does(optimizer: Any, words: str) -> None:
+    [sentence] = found(linear(5, 1), "C28", optimizer)
+    assert sentence.endswith(words)
+
+
+def by_depth(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [one], "lr": 1e-4 * 1e-4**depth} for depth, one in enumerate(parameters)])
+
+
+def test_the_lowest_layers_may_have_tiny_rates() -> None:
+    assert found(mlp(5, 8, 1), "C28", by_depth(mlp(5, 8, 1).parameters())) == []
+
+
+@pytest.mark.parametrize(
+    ("rate", "schedule"), [(1e-8, partial(ExponentialLR, gamma=1.5)), (1.0, partial(LambdaLR, lr_lambda=tiny))]
+)
+def test_a_schedule_may_begin_with_any_rate(rate: float, schedule: Any) -> None:
+    adam = partial(torch.optim.Adam, lr=rate)
+    engine = Engine(Update.supervised(nn.functional.mse_loss, adam), model=linear(5, 1), seed=0)
+    engine.attach(LRScheduling(schedule, every="1step"))
+    assert not engine.check(batches(), max_epochs=1).of("C28")
+
+
+class Heads(nn.Module):
+    """Two linear heads beside each other that begin with zeros, as for linear actors and critics."""
+
+    def __init__(self, actions: int) -> None:
+        super().__init__()
+        self.actor, self.critic = nn.Linear(4, actions), nn.Linear(4, 1)
+        for layer in (self.actor, self.critic):
+            nn.init.zeros_(layer.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.actor(input) + self.critic(input)  # type: ignore[no-any-return]
+
+
+def test_heads_beside_each_other_may_begin_with_zeros() -> None:
+    assert found(Heads(actions=2), "C33") == []
+
+
+def test_points_of_an_equation_need_not_be_trained() -> None:
+    engine = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=Holding(torch.ones(3, requires_grad=True)))
+    [problem] = engine.check(batches(), max_epochs=1).of("C27")
+    assert problem.way_out.startswith("if it should train, ")

@@ -10,13 +10,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import (
     Average,
     Checkpoint,
     EarlyStopping,
+    FastDevRun,
     Freezing,
     GradientAccumulation,
     Guards,
@@ -296,3 +305,170 @@ def test_batches_on_another_device_are_no_mistake_where_the_step_or_the_model_mo
     for model in (Moving(5, 1), nn.Sequential(nn.Flatten(), Moving(5, 1))):
         assert "C12" not in codes(Engine(supervised, model), data)
     assert "C12" not in codes(Engine(Update.from_function(moving_step, sgd, lr=0.1), nn.Linear(5, 1)), data)
+
+
+class Logging(nn.Module):
+    """Writes a metric in its forward, to the engine that it is given."""
+
+    engine: Engine
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        output: Tensor = self.layer(input)
+        self.engine.log("score", output.mean())
+        return output
+
+
+def test_a_model_or_a_loss_of_the_users_may_write_a_monitored_metric() -> None:
+    assert codes(build(Logging(), EarlyStopping("score", mode="max")))["C01"] == "info"
+    kept: list[float] = []
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        kept.append(float(output.detach().log().sum()))
+        return nn.functional.mse_loss(output, target)
+
+    assert codes(build(mlp(5, 8, 1), EarlyStopping("score", mode="max"), loss=loss))["C01"] == "info"
+
+
+class Several(Average):
+    """A metric of two values."""
+
+    def compute(self) -> dict[str, float]:  # type: ignore[override]
+        return {"low": 1.0, "high": 2.0}
+
+
+def test_one_value_of_a_metric_that_has_several_may_be_monitored() -> None:
+    engine = build(mlp(5, 8, 1))
+    engine.attach(Validation(batches(2), metrics={"range": Several()}), EarlyStopping("val_range/high", mode="max"))
+    assert "C01" not in codes(engine)
+
+
+def test_a_function_of_the_evaluator_may_show_its_metrics() -> None:
+    model = mlp(5, 8, 1)
+    evaluator = evaluator_of(model)
+    engine = build(model, Validation(evaluator, batches(2)))
+    assert "C02" in codes(engine)
+    evaluator.connect(Events.EPOCH_COMPLETED, lambda engine: print(engine.state.metrics))
+    assert "C02" not in codes(engine)
+
+
+def test_a_trial_run_is_in_order_with_a_checkpoint(tmp_path: Path) -> None:
+    engine = build(mlp(5, 8, 1), FastDevRun(1), Checkpoint(tmp_path))
+    assert "C03" not in codes(engine, batches(), max_epochs=2)
+
+
+def test_a_checkpoint_of_restored_weights_has_the_best(tmp_path: Path) -> None:
+    best = Checkpoint(tmp_path, every=Events.COMPLETED, name="best")
+    engine = build(mlp(5, 8, 1), Validation(batches(2)), best)
+    assert "C11" in codes(engine)
+    engine.attach(EarlyStopping("val_loss", restore_best=True))
+    assert "C11" not in codes(engine)
+
+
+def halves(parameters: Any) -> dict[str, list[Any]]:
+    first, *rest = parameters
+    return {"first": [first], "rest": rest}
+
+
+def test_an_update_of_several_optimizers_holds_all_that_they_hold() -> None:
+    factories = {"first": SGD, "rest": SGD}
+    update = Update.supervised(
+        nn.functional.mse_loss, factories, parameters=lambda engine: halves(engine.model.parameters())
+    )
+    assert "C08" not in codes(Engine(update, model=mlp(5, 8, 1)))
+
+
+def test_what_an_optimizer_of_the_users_trains_is_not_left_out() -> None:
+    model = nn.ModuleDict({"net": mlp(5, 8, 1), "probe": nn.Linear(5, 1)})
+    update = Update(
+        lambda engine, batch: model["net"](batch[0]),
+        lambda engine, output, batch: nn.functional.mse_loss(output, batch[1]),
+        SGD,
+        parameters=lambda engine: model["net"].parameters(),
+    )
+    probe = torch.optim.SGD(model["probe"].parameters(), lr=0.1)
+    engine = Engine(update, model=model)
+    assert "C08" in codes(engine)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: probe.step())
+    assert "C08" not in codes(engine)
+
+
+class Text(nn.Module):
+    """A pretrained embedding that is registered last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.words = nn.Linear(3, 1), nn.Embedding(9, 3).requires_grad_(False)
+
+
+def test_a_frozen_embedding_may_be_registered_last() -> None:
+    assert codes(build(Text()))["C09"] == "info"
+
+
+SAMPLES = TensorDataset(torch.randn(20, 5), torch.randn(20, 1))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        {"sampler": SubsetRandomSampler(range(12))},
+        {"batch_sampler": BatchSampler(SubsetRandomSampler(range(12)), 4, drop_last=False)},
+        {"sampler": WeightedRandomSampler([1.0] * 12 + [0.0] * 8, 12)},
+    ],
+)
+def test_samplers_may_split_one_dataset(sampler: Any) -> None:
+    size = {} if "batch_sampler" in sampler else {"batch_size": 4}
+    held_out = DataLoader(SAMPLES, 4, sampler=SubsetRandomSampler(range(12, 20)))
+    engine = build(mlp(5, 8, 1), Validation(held_out), EarlyStopping("val_loss"))
+    found = codes(engine, DataLoader(SAMPLES, **size, **sampler), max_epochs=2)
+    assert found.keys().isdisjoint({"C13", "C14"})
+
+
+def test_samples_are_equal_if_all_of_their_tensors_are() -> None:
+    drugs, proteins = torch.randn(10, 5), torch.randn(20, 5)
+    first = TensorDataset(drugs, proteins[:10], torch.randn(10, 1))
+    other = TensorDataset(drugs, proteins[10:], torch.randn(10, 1))
+    assert "C14" not in codes(split_engine(other), DataLoader(first, 4, shuffle=True), max_epochs=1)
+    assert "C14" in codes(split_engine(first), DataLoader(TensorDataset(*first.tensors), 4, shuffle=True), max_epochs=1)
+
+
+def test_batches_are_equal_if_their_texts_are() -> None:
+    labels = torch.zeros(2, 1)
+    ours, others = [(["a", "b"], labels)], [(["c", "d"], labels)]
+    assert "C14" not in codes(build(mlp(5, 8, 1), Validation(others)), [*ours, *ours], max_epochs=1)
+    again = [(["a", "b"], labels.clone())]
+    assert "C14" in codes(build(mlp(5, 8, 1), Validation(again)), [*ours, *ours], max_epochs=1)
+
+
+def moved(engine: Engine) -> None:
+    engine.state.batch = tuple(one.to(engine.device) for one in engine.state.batch)
+
+
+def test_a_receiver_may_move_the_batches() -> None:
+    engine = build(mlp(5, 8, 1).to("meta"))
+    assert "C12" in codes(engine, batches())
+    engine.connect(Events.GET_BATCH_COMPLETED, moved)
+    assert "C12" not in codes(engine, batches())
+
+
+def views(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate(samples + samples)
+
+
+def test_batch_norm_gets_the_rows_that_the_batch_has() -> None:
+    model = mlp(5, 8, 1, nn.BatchNorm1d(8))
+    last_of_one = Subset(SAMPLES, range(9))
+    assert codes(build(model), DataLoader(last_of_one, 4, shuffle=True), max_epochs=1)["C21"] == "warning"
+    assert (
+        codes(build(model), DataLoader(last_of_one, 4, shuffle=True, collate_fn=views), max_epochs=1)["C21"] == "info"
+    )
+    assert "C21" not in codes(build(model), DataLoader(last_of_one, 4, shuffle=True), max_epochs=3, max_iters=2)
+
+
+def test_a_window_that_grows_is_too_long_from_an_epoch_on() -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation({1: 2, 3: 16}))
+    [problem] = engine.check(batches(), max_epochs=4).of("C22")
+    assert "accumulates 16 batches per step from epoch 3 on" in problem.sentence
