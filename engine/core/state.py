@@ -186,20 +186,16 @@ class MetricStore(dict[str, Any]):
             "serial": self.serial - sum(self.serials.get(name, 0) for name in self.unsaved),
         } | ({"evaluated": sorted(self.evaluated - self.unsaved)} if self.evaluated else {})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], renamed: Mapping[str, str] | None = None) -> None:
+        """Take the values of a state; ``renamed`` has what its metrics are called now."""
         self.clear()
-        self.renamed = {name: self._now(name, state) for name in (*state["serials"], *state.get("evaluated", ()))}
-        super().update({self.renamed[name]: value for name, value in state["values"].items()})
-        self.serials = {self.renamed[name]: count for name, count in state["serials"].items()}
+        self.renamed = dict(renamed or {})
+        now = self.renamed.get
+        super().update({now(name, name): value for name, value in state["values"].items()})
+        self.serials = {now(name, name): count for name, count in state["serials"].items()}
         self.serial = state["serial"]
-        self.evaluated = {self.renamed[name] for name in state.get("evaluated", ())}
+        self.evaluated = {now(name, name) for name in state.get("evaluated", ())}
         self._plain |= {name.replace("/", "_"): name for name in self}
-
-    def _now(self, name: str, state: Mapping[str, Any]) -> str:
-        """What a metric of a saved state is called now."""
-        prefixed = f"val_{name}"
-        validated = name in state.get("evaluated", ()) and name not in self.owners
-        return prefixed if validated and prefixed in self.owners and prefixed not in state["serials"] else name
 
 
 def as_number(value: Any) -> float | None:

@@ -31,6 +31,7 @@ from .changeable import Unsaved, buffer_names, going_back
 from .frozen import fill_in
 from .keys import STEP_SHARDS, UNSAVED
 from .loads import ModuleTensors, OptimizerParts, load_each, naming, refusal
+from .metric_names import renamed_metrics
 from .state_parts import check_complete, composition
 from .windows import put_window_back, window_state
 
@@ -182,7 +183,7 @@ def _put_position_back(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.state.load_state_dict(position)
     engine.boundary.load_state_dict(position)
     engine.seed = position["seed"]
-    engine.state.metrics.load_state_dict(copied(position["metrics"]))
+    engine.state.metrics.load_state_dict(copied(position["metrics"]), renamed_metrics(engine, saved))
     engine.signals.load_state_dict(position["fired"])
     set_random_state(saved["random"])
 

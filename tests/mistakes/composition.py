@@ -548,7 +548,9 @@ def a_patience_that_cannot_end_this_run(right: bool) -> None:
     engine.run(batches(), max_epochs=4)
 
 
-@said("C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not occur in this run of at most 2 epochs")
+@said(
+    "C17: the function .* is connected to .*ITERATION_COMPLETED.*, which does not occur in this run of at most 2 epochs"
+)
 def a_function_that_is_never_called(right: bool) -> None:
     engine = build(net())
     engine.connect(Events.ITERATION_COMPLETED(every=4 if right else 100), lambda engine: None)

@@ -43,21 +43,22 @@ VERSIONS = ["0.1", "0.2"]
 EPOCHS, SAVED_AT = 4, 8  # of 5 batches each, in windows of 2
 
 
-def build(folder: Path) -> tuple[Engine, DataLoader[Any]]:
+def build(folder: Path, monitor: str = "") -> tuple[Engine, DataLoader[Any]]:
+    """The run of the files; with a ``monitor``, in the short form of a validation."""
     torch.manual_seed(1)
     layers = [nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Tanh(), nn.Linear(4, 2)]
     model = nn.Sequential(*layers)
     update = Update.supervised(mse_loss, partial(Adam, lr=1e-2))
-    evaluator = Engine(update.evaluation(), model=model)
+    evaluator, held_out = Engine(update.evaluation(), model=model), [(torch.ones(4, 3), torch.zeros(4, 2))]
     evaluator.attach(Metrics(error=Average()))
     engine = Engine(update, model=model, seed=0)
     engine.attach(
-        Validation(evaluator, [(torch.ones(4, 3), torch.zeros(4, 2))]),
+        Validation(held_out, error=Average()) if monitor else Validation(evaluator, held_out),
         GradientAccumulation(2),
         GradientClipping(max_norm=1.0),
         EMA(0.9),
         LRScheduling(partial(OneCycleLR, max_lr=0.05)),
-        EarlyStopping("error", mode="min", patience=50),
+        EarlyStopping(monitor or "error", mode="min", patience=50),
         History(),
         NonFiniteGuard(),
         Checkpoint(folder, every="1it", keep=100, name="each", hyperparameters={"lr": 0.01}),
@@ -101,6 +102,25 @@ def test_a_run_continues_from_a_checkpoint_of_an_earlier_version(version: str, t
         torch.testing.assert_close(torch.tensor(found[name]), torch.tensor(wanted[name]), rtol=1e-5, atol=1e-6)
     if alike == wanted.keys():
         assert ended["metrics"] == pytest.approx(expected["metrics"], rel=1e-5)
+
+
+@needs_torch(2, 9, why="the attributes of the schedules that the checkpoints hold")
+@pytest.mark.moderate
+@pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")
+@pytest.mark.parametrize("monitor", ["val_error", "val/error", "error"])
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_short_form_of_a_validation_continues_such_a_run(version: str, monitor: str, tmp_path: Path) -> None:
+    (saved,) = FILES.glob(f"version-{version}/*")
+    engine, data = build(tmp_path, monitor)
+    engine.load_state_dict(Checkpoint.load(saved))
+    engine.run(data, max_epochs=EPOCHS)
+    expected = json.loads((FILES / f"version-{version}.json").read_text())["patience"]
+    found = outcome(engine)["patience"]
+    assert found["waited"] == expected["waited"]
+    assert found["monitor"]["seen"] == expected["monitor"]["seen"]
+    assert found["best"] == pytest.approx(expected["best"], rel=1e-5)
+    assert engine.state.metrics.serials == {"val_error": EPOCHS, "val_loss": EPOCHS - 1}
+    assert len(engine["history"]["val_error"]) == EPOCHS  # type: ignore[index]
 
 
 @pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")  # such as on another processor

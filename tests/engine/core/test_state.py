@@ -238,11 +238,12 @@ def test_both_spellings_of_a_metric_are_found_in_every_way() -> None:
     assert 3 not in metrics  # type: ignore[comparison-overlap]
 
 
-def test_only_what_an_evaluation_measured_is_loaded_under_the_name_of_a_validation() -> None:
+def test_metrics_are_loaded_under_the_names_that_they_have_now() -> None:
     saved, loaded = MetricStore(), MetricStore()
     saved["accuracy"], saved["loss"] = 0.5, 2.0
     saved.evaluated.add("loss")
     loaded.announce("validation", ["val_accuracy", "val_loss"])
-    loaded.load_state_dict(saved.state_dict())
+    loaded.load_state_dict(saved.state_dict(), {"loss": "val_loss"})
     assert loaded == {"accuracy": 0.5, "val_loss": 2.0}
+    assert loaded.evaluated == {"val_loss"}
     assert loaded.serials == {"accuracy": 1, "val_loss": 1}
