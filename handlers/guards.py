@@ -15,19 +15,24 @@ from signalfire.authoring import Capture, check_every, widened
 from signalfire.findings import check_codes
 from signalfire.findings.codes import Severity
 from signalfire.findings.dropout import has_other_path
-from signalfire.findings.epoch_checks import counts_versions, names_of, rates_of, shown, trainable
+from signalfire.findings.epoch_checks import counted, counts_versions, names_of, rates_of, shown, trainable
 
 from ._common.look import LOOKS_AT, Look, looking
+from ._common.ranks import RECORD_GROUPS
 from ._common.watching import (
     Facts,
+    Foreign,
     batch_of,
     differing_rank,
+    first_of,
     frozen_last_layer,
     gradient_facts,
+    ignores_all,
     inputs_of,
     labels_of,
     left_in_eval,
     moving_frozen_norms,
+    name_of_inputs,
     one_class,
     out_of_range,
     same_for_all,
@@ -87,7 +92,7 @@ class Guards(Handler):
         self._modes: dict[nn.Module, bool] = {}
         self._known: set[Tensor] = set()
         self._batches, self._labels = list[tuple[int, Any]](), list[tuple[int, int]]()
-        self._foreign: list[tuple[Tensor, int]] = []  # what optimizers hold besides the model, with its versions
+        self._foreign: list[Foreign] = []
         self._stepped: set[Tensor] = set()
         self._look: Look | None = None
 
@@ -110,8 +115,8 @@ class Guards(Handler):
     def _note_start(self, engine: Engine) -> None:
         self._modes = {part: part.training for root in engine.modules.values() for part in root.modules()}
         self._known = set(trainable(engine))
-        names, counted = names_of(engine), [update for update in engine.updates if counts_versions(update)]
-        self._foreign = [(p, p._version) for update in counted for p in update.parameters if p not in names]
+        names, updates = names_of(engine), [update for update in engine.updates if counts_versions(update)]
+        self._foreign = [(p, p._version, one, one.steps) for one in updates for p in one.parameters if p not in names]
 
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
@@ -154,9 +159,11 @@ class Guards(Handler):
         if look is None:
             return
         safely(self._check_left_over, engine)
+        safely(self._watch_modes, engine, look)
         look.connect(Events.LOSS_COMPUTED, partial(safely, self._see_loss))
         look.connect(Events.GRADIENTS_READY, partial(safely, self._see_gradients))
         look.connect(Events.OPTIMIZER_STEP_STARTED, partial(safely, self._see_before_step))
+        look.connect(Events.OPTIMIZER_STEP_COMPLETED, partial(safely, look.compare), Phase.PREPARE, RECORD_GROUPS)
         look.connect(Events.OPTIMIZER_STEP_COMPLETED, partial(safely, self._see_step))
         look.connect(Events.ITERATION_COMPLETED, self._see_end)
 
@@ -192,7 +199,7 @@ class Guards(Handler):
             if spread > 20:
                 self._report(
                     "G13",
-                    f"the inputs are large: their mean absolute value is {spread:.3g}",
+                    f"{name_of_inputs(state.batch)} are large: their mean absolute value is {spread:.3g}",
                     "normalize them, for example to a mean of 0 and a standard deviation of 1",
                 )
 
@@ -214,27 +221,21 @@ class Guards(Handler):
             several = len(set(self._labels)) > 1
             self._report(
                 "G15",
-                "each batch contains labels from only one class, because the data is sorted by class"
+                "in the last three checks, each batch contained labels from only one class, "
+                + ("as if the data were sorted by class" if several else f"always {low}"),
+                "shuffle the data: DataLoader(shuffle=True), or mix the classes in your own sampler"
                 if several
-                else f"each batch so far has contained labels from only one class ({low})",
-                "shuffle the data: DataLoader(shuffle=True)" if several else "check the labels",
+                else "check the labels",
                 key=several,
                 severity="warning" if several else "info",
             )
 
     def _check_model(self, engine: Engine) -> None:
-        if (part := left_in_eval(engine, self._modes)) is not None:
-            self._report(
-                "G06",
-                f"{part} is in eval mode in iteration {engine.state.iteration}, so dropout is off and batch "
-                "statistics are not used",
-                "call model.train() after each evaluation, or use engine.evaluate(), which restores the mode",
-            )
         if new := unheld_since(engine, self._known, self._foreign):
             self._report(
                 "G05",
                 f"{shown(new, names_of(engine))} of the model {'is' if len(new) == 1 else 'are'} in no optimizer, "
-                "because a layer was created, replaced or unfrozen after the optimizer was built",
+                "probably because a layer was created, replaced or unfrozen after the optimizer was built",
                 "create all layers before run() and pass the Update an optimizer factory, such as "
                 "partial(torch.optim.AdamW, lr=1e-3)",
             )
@@ -244,6 +245,9 @@ class Guards(Handler):
                 f"only normalization layers are trained, and the last layer {last!r} is frozen",
                 f"unfreeze {last!r} if this layer should learn the labels in this dataset",
             )
+
+    def _watch_modes(self, engine: Engine, look: Look) -> None:
+        look.watch(*left_in_eval(engine, self._modes))
 
     def _check_left_over(self, engine: Engine) -> None:
         for update in engine.updates:
@@ -264,7 +268,9 @@ class Guards(Handler):
         if look is None or update.evaluation > 0 or not isinstance(update.raw_loss, Tensor):
             return
         output, inputs, labels = update.output, inputs_of(batch), labels_of(batch)
-        look.seen[update.name] = update.raw_loss.detach(), batch_of(batch), inputs
+        if not ignores_all(update.raw_loss):
+            has_nan = inputs is not None and bool(inputs.isnan().any())
+            look.seen[update.name] = update.raw_loss.detach(), batch_of(batch), name_of_inputs(batch) if has_nan else ""
         facts.see(update.raw_loss, output, labels)
         if (wrong := out_of_range(output, labels, update.raw_loss)) is not None:
             self._report(
@@ -273,7 +279,7 @@ class Guards(Handler):
                 "number the labels from 0, and give the last layer as many outputs as there are classes",
                 key=update.name,
             )
-        if facts.again("G16", update.steps > 0 and same_for_all(output, inputs)) >= 2:
+        if facts.again("G16", update.steps > 0 and same_for_all(output, first_of(batch))) >= 2:
             self._report(
                 "G16",
                 f"the output of update {update.name!r} is the same for all samples of a batch, although their inputs "
@@ -290,6 +296,7 @@ class Guards(Handler):
         facts, names = self._facts[update.name], names_of(engine)
         wanted, missing, norm = gradient_facts(update)
         several = sum(p.numel() for p in missing) * 2 >= sum(p.numel() for p in wanted)
+        self._look.trained.update(wanted)
         streak = facts.again("G01", bool(missing) and several)
         if missing and (streak != 1 or len(missing) == len(wanted)):
             self._report(
@@ -311,6 +318,7 @@ class Guards(Handler):
         self._check_norm(update, facts, norm)
 
     def _check_norm(self, update: UpdateState, facts: Facts, norm: float) -> None:
+        facts.norm = norm
         if math.isfinite(norm) and len(facts.norms) < _FIRST:
             facts.norms = [*facts.norms, norm]
         elif math.inf > norm > 1e6 * max(facts.norms, default=0.0) > 0:
@@ -367,29 +375,32 @@ class Guards(Handler):
                 "G18",
                 f"the learning rate of update {update.name!r} has fallen from {facts.largest_rate:.3g} to {rate:.3g} by "
                 f"iteration {state.iteration} of {planned}",
-                'check the unit of the schedule: LRScheduling(..., every="1ep") steps the schedule once per epoch',
+                'check how fast the schedule falls, when it ends, and its unit: LRScheduling(..., every="1ep") steps '
+                "the schedule once per epoch",
                 key=update.name,
             )
 
     def _check_loss(
-        self, engine: Engine, update: UpdateState, facts: Facts, loss: Tensor, what: Any, inputs: Tensor | None
+        self, engine: Engine, update: UpdateState, facts: Facts, loss: Tensor, what: Any, bad_inputs: str
     ) -> None:
         value = float(loss)
-        bad_inputs = inputs is not None and bool(inputs.isnan().any())
         if bad_inputs or not math.isfinite(value):
             where = f"in iteration {engine.state.iteration}"
             of_loss = f"the loss of update {update.name!r} {where} is {value}"
             self._report(
                 "G14",
-                f"the inputs {where} contain NaN" if bad_inputs else of_loss,
+                f"{bad_inputs} {where} contain NaN" if bad_inputs else of_loss,
                 "look for NaN in the data, a logarithm of zero, a division by zero, or a learning rate that is too "
                 "high; NonFiniteGuard() skips such steps",
                 key=(update.name, math.isfinite(value)),
                 severity="info" if math.isfinite(value) else "warning",
             )
+        self._check_same(update, facts, value, what)
+
+    def _check_same(self, update: UpdateState, facts: Facts, value: float, what: Any) -> None:
         facts.losses = [*facts.losses[-2:], (value, what)]
         losses, batches = ({one[place] for one in facts.losses} for place in (0, 1))
-        if value != 0 and what is not None and len(losses) == 1 and len(batches) == 3:
+        if value != 0 and what is not None and len(losses) == 1 and len(batches) == 3 and not facts.norm > 0:
             self._report(
                 "G17",
                 f"the loss of update {update.name!r} is exactly {value} for three different batches",
@@ -409,12 +420,19 @@ class Guards(Handler):
         for update, calls in look.counted(engine):
             self._report(
                 "G20",
-                f"the optimizer of update {update.name!r} was stepped {calls} times in iteration "
+                f"the optimizer of update {update.name!r} was stepped {counted(calls, 'time')} in iteration "
                 f"{engine.state.iteration}, more often than the engine steps it",
                 "remove your optimizer.step(): the engine calls it once per accumulation window",
                 key=update.name,
             )
-        if moving := moving_frozen_norms(engine):  # now, since the forward may have set the modes
+        if look.in_eval:
+            self._report(
+                "G06",
+                f"{look.in_eval} is in eval mode in the forward pass of iteration {engine.state.iteration}, so dropout "
+                "is off and batch statistics are not used",
+                "call model.train() after each evaluation, or use engine.evaluate(), which restores the mode",
+            )
+        if moving := moving_frozen_norms(engine, look.statistics, look.trained):
             self._report(
                 "G21",
                 f"the weights of {moving[0]!r} are frozen, but the training batches still update its running "
@@ -450,11 +468,11 @@ class Guards(Handler):
         if found := untrained_spectral_norms(engine):
             self._report(
                 "G23",
-                f"the spectral norm of {found[0]!r} is evaluated before its power iteration has run, so the "
-                "weights of this layer are divided by a random number",
-                "run one forward pass in training mode first, or use torch.nn.utils.parametrizations.spectral_norm",
+                f"the power iteration of the spectral norm of {found[0]!r} has not run, or not with the weights that "
+                "are evaluated, so these weights are divided by a number that is too small",
+                "run a few forward passes with these weights in training mode first",
             )
-        look.statistics = statistics_of(engine)
+        look.statistics = statistics_of(engine)  # once the modes are set
         if not has_other_path(engine):
             engine.regions.enter(look.dropout)
 

@@ -238,7 +238,8 @@ _TEXTS = {
     "C38": "A handler for multi-process training is attached in a notebook, which runs as a single process.",
     "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
     "C40": "A metric name without a prefix was taken to mean the validation metric.",
-    "C41": "There are more processes than compute shards, so some of the processes are idle.",
+    "C41": "There are more processes than compute shards, or their number does not divide the shards, so some of the "
+    "processes are idle.",
     "C42": "A function is called only for the shards of its own process, so its result depends on the number of "
     "processes.",
     # G: what `handlers.Guards` finds in a run
@@ -247,29 +248,31 @@ _TEXTS = {
     "G02": "All gradients are zero, so the step changes nothing.",
     "G03": "An optimizer step does not change the weights.",
     "G04": "The learning rate is 0.",
-    "G05": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
-    "optimizer was built.",
-    "G06": "Modules are in eval mode during training, so dropout is off and batch statistics are frozen.",
+    "G05": "Parameters of the model are in no optimizer, probably because a layer was created, replaced or unfrozen after "
+    "the optimizer was built.",
+    "G06": "Modules are in eval mode in the forward pass of the training, so dropout is off and batch statistics are frozen.",
     "G07": "Dropout is active in an evaluation, so its metrics are random.",
     "G08": "The running statistics of normalization layers change in an evaluation, so evaluating changes the model.",
     "G09": "The weights differ between ranks, so the ranks train different models.",
     "G10": "Nothing cleared the gradients of an earlier iteration, so the step includes these gradients.",
     "G11": "The data yields the same batch again and again.",
-    "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1.",
-    "G13": "The inputs have large values, so they do not seem normalized.",
+    "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1, so they are the target "
+    "of no class.",
+    "G13": "The inputs, or what may be the inputs, have large values, so they do not seem normalized.",
     "G14": "The inputs or the loss are NaN or infinite.",
-    "G15": "Each batch has labels of a single class. The finding is only informational if this is the same class in "
+    "G15": "Each of three batches had labels of a single class. The finding is only informational if this is the same class in "
     "all batches.",
-    "G16": "The model gives the same output for all samples of a batch.",
+    "G16": "The model gives the same output for all samples of a batch, although their inputs differ.",
     "G17": "The loss is exactly the same for different batches, so it does not depend on the data.",
-    "G18": "The learning rate is almost 0 before the middle of the run, because the schedule counts in the wrong unit.",
+    "G18": "The learning rate is almost 0 before the middle of the run: the schedule falls fast, ends early, or counts in "
+    "the wrong unit.",
     "G19": "The gradient norm has grown by a factor of a million, so training diverges.",
     "G20": "Your code calls `optimizer.step()` in addition to the engine.",
     "G21": "Frozen normalization layers still update their running statistics.",
     "G22": "Only normalization layers are trained, and the last layer is frozen, so the model cannot learn new "
     "classes.",
-    "G23": "A spectral norm is evaluated before its first power iteration, so the weights are divided by a random "
-    "number.",
+    "G23": "The power iteration of a spectral norm has not run, or not with the weights that are evaluated, so they are "
+    "divided by a number that is too small.",
     "G24": "The mean loss of an epoch equals that of random guessing.",
 }
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,22 +17,26 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from signalfire import Engine, UpdateState
 from signalfire.authoring import as_signed, is_readable, tensors_in, widened
+from signalfire.authoring.batches import parts
 from signalfire.distributed import is_sharded, local_part
 from signalfire.findings.epoch_checks import held_by_optimizers, names_of
-from signalfire.findings.loss_graph import functions_of, ignored_by
-from signalfire.models.modules import frozen_copies
+from signalfire.findings.loss_graph import functions_of
+from signalfire.models.modules import frozen_copies, untrained_copies
 
 __all__ = [
     "Facts",
     "batch_of",
     "checksum",
     "differing_rank",
+    "first_of",
     "frozen_last_layer",
     "gradient_facts",
+    "ignores_all",
     "inputs_of",
     "labels_of",
     "left_in_eval",
     "moving_frozen_norms",
+    "name_of_inputs",
     "one_class",
     "out_of_range",
     "same_for_all",
@@ -56,8 +63,8 @@ class Facts:
         losses: the losses of the last checks, with what distinguishes the batches.
         largest_rate: the largest learning rate.
         largest_gradient: the largest of the gradients.
-        norms: the first gradient norms.
-        has_classes: whether the loss takes its targets for classes.
+        norms: the first gradient norms; norm: the last one.
+        has_classes: whether the loss takes the labels of the batch for classes.
         epoch_losses: the losses of this epoch, with the number of classes.
     """
 
@@ -67,6 +74,7 @@ class Facts:
     largest_rate: float = 0.0
     largest_gradient: float = 0.0
     norms: list[float] = field(default_factory=list)
+    norm: float = 0.0
     has_classes: bool = False
     epoch_losses: list[tuple[float, int]] = field(default_factory=list)
 
@@ -77,7 +85,7 @@ class Facts:
 
     def see(self, loss: Tensor, output: Any, labels: Tensor | None) -> None:
         """Note a loss, and whether it is that of classes."""
-        self.has_classes = _has_classes(loss)
+        self.has_classes = labels is not None and _has_classes(loss) and _may_be_targets(labels, loss)
         scores = isinstance(output, Tensor) and output.dim() == 2 and output.shape[1] > 1
         if self.has_classes and scores and labels is not None and labels.dim() == 1:
             self.epoch_losses.append((float(loss.detach()), output.shape[1]))
@@ -96,6 +104,18 @@ def inputs_of(batch: Any) -> Tensor | None:
     return next((one for one in tensors_in(batch) if one.is_floating_point() and is_readable(one)), None)
 
 
+def first_of(batch: Any) -> Tensor | None:
+    """The first tensor of a batch, of any type."""
+    return next((one for one in tensors_in(batch) if is_readable(one)), None)
+
+
+def name_of_inputs(batch: Any) -> str:
+    """What to call the result of `inputs_of`, which may as well be the targets where other tensors come before it."""
+    if isinstance(batch, Mapping) or inputs_of(batch) is not first_of(batch):
+        return "the values of the first floating-point tensor in the batch"
+    return "the inputs"
+
+
 def labels_of(batch: Any) -> Tensor | None:
     """The integer targets of a batch of (input, target); None for other batches."""
     if not isinstance(batch, tuple | list) or len(batch) != 2 or not isinstance(batch[1], Tensor):
@@ -109,14 +129,27 @@ def labels_of(batch: Any) -> Tensor | None:
 
 
 def batch_of(batch: Any) -> tuple[Any, ...] | None:
-    """What distinguishes one batch from another: shapes and sums of its tensors; None without tensors."""
-    tensors = [one for one in tensors_in(batch) if is_readable(one) and not one.is_complex()]
-    sums = [(tuple(one.shape), *_sums(one)) for one in tensors]
-    return tuple(sums) or None
+    """What distinguishes one batch from another: shapes and sums of tensors, and words and numbers; None if a part is unknown."""
+    leaves = _leaves(batch)
+    known = [_known(leaf) for leaf in leaves]
+    return None if None in known or not any(isinstance(leaf, Tensor) for leaf in leaves) else tuple(known)
+
+
+def _leaves(batch: Any) -> list[Any]:
+    container = None if isinstance(batch, Tensor) else parts(batch)
+    return [batch] if container is None else [leaf for part in container[0] for leaf in _leaves(part)]
+
+
+def _known(leaf: Any) -> tuple[Any, ...] | None:
+    """What can be compared of a part of a batch; None if nothing can."""
+    if isinstance(leaf, Tensor):
+        return (tuple(leaf.shape), *_sums(leaf)) if is_readable(leaf) else None
+    return (leaf,) if leaf is None or isinstance(leaf, str | bytes | int | float) else None
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:
-    flat = widened(tensor.detach().reshape(-1))
+    real = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+    flat = widened(real.reshape(-1))
     places = torch.arange(1, flat.numel() + 1, dtype=flat.dtype, device=flat.device)
     return float(flat.sum()), float(flat @ places)
 
@@ -133,30 +166,79 @@ def same_for_all(output: Any, inputs: Tensor | None) -> bool:
 
 def out_of_range(output: Any, labels: Tensor | None, loss: Tensor | None = None) -> tuple[int, int, int] | None:
     """The smallest and largest label, and the number of classes, if the loss takes labels for classes that lie outside of it."""
-    if loss is not None and not _has_classes(loss):
-        return None
     if labels is None or not isinstance(output, Tensor) or not output.is_floating_point() or output.dim() < 2:
         return None
     classes = output.shape[1]
     if classes < 2 or labels.shape != output.shape[:1] + output.shape[2:]:
         return None
-    wrong = (
-        set(labels[(labels < 0) | (labels >= classes)].unique().tolist())
-        - IGNORED
-        - {None if loss is None else ignored_by(loss)}
-    )
-    return (int(labels.min()), int(labels.max()), classes) if wrong else None
+    wrong = (labels < 0) | (labels >= classes)
+    for one in IGNORED:
+        wrong &= labels != one
+    if not bool(wrong.any()) or (loss is not None and not _leaves_without_class(loss, output, wrong)):
+        return None
+    return int(labels.min()), int(labels.max()), classes
 
 
-_OF_CLASSES = {"LogSoftmax", "Softmax", "NllLoss", "NllLoss2D", "MultiMarginLoss", "SoftMarginLoss"} | {
-    "BinaryCrossEntropy",
-    "BinaryCrossEntropyWithLogits",
+_REFUSING = {"NllLoss", "NllLoss2D", "MultiMarginLoss"}
+"""Losses that raise an error for a label without a class. Where they do not, what they compare is not the labels of the batch."""
+_OF_CLASSES = _REFUSING | {
+    *("LogSoftmax", "Softmax", "SoftMarginLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"),
 }
 
 
 def _has_classes(loss: Tensor) -> bool:
     """Whether a loss takes its targets for classes, by the functions of torch in it."""
     return bool(functions_of(loss) & _OF_CLASSES)
+
+
+def _leaves_without_class(loss: Tensor, output: Tensor, wrong: Tensor) -> bool:
+    """Whether a loss compares this output with classes, and no class is the target of these samples."""
+    nodes = [node for node in _nodes(loss) if _kind(node) in _OF_CLASSES]
+    own = [node for node in nodes if output.shape in (_shape(node, "result"), _shape(node, "self"))]
+    if not own or functions_of(loss) & _REFUSING:
+        return False
+    target = _saved(own[0], "target")
+    return target is None or target.shape != output.shape or not bool((target.movedim(1, -1)[wrong] > 0).any())
+
+
+def _may_be_targets(labels: Tensor, loss: Tensor) -> bool:
+    """Whether labels may be what a loss compares with, by how many targets it has saved."""
+    targets = [one for node in _nodes(loss) if (one := _saved(node, "target")) is not None]
+    numbers = [one.shape[0] if one.is_floating_point() and one.dim() else one.numel() for one in targets]
+    return not targets or labels.numel() in numbers
+
+
+def ignores_all(loss: Tensor) -> bool:
+    """Whether a loss is the mean over no target at all, since its targets are all of the class that it ignores."""
+    means = [node for node in _nodes(loss) if _kind(node) in ("NllLoss", "NllLoss2D") and node._saved_reduction == 1]
+    weights = [_saved(node, "total_weight") for node in means]
+    return any(one is not None and float(one) == 0 for one in weights)
+
+
+def _nodes(loss: Tensor) -> list[Any]:
+    """The functions of torch nearest to a loss."""
+    nodes: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+    for node in islice(nodes, 64):  # grows meanwhile
+        nodes += [child for child, _ in node.next_functions if child is not None and child not in nodes]
+    return nodes
+
+
+def _kind(node: Any) -> str:
+    return re.sub(r"Backward\d+$", "", node.name())
+
+
+def _shape(node: Any, name: str) -> torch.Size | None:
+    saved = _saved(node, name)
+    return None if saved is None else saved.shape
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """A tensor that a function saved for its backward; None if it has none, or if a backward has freed it."""
+    try:
+        value = getattr(node, f"_saved_{name}", None)
+    except RuntimeError:
+        return None
+    return value if isinstance(value, Tensor) else None
 
 
 def one_class(labels: Sequence[tuple[int, int]], facts: Iterable[Facts]) -> bool:
@@ -168,19 +250,46 @@ def one_class(labels: Sequence[tuple[int, int]], facts: Iterable[Facts]) -> bool
 
 
 def _parts(engine: Engine) -> list[tuple[str, nn.Module]]:
-    """All modules with their paths inside the engine's module that contains them."""
-    return [one for root in engine.modules.values() for one in root.named_modules()]
+    """All modules with their paths; those of several models begin with the model's name."""
+    several = len(engine.modules) > 1
+    return [one for name, root in engine.modules.items() for one in root.named_modules(prefix=name if several else "")]
 
 
-def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> str | None:
-    """The name of a part that is in eval mode, but was not when the run began; frozen parts and norms are left out."""
+def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> tuple[str, set[nn.Module]]:
+    """The name of a part that is in eval mode, but was not when the run began, and what is inside of it; empty without one.
+
+    Norms, and parts without trained parameters, are left out.
+    """
+    held = held_by_optimizers(engine)
+    paths = {part: path for path, part in _parts(engine)}
+    off = {part for part in paths if modes.get(part) and not part.training and not isinstance(part, _NormBase)}
+    off -= {inner for part in paths if off and _is_untrained(part, held) for inner in part.modules()}
     for name, root in engine.modules.items():
-        if modes.get(root) and not root.training:
-            return f"the model {name!r}"
-    parts = {part: path for path, part in _parts(engine)}
-    off = [part for part in parts if modes.get(part) and not part.training and not isinstance(part, _NormBase)]
-    frozen = {inner for part in parts if off and _is_frozen(part) for inner in part.modules()}
-    return next((f"the part {parts[part]!r} of the model" for part in off if part not in frozen), None)
+        if root in off:
+            return f"the model {name!r}", off.intersection(root.modules())
+    first = next((part for part in paths if part in off), None)
+    return ("", set()) if first is None else (f"the part {paths[first]!r} of the model", off & {*first.modules()})
+
+
+def _is_untrained(part: nn.Module, held: set[Tensor]) -> bool:
+    parameters = list(part.parameters())
+    return bool(parameters) and not any(p.requires_grad and p in held for p in parameters)
+
+
+def moving_frozen_norms(engine: Engine, before: Mapping[str, Tensor], trained: set[Tensor]) -> list[str]:
+    """The normalization layers with frozen weights whose running statistics have changed all the same, but for teachers'.
+
+    Args:
+        engine: The engine.
+        before: The statistics that they had.
+        trained: What was trained meanwhile, and only then frozen.
+    """
+    meant = {p for root in engine.modules.values() for p in frozen_copies(root)} | trained
+    now = statistics_of(engine)
+    moved = {path for path, old in before.items() if path in now and not torch.equal(old, now[path])}
+    return [
+        path for path, part in _parts(engine) if path in moved and _is_frozen(part) and not meant & {*part.parameters()}
+    ]
 
 
 def _is_frozen(part: nn.Module) -> bool:
@@ -188,27 +297,21 @@ def _is_frozen(part: nn.Module) -> bool:
     return bool(parameters) and not any(p.requires_grad for p in parameters)
 
 
-def moving_frozen_norms(engine: Engine) -> list[str]:
-    """The normalization layers with frozen weights whose running statistics are updated all the same, but for teachers'."""
-    copies = {p for root in engine.modules.values() for p in frozen_copies(root)}
-    return [
-        path
-        for path, part in _parts(engine)
-        if isinstance(part, _NormBase) and part.training and part.running_mean is not None
-        if (own := list(part.parameters())) and not any(p.requires_grad or p in copies for p in own)
-    ]
-
-
 def frozen_last_layer(engine: Engine) -> str | None:
-    """The last layer of a model in which only normalization layers are trained; None for other models."""
+    """The last layer of a model, if only normalization layers are trained, some of them in it; None for other models."""
+    leaves = [(path, part) for path, part in _parts(engine) if _own(part)]
+    training = {part for _, part in leaves if any(p.requires_grad for p in _own(part))}
+    if not all(isinstance(part, _NORMS) for part in training):
+        return None
     for root in engine.modules.values():
-        leaves = [
-            (path, part) for path, part in root.named_modules() if any(True for _ in part.parameters(recurse=False))
-        ]
-        training = [part for _, part in leaves if any(p.requires_grad for p in part.parameters(recurse=False))]
-        if training and all(isinstance(part, _NORMS) for part in training) and leaves[-1][1] not in training:
-            return str(leaves[-1][0])
+        last = [(path, part) for path, part in leaves if part in {*root.modules()}][-1:]
+        if training & {*root.modules()} and last[0][1] not in training:
+            return last[0][0]
     return None
+
+
+def _own(part: nn.Module) -> list[nn.Parameter]:
+    return list(part.parameters(recurse=False))
 
 
 def statistics_of(engine: Engine) -> dict[str, Tensor]:
@@ -221,7 +324,10 @@ def statistics_of(engine: Engine) -> dict[str, Tensor]:
 
 
 def untrained_spectral_norms(engine: Engine) -> list[str]:
-    """Layers with ``torch.nn.utils.spectral_norm`` whose power iteration never ran: it runs in training forwards only."""
+    """Layers with ``torch.nn.utils.spectral_norm`` whose vectors are not those of the weights.
+
+    The power iteration runs in training forwards only, so it may never have run, or not with these weights, such as averages.
+    """
     found = []
     for path, part in _parts(engine):
         for hook in part._forward_pre_hooks.values():
@@ -270,22 +376,39 @@ def checksum(engine: Engine) -> str | None:
 # ---- gradients --------------------------------------------------------------------------------------------------------
 
 
-def unheld_since(engine: Engine, known: set[Tensor], foreign: list[tuple[Tensor, int]]) -> list[Tensor]:
+def unheld_since(engine: Engine, known: set[Tensor], foreign: list[Foreign]) -> list[Tensor]:
     """The parameters that no optimizer holds and that were not known as the run began.
 
-    Those that were are with them if the optimizers hold others, of these versions, which no step has changed.
+    Those that were are with them if a step left alone what an optimizer holds in place of them: others with as many dimensions.
     """
     names, held = names_of(engine), held_by_optimizers(engine)
-    unheld = [p for p in names if p.requires_grad and p not in held]
-    stale = any(p not in names and p._version == version for p, version in foreign if engine.updates[0].steps)
-    return unheld if stale else [p for p in unheld if p not in known]
+    stale = {p.dim() for p, version, update, steps in foreign if p._version == version and update.steps > steps}
+    unheld = set(names) - held - _untrained_copies(engine, held)
+    return [p for p in names if p in unheld and p.requires_grad and (p not in known or p.dim() in stale)]
+
+
+Foreign = tuple[Tensor, int, UpdateState, int]
+"""What an optimizer holds besides the model, with its version, and the update with the number of its steps, as a run begins."""
+
+
+def _untrained_copies(engine: Engine, held: set[Tensor]) -> set[Tensor]:
+    """Parameters like those that are trained, such as of target networks, if updates choose what they train."""
+    if all(update.spec.parameters is None for update in engine.updates):
+        return set()
+    roots = engine.modules.values()
+    parts = [*roots, *(part for root in roots if not isinstance(root, nn.Sequential) for part in root.children())]
+    return untrained_copies(parts, held.__contains__)
 
 
 def gradient_facts(update: UpdateState) -> tuple[list[Tensor], list[Tensor], float]:
-    """The parameters that should have a gradient, those that have none, and the norm of all gradients."""
+    """The parameters that should have a gradient, those that have none, and the norm of all gradients.
+
+    The norm is NaN on a rank that holds no element of them.
+    """
     wanted = [p for p in update.parameters if p.requires_grad]
     missing = [p for p in wanted if p.grad is None]
-    return wanted, missing, total(p.grad for p in wanted)
+    given = [p.grad for p in wanted if p.grad is not None]
+    return wanted, missing, total(given) if any(local_part(one).numel() for one in given) else math.nan
 
 
 def total(gradients: Iterable[Tensor | None]) -> float:

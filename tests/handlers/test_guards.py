@@ -305,3 +305,323 @@ def test_weights_that_have_converged_and_stay_are_no_finding() -> None:
         warnings.simplefilter("error")
         engine.run(data, max_epochs=10)
     assert (model.weight - 1).abs().max() < 1e-3
+
+
+# ---- what looks like a mistake, and is none ------------------------------------------------------------------------------
+
+
+def watched(update: Any, model: Any, data: Any, *receivers: tuple[Any, Callable[[Engine], object]]) -> Engine:
+    """A run whose every iteration is looked at."""
+    engine = Engine(update, model=model, seed=0)
+    engine.attach(LOOK_ALWAYS())
+    for event, receiver in receivers:
+        engine.connect(event, receiver)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FindingWarning)
+        engine.run(data, max_epochs=2, check=False)
+    return engine
+
+
+def of_guards(engine: Engine) -> list[str]:
+    """The codes of what was found by a look."""
+    return [one.code for one in engine.findings.of_run() if one.code.startswith("G") or one.code == "W09"]
+
+
+CLASSES = partial(batches, targets=(), classes=3)
+
+
+class Calling(torch.optim.SGD):
+    """An optimizer whose step is another one of its base class."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def a_step_that_calls_that_of_the_base() -> Engine:
+    SGD(linear(5, 1).parameters())  # from here on, torch hooks the steps of the base, too
+    return watched(Update.supervised(mse_loss, partial(Calling, lr=0.1)), mlp(5, 8, 1), batches())
+
+
+def weights_that_a_receiver_clips() -> Engine:
+    model = linear(5, 1)
+
+    def clip(engine: Engine) -> None:
+        with torch.no_grad():
+            model.weight.clamp_(0, 1e-3)  # type: ignore[union-attr, operator]
+
+    return watched(Update.supervised(mse_loss, SGD), model, batches(), (Events.OPTIMIZER_STEP_COMPLETED, clip))
+
+
+def a_body_whose_rate_is_zero() -> Engine:
+    model = mlp(5, 8, 1)
+    with torch.no_grad():
+        model[1].weight.mul_(9)  # type: ignore[union-attr, operator]
+    groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters(), "lr": 1e-3}]
+    return watched(Update.supervised(mse_loss, torch.optim.SGD(groups)), model, batches())
+
+
+def a_target_network_in_a_second_run() -> Engine:
+    online, temperature = linear(5, 1), nn.Parameter(torch.ones(()))
+    models = {"online": online, "target": copy.deepcopy(online)}
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        return mse_loss(online(batch[0]) * temperature, batch[1])
+
+    update = Update.from_function(step, SGD, parameters=lambda engine: [*online.parameters(), temperature])
+    engine = watched(update, models, batches())
+    engine.run(batches(), max_epochs=3, check=False)
+    return engine
+
+
+def a_target_network_that_is_replaced() -> Engine:
+    model = nn.ModuleDict({"online": linear(5, 1), "target": linear(5, 1)})
+
+    def replace(engine: Engine) -> None:
+        model["target"] = copy.deepcopy(model["online"])
+
+    update = Update.from_function(
+        lambda engine, batch: mse_loss(model["online"](batch[0]), batch[1]),
+        SGD,
+        parameters=lambda engine: engine.model["online"].parameters(),
+    )
+    return watched(update, model, batches(), (Events.ITERATION_COMPLETED(once=2), replace))
+
+
+def a_temperature_that_waits_beside_a_head() -> Engine:
+    model, temperature = mlp(5, 8, 1), nn.Parameter(torch.ones(()))
+    optimizer = SGD([*model[1].parameters(), temperature])
+    update = Update.from_function(lambda engine, batch: mse_loss(engine.model(batch[0]), batch[1]), optimizer)
+    return watched(update, model, batches())
+
+
+def a_model_that_acts_in_eval_mode_and_learns_in_train_mode() -> Engine:
+    model = mlp(5, 8, 1, nn.Dropout(0.1))
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        loss = mse_loss(model.train()(batch[0]), batch[1])
+        with torch.no_grad():
+            model.eval()(batch[0])
+        return loss
+
+    return watched(
+        Update.from_function(step, SGD), model, batches(), (Events.EPOCH_COMPLETED, lambda engine: model.train())
+    )
+
+
+def a_teacher_in_eval_mode_that_follows_its_student() -> Engine:
+    models = {"student": mlp(5, 8, 1, nn.Dropout(0.1)), "teacher": mlp(5, 8, 1, nn.Dropout(0.1))}
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        models["teacher"].eval()
+        with torch.no_grad():
+            soft = models["teacher"](batch[0])
+        return mse_loss(models["student"](batch[0]), soft)
+
+    return watched(
+        Update.from_function(step, SGD, parameters="student"),
+        models,
+        batches(),
+        (Events.EPOCH_COMPLETED, lambda engine: models["teacher"].train()),
+    )
+
+
+def two_backwards_before_a_step_of_ones_own() -> Engine:
+    models = {"critic": linear(5, 1), "actor": linear(5, 5)}
+    own = SGD(models["critic"].parameters())
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        own.zero_grad()
+        mse_loss(models["critic"](batch[0]), batch[1]).backward()
+        mse_loss(models["critic"](models["actor"](batch[0]).detach()), batch[1]).backward()
+        own.step()
+        return models["critic"](models["actor"](batch[0])).square().mean()  # type: ignore[no-any-return]
+
+    return watched(Update.from_function(step, SGD, parameters="actor"), models, batches())
+
+
+def words_beside_equal_weights() -> Engine:
+    data = [(["a" * length, "b"], torch.ones(2)) for length in range(1, 7)]
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        inputs = torch.tensor([[float(len(word))] for word in batch[0]])
+        return (engine.model(inputs)[:, 0] * 1e-3 - batch[1]).square().mean()  # type: ignore[no-any-return]
+
+    return watched(Update.from_function(step, SGD), linear(1, 1), data)
+
+
+def labels_that_the_loss_groups() -> Engine:
+    data = [(x, y + 3 * (torch.arange(len(y)) % 2)) for x, y in CLASSES()]
+    return watched(Update.supervised(lambda output, label: cross_entropy(output, label % 3), SGD), linear(5, 3), data)
+
+
+def labels_in_an_order() -> Engine:
+    def loss(output: Tensor, label: Tensor) -> Tensor:
+        above = (label[:, None] > torch.arange(2)).float()
+        return nn.functional.binary_cross_entropy_with_logits(output, above)
+
+    return watched(Update.supervised(loss, SGD), linear(5, 2), CLASSES())
+
+
+def lengths_beside_tokens() -> Engine:
+    data = [(torch.randint(0, 5, (4, length)), torch.full((4,), length)) for length in (3, 4, 5, 6)]
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5))
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        return cross_entropy(engine.model(batch[0])[:, :-1].flatten(0, 1), batch[0][:, 1:].flatten())
+
+    return watched(Update.from_function(step, SGD), model, data)
+
+
+def a_batch_without_targets() -> Engine:
+    data = CLASSES()
+    data[2][1].fill_(-100)
+    return watched(Update.supervised(cross_entropy, SGD), linear(5, 3), data)
+
+
+def one_user_in_each_batch() -> Engine:
+    data = [(torch.full((4,), user), torch.rand(4, 1)) for user in range(6)]
+    return watched(Update.supervised(mse_loss, SGD), nn.Embedding(6, 1), data)
+
+
+def losses_of_few_digits() -> Engine:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (1.0 + 1e-3 * output.mean()).bfloat16()
+
+    return watched(Update.supervised(loss, SGD), linear(5, 1), batches())
+
+
+def a_ratio_of_equal_probabilities() -> Engine:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output - output.detach()).exp().mean()
+
+    return watched(Update.supervised(loss, SGD), linear(5, 1), batches())
+
+
+class Normed(nn.Module):
+    """A body with batch statistics, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(linear(5, 8), nn.BatchNorm1d(8)), linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))  # type: ignore[no-any-return]
+
+
+def a_critic_that_is_frozen_while_the_other_learns() -> Engine:
+    models = {"critic": Normed(), "actor": linear(5, 5)}
+
+    def critic(engine: Engine, batch: Any) -> Tensor:
+        return mse_loss(models["critic"].requires_grad_(True)(batch[0]), batch[1])
+
+    def actor(engine: Engine, batch: Any) -> Tensor:
+        return models["critic"].requires_grad_(False)(models["actor"](batch[0])).square().mean()  # type: ignore[no-any-return]
+
+    updates = [Update.from_function(one, SGD, name=one.__name__, parameters=one.__name__) for one in (critic, actor)]
+    return watched(updates, models, batches())
+
+
+def a_frozen_body_that_computes_in_eval_mode() -> Engine:
+    model = Normed()
+    model.body.requires_grad_(False)
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        features = model.body.eval()(batch[0])
+        model.body.train()
+        return mse_loss(model.head(features), batch[1])
+
+    return watched(Update.from_function(step, SGD), model, batches())
+
+
+def a_frozen_body_with_a_head_of_its_own() -> Engine:
+    models = {"body": nn.Sequential(linear(5, 8), nn.LayerNorm(8), linear(8, 8)), "head": linear(8, 1)}
+    for place in (0, 2):
+        models["body"][place].requires_grad_(False)  # type: ignore[index]
+    update = Update.from_function(lambda _, batch: mse_loss(models["head"](models["body"](batch[0])), batch[1]), SGD)
+    return watched(update, models, batches())
+
+
+MEANT = [
+    a_step_that_calls_that_of_the_base,
+    weights_that_a_receiver_clips,
+    a_body_whose_rate_is_zero,
+    a_target_network_in_a_second_run,
+    a_target_network_that_is_replaced,
+    a_temperature_that_waits_beside_a_head,
+    a_model_that_acts_in_eval_mode_and_learns_in_train_mode,
+    a_teacher_in_eval_mode_that_follows_its_student,
+    two_backwards_before_a_step_of_ones_own,
+    words_beside_equal_weights,
+    labels_that_the_loss_groups,
+    labels_in_an_order,
+    lengths_beside_tokens,
+    a_batch_without_targets,
+    one_user_in_each_batch,
+    losses_of_few_digits,
+    a_ratio_of_equal_probabilities,
+    a_critic_that_is_frozen_while_the_other_learns,
+    a_frozen_body_that_computes_in_eval_mode,
+    a_frozen_body_with_a_head_of_its_own,
+]
+
+
+@pytest.mark.parametrize("program", MEANT, ids=lambda program: program.__name__)
+def test_what_looks_like_a_mistake_and_is_none(program: Callable[[], Engine]) -> None:
+    assert not {*of_guards(program())} - {"G01"}  # information about what has no gradient yet
+
+
+# ---- what was overlooked, and what is said -------------------------------------------------------------------------------
+
+
+def two_optimizers(rate: float) -> tuple[nn.Module, Update]:
+    model = mlp(5, 8, 1)
+    optimizers = {"first": partial(torch.optim.SGD, lr=rate), "second": partial(torch.optim.Adam, lr=rate)}
+    split = lambda engine: {"first": model[0].parameters(), "second": model[1].parameters()}  # noqa: E731
+    return model, Update.supervised(mse_loss, optimizers, parameters=split)
+
+
+def test_optimizers_that_step_together_are_looked_at_like_one() -> None:
+    def step_one(engine: Engine) -> None:
+        engine.state.update.optimizer.optimizers["second"].step()
+
+    model, update = two_optimizers(0.1)
+    assert of_guards(watched(update, model, batches())) == []
+    model, update = two_optimizers(0.0)
+    assert of_guards(watched(update, model, batches())) == ["G04"]
+    model, update = two_optimizers(0.1)
+    assert of_guards(watched(update, model, batches(), (Events.GRADIENTS_READY, step_one))) == ["G20"]
+
+
+def test_a_step_of_ones_own_is_counted_once() -> None:
+    def step(engine: Engine, batch: Any) -> None:
+        mse_loss(engine.model(batch[0]), batch[1]).backward()
+        engine.optimizer.step()
+        engine.optimizer.zero_grad()
+
+    engine = watched(Update.from_function(step, SGD), linear(5, 1), batches())
+    assert "was stepped 1 time in iteration 1" in engine.findings.of_run().of("G20")[0].sentence
+
+
+def test_statistics_of_two_models_with_equal_names_are_told_apart() -> None:
+    models = {"one": mlp(5, 8, 1, nn.BatchNorm1d(8)), "other": mlp(5, 8, 1, nn.BatchNorm1d(8))}
+
+    def forward(engine: Engine, batch: Any) -> Tensor:
+        return models["one"].train()(batch[0]) + models["other"](batch[0])  # type: ignore[no-any-return]
+
+    engine = Engine(Update(forward), model=models)
+    engine.attach(Guards())
+    with pytest.warns(FindingWarning, match=r"G08: the running statistics of 'one\.1' change"):
+        engine.run(batches())
+
+
+def test_what_may_be_the_targets_is_not_called_the_inputs() -> None:
+    data = [(torch.arange(4), torch.tensor([[1e5], [2e5], [3e5], [float("nan")]])) for _ in range(2)]
+    data[0][1][3] = 4e5
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return mse_loss(output, target.nan_to_num() / 1e5)
+
+    found = watched(Update.supervised(loss, SGD), nn.Embedding(4, 1), data).findings.of_run()
+    named = "the values of the first floating-point tensor in the batch"
+    assert found.of("G13")[0].sentence.startswith(f"{named} are large")
+    assert found.of("G14")[0].sentence.startswith(f"{named} in iteration 2 contain NaN")

@@ -162,6 +162,7 @@ LOOKS: list[tuple[Any, str]] = [
     (Guards, "_check_losses"),
     (Guards, "_check_batch"),
     (Guards, "_check_model"),
+    (Guards, "_watch_modes"),
     (Guards, "_see_gradients"),
     (Guards, "_check_end"),
 ]

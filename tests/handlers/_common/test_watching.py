@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from signalfire.handlers._common.watching import (
     Facts,
     batch_of,
     frozen_last_layer,
+    gradient_facts,
+    ignores_all,
     inputs_of,
     labels_of,
     out_of_range,
@@ -25,6 +32,14 @@ def test_batches_are_told_apart_by_shapes_and_values_in_their_places() -> None:
     assert batch_of(one) != batch_of(one.flip(0))
     assert batch_of(one) != batch_of(one.view(3, 2))
     assert batch_of("no tensor") is None
+
+
+def test_batches_are_told_apart_by_all_of_their_parts_or_not_at_all() -> None:
+    same = torch.ones(3)
+    assert batch_of((["a", "b"], same)) == batch_of((["a", "b"], same)) != batch_of((["a", "c"], same))
+    assert batch_of((torch.tensor([1 + 2j]), same)) != batch_of((torch.tensor([1 + 3j]), same))
+    for unreadable in (same.to_sparse(), same.numpy(), object()):
+        assert batch_of((unreadable, same)) is None
 
 
 def test_inputs_are_the_first_floats_and_labels_the_integers_of_a_pair() -> None:
@@ -51,6 +66,63 @@ def test_labels_outside_of_the_classes_are_found_but_not_those_that_losses_ignor
     labels: list[int], found: tuple[int, int, int] | None
 ) -> None:
     assert out_of_range(torch.randn(3, 3), torch.tensor(labels)) == found
+
+
+def of_another_width(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.AdaptiveLogSoftmaxWithLoss(3, 6, [3], div_value=1.0)(output, labels).loss  # type: ignore[no-any-return]
+
+
+def of_the_others(output: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(output[labels < 3], labels[labels < 3])
+
+
+def of_thresholds(output: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, (labels[:, None] > torch.arange(3)).float())
+
+
+def of_one_hot(output: Tensor, labels: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(output, (labels[:, None] == torch.arange(3)).float())
+
+
+def of_products(output: Tensor, labels: Tensor) -> Tensor:
+    return -(output.log_softmax(1) * (labels[:, None] == torch.arange(3))).sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "found"),
+    [
+        (of_another_width, False),
+        (of_the_others, False),
+        (of_thresholds, False),
+        (of_one_hot, True),
+        (of_products, True),
+    ],
+)
+def test_labels_without_a_class_are_found_where_the_loss_gives_them_none(loss: Any, found: bool) -> None:
+    output, labels = torch.randn(3, 3, requires_grad=True) * 1, torch.tensor([1, 2, 3])
+    assert (out_of_range(output, labels, loss(output, labels)) is not None) == found
+
+
+@pytest.mark.parametrize(
+    ("labels", "options", "found"),
+    [
+        ([-100, -100], {}, True),
+        ([-100, 1], {}, False),
+        ([-100, -100], {"reduction": "sum"}, False),
+        ([1, 1], {"ignore_index": 1}, True),
+    ],
+)
+def test_a_mean_over_no_target(labels: list[int], options: dict[str, Any], found: bool) -> None:
+    assert ignores_all(F.cross_entropy(torch.randn(2, 3, requires_grad=True), torch.tensor(labels), **options)) == found
+
+
+def test_a_rank_without_elements_knows_no_norm() -> None:
+    parameters = [torch.ones(size, requires_grad=True) for size in (0, 2)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    of = [gradient_facts(SimpleNamespace(parameters=part))[2] for part in (parameters[:1], parameters)]  # type: ignore[arg-type]
+    assert math.isnan(of[0])
+    assert of[1] == 0.0
 
 
 def test_outputs_that_are_alike_though_the_inputs_differ() -> None:
