@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from types import CodeType, FunctionType
@@ -22,8 +23,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from ..core.update import UpdateState
 from ..distributed.sharded import is_sharded
 from ..updates.optimizers import optimizers_of
-from .composition import Composition
-from .function_rules import names_in
+from .composition import Composition, is_ours
 from .reports import Finding, finding
 
 __all__ = ["OF_MODELS", "half_precision_finding"]
@@ -92,13 +92,21 @@ _MOST_LAYERS = 10_000
 def attributes_without_effect(it: Composition) -> Iterator[Finding]:
     """Attributes that were set on a module and that PyTorch reads of parameters only."""
     for part, name in it.modules.items() if it.engine.training else ():
-        if "requires_grad" in vars(part) and "requires_grad" not in names_in(type(part).forward):
+        value = vars(part).get("requires_grad")
+        if value is not None and any(p.requires_grad != value for p in part.parameters()) and not _reads_it(part):
             yield finding(
                 "C35",
-                f"{name or 'the model'}.requires_grad = {part.requires_grad} has no effect, because only parameters "
+                f"{name or 'the model'}.requires_grad = {value} has no effect, because only parameters "
                 "have this attribute, not modules",
                 "call module.requires_grad_(False), which freezes all of its parameters, or attach Freezing",
             )
+
+
+def _reads_it(part: nn.Module) -> bool:
+    """Whether a class of the user's reads an attribute ``requires_grad``."""
+    own = [base for base in type(part).__mro__ if not base.__module__.startswith("torch.")]
+    codes = _codes_of(value for base in own for value in vars(base).values())
+    return any(one.argval == "requires_grad" and "LOAD" in one.opname for one in _instructions(codes))
 
 
 def layers_without_effect(it: Composition) -> Iterator[Finding]:
@@ -127,18 +135,37 @@ def _is_called_as_a_whole(part: nn.Module, it: Composition) -> bool:
     """Whether a `Sequential` applies its layers one after the other: a module may also apply them itself, and others between."""
     if not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
         return False
+    if part in it.engine.modules.values():
+        return not any(
+            _has_loop(one) for update in it.engine.updates for one in (update.spec.forward, update.spec.function)
+        )
     places = [(type(one), name) for one in it.modules for name, child in one._modules.items() if child is part]
-    return all(kind.__module__.startswith("torch.nn.") or _calls(kind, name) for kind, name in places)
+    return all(_calls(kind, name) for kind, name in places)
+
+
+def _has_loop(function: Any) -> bool:
+    """Whether a function of the user's has a loop, which may be over the layers of a model."""
+    return not is_ours(function) and any(one.opname == "FOR_ITER" for one in _instructions(_codes_of([function])))
 
 
 def _calls(kind: type, attribute: str) -> bool:
-    """Whether a method of a class calls an attribute, as in ``self.layers(inputs)``."""
-    todo = [value.__code__ for base in kind.__mro__ for value in vars(base).values() if isinstance(value, FunctionType)]
-    for code in todo:  # grows meanwhile
-        todo += [one for one in code.co_consts if isinstance(one, CodeType)]
-        if any(one.argval == attribute and _is_of_call(one) for one in dis.get_instructions(code)):
-            return True
-    return False
+    """Whether a class calls a part, as in ``self.layers(inputs)``; what is in a list or a dict of modules others call."""
+    if kind.__module__.startswith("torch.nn."):
+        return kind not in (nn.ModuleList, nn.ModuleDict)
+    codes = _codes_of(value for base in kind.__mro__ for value in vars(base).values())
+    return any(one.argval == attribute and _is_of_call(one) for one in _instructions(codes))
+
+
+def _codes_of(values: Iterable[Any]) -> list[CodeType]:
+    """The code of those that are functions."""
+    return [value.__code__ for value in values if isinstance(value, FunctionType)]
+
+
+def _instructions(codes: list[CodeType]) -> Iterator[dis.Instruction]:
+    """The instructions of functions, and of those inside of them."""
+    for code in codes:  # grows meanwhile
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        yield from dis.get_instructions(code)
 
 
 def _is_of_call(instruction: dis.Instruction) -> bool:
@@ -158,7 +185,7 @@ def _longest_chain(layers: Iterable[nn.Module | None]) -> int:
     longest = length = 0
     before: nn.Linear | None = None
     for one in layers:
-        if type(one) is nn.Linear:
+        if type(one) is nn.Linear and not one._forward_hooks:  # which may be activations
             joins = before is not None and before.out_features >= min(before.in_features, one.out_features)
             length, before = length + 1 if joins else 1, one
             longest = max(longest, length)
@@ -257,7 +284,7 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
     for part, name in it.modules.items():
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
-        if not 0 < part.momentum < 0.9:
+        if not 0 < part.momentum < 0.9 and not _is_put_in_eval_mode(part, name, it):
             keeps = "stay at their initial values" if part.momentum <= 0 else "come almost only from the last batch"
             yield finding(
                 "C34",
@@ -265,6 +292,14 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
                 "in PyTorch, momentum is the weight of the new batch, so use a value such as 0.1 (a momentum of 0.99 "
                 "in other libraries is 0.01 in PyTorch); to freeze the statistics, put the layer in eval mode",
             )
+
+
+def _is_put_in_eval_mode(part: nn.Module, name: str, it: Composition) -> bool:
+    """Whether a handler that freezes, or a ``train()`` of the user's, may keep a part in eval mode in the run."""
+    parts = [getattr(handler, "parts", {}) for handler in it.handlers if getattr(handler, "freezes", False)]
+    frozen = [path for one in parts for path, epoch in one.items() if epoch is None]
+    outer = [one for one in it.modules if type(one).train is not nn.Module.train]
+    return any(fnmatchcase(f"{name}.", f"{path}.*") for path in frozen) or any(part in one.modules() for one in outer)
 
 
 def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 
 from signalfire import Engine, Update
-from signalfire.handlers import LRScheduling
+from signalfire.handlers import Freezing, LRScheduling
 from tests.kit import SGD, batches, linear, mlp
 
 
@@ -180,8 +180,50 @@ class Between(nn.Sequential):
         return input
 
 
+class Several(nn.Module):
+    """Applies the layers of networks in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nets = nn.ModuleDict({"a": nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1))})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for net in self.nets.values():
+            for layer in net:  # type: ignore[attr-defined]
+                inputs = torch.tanh(layer(inputs))
+        return inputs
+
+
+def layer_by_layer(engine: Engine, batch: Any) -> Tensor:
+    hidden = batch[0]
+    for layer in engine.model:
+        hidden = torch.tanh(layer(hidden))
+    return nn.functional.mse_loss(hidden, batch[1])
+
+
+def as_a_whole(engine: Engine, batch: Any) -> Tensor:
+    return nn.functional.mse_loss(engine.model(batch[0]), batch[1])
+
+
+def test_a_function_that_applies_the_layers_may_have_activations_between_them() -> None:
+    codes = []
+    for function in (layer_by_layer, as_a_whole):
+        model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1))
+        engine = Engine(Update.from_function(function, SGD), model=model)
+        codes.append([one.code for one in engine.check(batches(), max_epochs=1)])
+    assert codes == [[], ["C37"]]
+
+
+def test_hooks_may_be_activations() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1))
+    assert len(found(model, "C37")) == 1
+    for layer in model:
+        layer.register_forward_hook(lambda layer, inputs, output: output.relu())
+    assert found(model, "C37") == []
+
+
 def test_layers_that_a_module_applies_itself_may_have_activations_between_them() -> None:
-    assert found(Iterating(), "C37") == found(Enumerating(), "C37") == []
+    assert found(Iterating(), "C37") == found(Enumerating(), "C37") == found(Several(), "C37") == []
     assert found(Between(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)), "C37") == []
     [sentence] = found(Calling(), "C37")
     assert "in layers, 3 Linear layers" in sentence
@@ -218,11 +260,55 @@ class Switched(nn.Module):
         return output if self.requires_grad else output.detach()
 
 
-def test_an_attribute_that_the_forward_reads_has_an_effect() -> None:
-    assert found(Switched(), "C35") == []
+class Asking(Switched):
+    """Reads its attribute in another method."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.features(inputs)
+
+    def features(self, inputs: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.requires_grad and torch.is_grad_enabled()):
+            output: Tensor = self.layer(inputs)
+            return output
+
+
+def test_an_attribute_that_a_method_reads_or_that_says_how_the_parameters_are_has_an_effect() -> None:
+    for model in (Switched(), Asking()):
+        model.requires_grad = False
+        assert found(model, "C35") == []
     model = linear(5, 1)
-    model.requires_grad = False  # type: ignore[assignment]
+    model.requires_grad = False
     assert len(found(model, "C35")) == 1
+    model.requires_grad_(False)
+    assert found(nn.Sequential(model, nn.Linear(1, 1)), "C35") == []
+
+
+class Keeping(nn.Module):
+    """Keeps its normalization layer in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(5, momentum=0.99), nn.Linear(5, 1)
+
+    def train(self, mode: bool = True) -> Keeping:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.head(self.norm(inputs))
+        return output
+
+
+def test_statistics_of_layers_that_the_run_keeps_in_eval_mode_do_not_move() -> None:
+    assert found(Keeping(), "C34") == []
+    codes = []
+    for handlers in ([Freezing("0")], []):
+        model = nn.Sequential(nn.BatchNorm1d(5, momentum=0.99), nn.Linear(5, 1))
+        engine = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=model)
+        engine.attach(*handlers)
+        codes.append([one.code for one in engine.check(batches(), max_epochs=1)])
+    assert codes == [[], ["C34"]]
 
 
 def test_looking_at_weights_makes_no_power_iteration_of_a_spectral_norm() -> None:
