@@ -91,11 +91,13 @@ class ElasticDataParallel(Distribution):
         if not engine.training or shards is None:
             return
         if idle := processes - shards.readers:
+            count, few = shards.world_size, processes > shards.world_size
+            reason = f"the {count} shards can be divided evenly only among a power-of-two number of processes"
             yield finding(
                 "C41",
-                f"{self.name!r}: {idle} of {processes} processes are idle, because the {shards.world_size} shards can "
-                "be divided evenly only among a power-of-two number of processes",
-                f"start {shards.readers} processes, or another power of two that is at most {shards.world_size}",
+                f"{self.name!r}: {idle} of {processes} processes {'is' if idle == 1 else 'are'} idle, because "
+                + (f"there are more processes than shards ({count})" if few else reason),
+                f"start {shards.readers} process{'es' * (shards.readers > 1)}{', or use more shards' * few}",
                 [self.name],
             )
         for function in functions_of_shards(engine) if processes > 1 else ():

@@ -141,12 +141,14 @@ class SpikeGuard(Handler):
         """Report a window that the run does not fill."""
         for update in engine.updates:
             to_come = steps_to_come(engine, update)
-            if to_come is not None and update.steps + to_come <= self.window:
+            if engine.state.max_steps is not None and update is not engine.updates[0]:
+                continue  # which are the steps of the first update, and this one may take more
+            if to_come is not None and (steps := update.steps + to_come) <= self.window:
                 yield finding(
                     "C39",
                     f"{self.name!r} detects no spikes in the first window={self.window} steps, but update "
-                    f"{update.name!r} takes only {update.steps + to_come} steps",
-                    "use a smaller window=, but at least 8",
+                    f"{update.name!r} takes only {steps} step{'' if steps == 1 else 's'}",
+                    "use a smaller window=, but at least 8" if steps > 8 else "omit it in runs of so few steps",
                     [self.name],
                 )
 

@@ -28,6 +28,12 @@ def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
     Raises:
         KeyError: if a metric of the training may be meant, too.
     """
+    found = _found_name(engine, metric, by=by)
+    _report_other_name(engine, metric, found, by=by, name=name)
+    return found
+
+
+def _found_name(engine: Engine, metric: str, *, by: str) -> str:
     metrics = engine.state.metrics
     written = metrics.under(metric)
     if written in metrics or written in metrics.owners:
@@ -37,14 +43,20 @@ def find_name(engine: Engine, metric: str, *, by: str, name: str = "") -> str:
         return metric
     if trained in metrics.owners:
         raise KeyError(f"{by} asks for {metric!r}, which is ambiguous; write {validated!r} or {trained!r}")
-    engine.findings.report(
-        "C40",
-        f"{by} reads {metric!r} as {validated!r}, which {metrics.owners[validated]!r} measures",
-        f"write {validated!r}",
-        *([name] if name else []),
-        key=(by, metric),
-    )
     return validated
+
+
+def _report_other_name(engine: Engine, metric: str, read: str, *, by: str, name: str) -> None:
+    """Report that a validation's metric is read in place of the one that was asked for; not for another spelling."""
+    metrics = engine.state.metrics
+    if read in metrics.owners and read == metrics.under(f"val_{metric}"):
+        engine.findings.report(
+            "C40",
+            f"{by} reads {metric!r} as {read!r}, which {metrics.owners[read]!r} measures",
+            f"write {read!r}",
+            *([name] if name else []),
+            key=(by, metric),
+        )
 
 
 def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, name: str = "") -> Direction | None:
@@ -199,6 +211,7 @@ class Monitor:
         self.relative = check_bool(handler, "relative", relative)
         self.serial = 0  # of all metrics at the last call: one comparison shows that nothing is new
         self.seen = 0  # the serial of the metric's value that was last returned
+        self._name = ""  # of the handler
         self._other_read = False  # whether that was a value of a metric of another name than was given
 
     def start(self, engine: Engine, name: str = "") -> None:
@@ -208,7 +221,7 @@ class Monitor:
             KeyError: for a metric that nothing can write.
             ValueError: for an announced metric whose direction is unknown, without mode=.
         """
-        self.metric = find_name(engine, self.asked, by=self.handler, name=name)
+        self._name, self.metric = name, _found_name(engine, self.asked, by=self.handler)
         announced = check_announced(engine, self.metric, by=self.handler)
         self.mode = find_mode(engine, self.metric, self.given, by=self.handler, name=name)
         if self.mode is None and self.needs_mode and announced and self.metric in engine.state.metrics.owners:
@@ -256,6 +269,8 @@ class Monitor:
             return None
         self.seen = serial
         self._other_read = self.metric != self.asked
+        if self._other_read:
+            _report_other_name(engine, self.asked, self.metric, by=self.handler, name=self._name)
         self._report_late(engine)
         value = metrics[self.metric]
         number = as_number(value)

@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subset, WeightedRandomSampler
 
 from ..authoring.batches import tensors_in
-from ..authoring.devices import widened
+from ..authoring.devices import is_readable, widened
 from ..data.extent import known_length
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
@@ -268,7 +268,13 @@ def _are_others(spread: float, trained: float, distance: float) -> bool:
 def _inputs_of(batch: Any) -> Tensor | None:
     """Some samples of the inputs of a batch, of shape (N, ...); None where their scale says nothing."""
     first = next(iter(tensors_in(batch)), None)
-    if first is None or first.is_meta or not first.is_floating_point() or first.dim() < 2 or first.numel() < 64:
+    if (
+        first is None
+        or not is_readable(first)
+        or not first.is_floating_point()
+        or first.dim() < 2
+        or first.numel() < 64
+    ):
         return None
     return first.detach()[: max(1, _VALUES * len(first) // first.numel())]
 

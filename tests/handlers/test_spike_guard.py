@@ -872,3 +872,26 @@ def test_steps_that_compute_their_gradients_several_times_go_back_as_well(way: s
     other = engine_of()
     run(other, lacking(data_of(80, poisoned=60), *range(55, 61)))
     assert weights(guarded) == weights(other)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "found"),
+    [
+        ({"max_steps": 30}, [("update 'a' takes only 30 steps", "use a smaller window=, but at least 8")]),
+        (
+            {"max_iters": 1},
+            [(f"update {name!r} takes only 1 step", "omit it in runs of so few steps") for name in "ab"],
+        ),
+    ],
+)
+def test_a_run_that_is_too_short_is_reported_for_the_updates_whose_steps_are_known(
+    bounds: Any, found: list[tuple[str, str]]
+) -> None:
+    models = {"a": kit.linear(5, 1), "b": kit.linear(5, 1)}
+    updates = [
+        Update.from_function(lambda engine, batch: batch[0].sum(), ADAM, name=name, parameters=name) for name in models
+    ]
+    engine = Engine(updates, model=models)
+    engine.attach(SpikeGuard())
+    said = [one for one in engine.check([], **bounds) if one.code == "C39"]
+    assert [(one.sentence.partition("but ")[2], one.way_out) for one in said] == found

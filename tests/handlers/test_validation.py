@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from signalfire import Engine, Events, Update, allow, seed_everything
+from signalfire import Engine, Events, Phase, Update, allow, seed_everything
 from signalfire.handlers import (
     Accuracy,
     Average,
@@ -627,6 +627,18 @@ def test_a_name_without_the_prefix_is_that_of_the_validation_and_is_said_once(ca
     engine.run(labelled(2, 3), max_epochs=2)
     assert [one.code for one in engine.findings.of_run() if one.code == "C40"] == ["C40"]
     assert engine[EarlyStopping].monitor.metric == "val_accuracy"
+
+
+def test_a_metric_of_ones_own_with_the_name_that_was_given_is_the_one_that_is_read() -> None:
+    engine = classifying(Validation(labelled(2), accuracy=Accuracy()), EarlyStopping("accuracy", mode="max"))
+
+    @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+    def write(engine: Engine) -> None:
+        engine.state.metrics["accuracy"] = float(engine.state.epoch)
+
+    engine.run(labelled(2, 3), max_epochs=2)
+    assert engine[EarlyStopping].monitor.metric == "accuracy"
+    assert not engine.findings.of_run().of("C40")
 
 
 def test_a_name_that_could_be_that_of_the_training_too_is_refused() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.handlers import EMA, EarlyStopping, Validation
-from tests.kit import batches, build, evaluator_of, linear, mlp
+from tests.kit import SGD, batches, build, evaluator_of, linear, mlp
 
 
 def network(*between: nn.Module) -> nn.Sequential:
@@ -246,3 +246,14 @@ def test_few_large_inputs_are_not_taken_for_another_scale(factor: float, shift: 
     engine = build(model, Validation(evaluator_of(model), [(factor * evaluated + shift, torch.zeros(32, 1))]))
     with pytest.warns(FindingWarning, match="W60") if reported else nullcontext():
         engine.run([(trained, torch.zeros(32, 1))], max_epochs=1)
+
+
+def test_the_scale_of_sparse_inputs_is_not_measured() -> None:
+    data = [(torch.eye(8).to_sparse(), torch.ones(8, 1))]
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(engine.model(batch[0].to_dense()), batch[1])
+
+    engine = Engine(Update.from_function(step, SGD), model=linear(8, 1))
+    engine.run(data, max_epochs=1)
+    assert not engine.findings.of_run().of("W09")
