@@ -106,7 +106,10 @@ def _reads_it(part: nn.Module) -> bool:
     """Whether a class of the user's reads an attribute ``requires_grad``."""
     own = [base for base in type(part).__mro__ if not base.__module__.startswith("torch.")]
     codes = _codes_of(value for base in own for value in vars(base).values())
-    return any(one.argval == "requires_grad" and "LOAD" in one.opname for one in _instructions(codes))
+    return any(one.argval == "requires_grad" and one.opname in _READING for one in _instructions(codes))
+
+
+_READING = ("LOAD_ATTR", "LOAD_CONST")  # the latter for getattr(self, "requires_grad")
 
 
 def layers_without_effect(it: Composition) -> Iterator[Finding]:

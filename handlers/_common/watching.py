@@ -173,7 +173,7 @@ def out_of_range(output: Any, labels: Tensor | None, loss: Tensor | None = None)
         return None
     wrong = (labels < 0) | (labels >= classes)
     for one in IGNORED:
-        wrong &= labels != one
+        wrong &= labels.long() != one
     if not bool(wrong.any()) or (loss is not None and not _leaves_without_class(loss, output, wrong)):
         return None
     return int(labels.min()), int(labels.max()), classes

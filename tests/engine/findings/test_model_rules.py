@@ -272,10 +272,19 @@ class Asking(Switched):
             return output
 
 
+class Storing(Holding):
+    """Stores an option that nothing reads."""
+
+    def __init__(self, requires_grad: bool) -> None:
+        super().__init__(None)
+        self.requires_grad = requires_grad
+
+
 def test_an_attribute_that_a_method_reads_or_that_says_how_the_parameters_are_has_an_effect() -> None:
     for model in (Switched(), Asking()):
         model.requires_grad = False
         assert found(model, "C35") == []
+    assert len(found(Storing(False), "C35")) == 1
     model = linear(5, 1)
     model.requires_grad = False
     assert len(found(model, "C35")) == 1
