@@ -347,7 +347,7 @@ def weights_that_a_receiver_clips() -> Engine:
 
     def clip(engine: Engine) -> None:
         with torch.no_grad():
-            model.weight.clamp_(0, 1e-3)  # type: ignore[union-attr, operator]
+            model.weight.clamp_(0, 1e-3)
 
     return watched(Update.supervised(mse_loss, SGD), model, batches(), (Events.OPTIMIZER_STEP_COMPLETED, clip))
 
@@ -355,7 +355,7 @@ def weights_that_a_receiver_clips() -> Engine:
 def a_body_whose_rate_is_zero() -> Engine:
     model = mlp(5, 8, 1)
     with torch.no_grad():
-        model[1].weight.mul_(9)  # type: ignore[union-attr, operator]
+        model[1].weight.mul_(9)  # type: ignore[operator]
     groups = [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[1].parameters(), "lr": 1e-3}]
     return watched(Update.supervised(mse_loss, torch.optim.SGD(groups)), model, batches())
 
@@ -582,7 +582,8 @@ def two_optimizers(rate: float) -> tuple[nn.Module, Update]:
 
 def test_optimizers_that_step_together_are_looked_at_like_one() -> None:
     def step_one(engine: Engine) -> None:
-        engine.state.update.optimizer.optimizers["second"].step()
+        optimizers: Any = engine.optimizer
+        optimizers.optimizers["second"].step()
 
     model, update = two_optimizers(0.1)
     assert of_guards(watched(update, model, batches())) == []

@@ -281,12 +281,12 @@ class Storing(Holding):
 
 
 def test_an_attribute_that_a_method_reads_or_that_says_how_the_parameters_are_has_an_effect() -> None:
-    for model in (Switched(), Asking()):
-        model.requires_grad = False
-        assert found(model, "C35") == []
+    for reading in (Switched(), Asking()):
+        reading.requires_grad = False
+        assert found(reading, "C35") == []
     assert len(found(Storing(False), "C35")) == 1
     model = linear(5, 1)
-    model.requires_grad = False
+    model.requires_grad = False  # type: ignore[assignment]
     assert len(found(model, "C35")) == 1
     model.requires_grad_(False)
     assert found(nn.Sequential(model, nn.Linear(1, 1)), "C35") == []
