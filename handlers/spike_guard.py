@@ -311,6 +311,12 @@ class SpikeGuard(Handler):
                 f"reached; skipped so far: {left_out}. Check these batches and the learning rate, or increase at_most="
             )
         to = max(now - self.rewind, 0)
+        if (oldest := engine.past.oldest) is not None and oldest > to:
+            raise RuntimeError(
+                f"{self.name!r}: iteration {now}: {reason}, but the oldest of the keep={self.keep} states is from "
+                f"iteration {oldest}, and rewind={self.rewind} goes back to iteration {to}, because spikes are close "
+                "together; increase keep="
+            )
         self._note(now, reason, engine.past.places_of(range(to + 1, now + 1)))
         self._go_back(engine, to)
         self._report(

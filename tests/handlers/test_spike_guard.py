@@ -895,3 +895,16 @@ def test_a_run_that_is_too_short_is_reported_for_the_updates_whose_steps_are_kno
     engine.attach(SpikeGuard())
     said = [one for one in engine.check([], **bounds) if one.code == "C39"]
     assert [(one.sentence.partition("but ")[2], one.way_out) for one in said] == found
+
+
+def test_spikes_that_are_too_close_for_the_kept_states_say_what_to_increase() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(40, 8, 3, generator=generator)
+    targets = inputs.sum(2, keepdim=True) + 0.1 * torch.randn(40, 8, 1, generator=generator)
+    targets[24:26] *= 1000
+    torch.manual_seed(0)
+    update = Update.supervised(nn.functional.mse_loss, torch.optim.Adam, lr=0.01)
+    engine = Engine(update, model=nn.Linear(3, 1), seed=0, allow=["W19", "C13"])
+    engine.attach(SpikeGuard("rewind", window=10, rewind=6, keep=2, at_most=9))
+    with pytest.raises(RuntimeError, match="the oldest of the keep=2 states is from iteration .*; increase keep="):
+        engine.run(list(zip(inputs, targets, strict=True)), max_epochs=1)
