@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +18,10 @@ from .function_rules import is_users
 
 if TYPE_CHECKING:
     from ..core.connection import Connection
+    from ..core.signals import Signal
     from ..engine import Engine
 
-__all__ = ["OwnLoads", "changed_at_start", "sums_before_start"]
+__all__ = ["OwnLoads", "note_taken", "watch_started"]
 
 
 class OwnLoads:
@@ -30,9 +32,12 @@ class OwnLoads:
     """
 
     def __init__(self, engine: Engine) -> None:
-        look = partial(_look_safely, Reference(engine))
-        roots = engine.modules.values() if engine.training else ()
-        self._hooks = [root.register_load_state_dict_pre_hook(look) for root in roots]
+        reference, taken = Reference(engine), _Taken()
+        self._hooks: list[Any] = []
+        for root in engine.modules.values() if engine.training else ():
+            look = partial(_look_safely, reference, taken)
+            self._hooks.append(root.register_load_state_dict_pre_hook(look))
+            self._hooks.append(root._register_state_dict_hook(partial(note_taken, reference, taken)))
 
     def stop(self) -> None:
         """Leave the modules as they were."""
@@ -40,15 +45,47 @@ class OwnLoads:
             hook.remove()
 
 
-def _look_safely(reference: Reference, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+class _Taken:
+    """The tensors of the states that were taken in this iteration; copied with the hooks of the model, it knows none."""
+
+    def __init__(self) -> None:
+        self._iteration = -1
+        self._tensors: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+
+    def at(self, engine: Engine) -> weakref.WeakValueDictionary[int, Tensor]:
+        """Those of the present iteration, by id."""
+        if self._iteration != engine.state.iteration:
+            self._tensors.clear()
+        self._iteration = engine.state.iteration
+        return self._tensors
+
+    def holds(self, engine: Engine, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of the tensors were taken in the present iteration."""
+        taken = self.at(engine)
+        return all(taken.get(id(one)) is one for one in tensors)
+
+    def __reduce__(self) -> tuple[type[_Taken], tuple[()]]:
+        return _Taken, ()
+
+
+def note_taken(reference: Reference, taken: _Taken, module: nn.Module, state: Mapping[str, Any], *rest: Any) -> None:
+    """Note what a state holds that is taken of a module: a hook of its ``state_dict``."""
     if (engine := reference()) is not None:
-        engine.findings.look(_look, engine, module, state, prefix)
+        taken.at(engine).update((id(one), one) for one in state.values() if isinstance(one, Tensor))
 
 
-def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+def _look_safely(
+    reference: Reference, taken: _Taken, module: nn.Module, state: Mapping[str, Any], prefix: str, *rest: Any
+) -> None:
+    if (engine := reference()) is not None:
+        engine.findings.look(_look, engine, taken, module, state, prefix)
+
+
+def _look(engine: Engine, taken: _Taken, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
     own = {prefix + name: one for name, one in module.named_parameters() if not is_sharded(one) and not one.is_meta}
     given = {name: state[name] for name in own if isinstance(state.get(name), Tensor)}
-    if not given or any(one.is_meta or is_sharded(one) for one in given.values()):
+    # As of own = model.state_dict(), entries may be changed in place, or replaced, before it is loaded.
+    if taken.holds(engine, given.values()) or any(one.is_meta or is_sharded(one) for one in given.values()):
         return
     if all(one.data_ptr() == own[name].data_ptr() for name, one in given.items() if one.numel()):
         engine.findings.report(
@@ -59,28 +96,54 @@ def _look(engine: Engine, module: nn.Module, state: Mapping[str, Any], prefix: s
         )
 
 
-def sums_before_start(engine: Engine) -> list[float] | None:
-    """Sums of the weights before STARTED, for `changed_at_start`; None where nothing is to be compared."""
-    continues = engine.training and engine.state.iteration > 0 and not engine.snapshots.has_loaded_state
-    return _sums(engine) if continues and _functions(engine) else None
+def watch_started(engine: Engine) -> None:
+    """Have functions looked at that change the weights at the start of a run that continues an earlier one."""
+    if engine.training and engine.state.iteration > 0 and not engine.snapshots.has_loaded_state:
+        signal = engine.signal(Events.STARTED)
+        for one in signal.connections:
+            if is_users(one) and one.owner is None:
+                _watch(signal, one)
+        signal.replan()
 
 
-def changed_at_start(engine: Engine, before: list[float] | None) -> None:
-    """Report functions that change the weights at the start of a run that continues an earlier one."""
-    if before is not None and before != _sums(engine):
+def _watch(signal: Signal, connection: Connection) -> None:
+    plain = connection.call
+    own, of = weakref.ref(connection), weakref.ref(signal)  # they hold what follows
+
+    def call(engine: Engine, **kwargs: Any) -> Any:
+        connection, signal = own(), of()
+        if connection is not None and signal is not None and connection.call is call:
+            connection.call = plain
+            signal.replan()
+        before = engine.findings.look(_sums, engine)
+        returned = plain(engine, **kwargs)
+        engine.findings.look(_report_changed, engine, repr(connection), before)
+        return returned
+
+    connection.call = call
+
+
+def _report_changed(engine: Engine, function: str, before: dict[Tensor, tuple[float, float]]) -> None:
+    now = _sums(engine)
+    both = [(before[one], now[one]) for one in before.keys() & now.keys()]  # a new layer replaces what it was made of
+    if any(abs(one - other) > _ROUNDING * size for (one, size), (other, _) in both):
         engine.findings.report(
             "W68",
             f"the run continues after iteration {engine.state.iteration}, and a function connected to STARTED "
-            f"({' or '.join(map(repr, _functions(engine)))}) overwrites the trained weights",
+            f"({function}) overwrites the trained weights",
             "initialize the weights before the first run(), because each run() emits STARTED",
+            key=function,
         )
 
 
-def _functions(engine: Engine) -> list[Connection]:
-    return [one for one in engine.signal(Events.STARTED).connections if is_users(one) and one.owner is None]
+_ROUNDING = 1e-6
 
 
-def _sums(engine: Engine) -> list[float]:
-    weights = [local_part(p.detach()) for root in engine.modules.values() for p in root.parameters()]
-    values = [torch.view_as_real(one) if one.is_complex() else one for one in weights if not one.is_meta]
-    return [float(widened(one).nan_to_num().sum()) for one in values]
+def _sums(engine: Engine) -> dict[Tensor, tuple[float, float]]:
+    """The sum of the values of each parameter, and of their sizes."""
+    found: dict[Tensor, tuple[float, float]] = {}
+    for parameter in (p for root in engine.modules.values() for p in root.parameters() if not p.is_meta):
+        own = local_part(parameter.detach())
+        values = widened(torch.view_as_real(own) if own.is_complex() else own).nan_to_num()
+        found[parameter] = float(values.sum()), float(values.abs().sum())
+    return found

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..core.words import listed
 from ..data.held_generators import state_of
 from ..resuming.changeable import ATOMS, CONTAINERS, GENERATORS, Holder, holders, unsaved_buffers
+from .own_weights import note_taken
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
@@ -105,7 +106,8 @@ def _saves_more(item: Any) -> bool:
     if not isinstance(item, nn.Module):
         return False
     own = ("get_extra_state", "_save_to_state_dict", "state_dict")
-    return bool(item._state_dict_hooks) or any(getattr(kind, name) is not getattr(nn.Module, name) for name in own)
+    hooked = any(getattr(hook, "func", None) is not note_taken for hook in item._state_dict_hooks.values())
+    return hooked or any(getattr(kind, name) is not getattr(nn.Module, name) for name in own)
 
 
 def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str]) -> Iterator[tuple[str, Hashable]]:

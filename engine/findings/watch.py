@@ -28,7 +28,7 @@ from .first_steps import FirstEvaluation, FirstLosses
 from .late_scores import LateScores
 from .own_evaluations import look_at_forwards
 from .own_schedulers import OwnSchedulers
-from .own_weights import OwnLoads, changed_at_start, sums_before_start
+from .own_weights import OwnLoads, watch_started
 from .resumption import report_frozen, report_resume, say_left_out
 from .returned import look_at_return
 from .setup_findings import (
@@ -82,7 +82,6 @@ class FindingsWatch(Service):
         self._epochs: EpochChecks | None = None
         self._schedulers: OwnSchedulers | None = None
         self._until_the_end: list[OwnLoads | LateScores] = []
-        self._sums: list[float] | None = None
         self._frozen: list[str] | None = None  # in the state from which the run resumes
         self._first: list[tuple[Signal, Connection]] = []
 
@@ -132,12 +131,7 @@ class FindingsWatch(Service):
         engine.findings.look(report_parts_in_eval, engine, self._in_eval)
         for look in AT_START:
             engine.findings.look(look, engine)
-        self._sums = engine.findings.look(sums_before_start, engine)
-
-    @on(Events.STARTED, phase=Phase.PERSIST, rank=LAST)
-    def look_at_changed_weights(self, engine: Engine) -> None:
-        """Look at what functions at STARTED have changed."""
-        engine.findings.look(changed_at_start, engine, self._sums)
+        engine.findings.look(watch_started, engine)
 
     @on(Lifecycle.LOADING, rank=LAST)
     def look_at_data(self, engine: Engine) -> None:

@@ -148,8 +148,7 @@ LOOKS: list[tuple[Any, str]] = [
         (watch, name)
         for name in (
             *(
-                "sums_before_start",
-                "changed_at_start",
+                "watch_started",
                 "note_batches",
                 "report_composition",
                 "EpochChecks",
