@@ -16,6 +16,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ..core.connection import Connection, guarded
 from ..core.events import Events
 from ..core.part import Reference
+from .dropout import is_compiled
 from .function_rules import names_in
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
         called = True
         # A single call at STARTED is a look at shapes, or makes lazy layers; one that calls train() itself updates statistics.
         names, least = names_in(receiver), 2 if signal.event is Events.STARTED else 1
-        meant = "train" in names and "eval" not in names
+        meant = ("train" in names and "eval" not in names) or "reset_running_stats" in names
         with nullcontext() if meant else _looking(engine, f"{connection!r} at {signal.event}", least):
             returned = receiver(engine, **kwargs)
         connection.call = plain
@@ -55,9 +56,14 @@ def look_at_forwards(signal: Signal, connection: Connection) -> None:
 
 @contextmanager
 def _looking(engine: Engine, who: str, least: int) -> Iterator[None]:
-    """Look at how often the model is called in a wrong mode, up to so many times."""
-    roots = engine.modules.values() if engine.training else ()
-    hooks = [root.register_forward_pre_hook(partial(_look, Reference(engine), who, _Calls(), least)) for root in roots]
+    """Look at how often parts of the model are called in a wrong mode, up to so many times."""
+    hooks = []
+    for root in engine.modules.values() if engine.training else ():
+        # A forward may leave some parts out; those of a compiled model would be compiled again for a hook.
+        differing = [one for one in root.named_modules() if isinstance(one[1], _DropoutNd | _NormBase)]
+        for name, part in [("", root)] if is_compiled(engine) else differing:
+            look = partial(_look, Reference(engine), who, _Calls(), least, name)
+            hooks.append(part.register_forward_pre_hook(look))
     try:
         yield
     finally:
@@ -66,7 +72,7 @@ def _looking(engine: Engine, who: str, least: int) -> Iterator[None]:
 
 
 class _Calls:
-    """How often a model was called in a wrong mode; copied with the hooks of the model, as a count of itertools is not."""
+    """How often a part was called in a wrong mode; copied with the hooks of the model, as a count of itertools is not."""
 
     made = 0
 
@@ -76,17 +82,29 @@ class _Calls:
         return self.made >= least
 
 
-def _look(reference: Reference, who: str, calls: _Calls, least: int, module: nn.Module, inputs: Any) -> None:
-    if (engine := reference()) is None or torch.is_grad_enabled() or not module.training or not calls.enough(least):
+def _look(reference: Reference, who: str, calls: _Calls, least: int, path: str, module: nn.Module, given: Any) -> None:
+    if (engine := reference()) is None or torch.is_grad_enabled():
         return
-    if found := next((name for name, part in module.named_modules() if _differs_in_training(part)), None):
+    found = _differing(module) if any(root.training for root in engine.modules.values()) else None
+    if found is not None and calls.enough(least):
+        inner, statistics = found
+        name = path or inner
         engine.remark(
             "W91",
-            f"{who} calls the model without gradients, as an evaluation does, but in training mode, where {found!r} "
+            f"{who} calls the model without gradients, as an evaluation does, but in training mode, where {name!r} "
             "behaves differently",
-            "attach Validation(data), or write `with engine.evaluating():` around the calls",
+            "attach Validation(data), or write `with engine.evaluating():` around the calls" + statistics,
             key=who,
         )
+
+
+def _differing(module: nn.Module) -> tuple[str, str] | None:
+    """The first part that behaves differently in training, and what to do instead if that is meant."""
+    for name, part in module.named_modules():
+        if _differs_in_training(part):
+            meant = "; to update statistics on purpose, call model.train() first"
+            return name, "" if isinstance(part, _DropoutNd) else meant
+    return None
 
 
 def _differs_in_training(part: nn.Module) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..core.events import Events
+from .function_rules import is_users, names_in
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
 __all__ = ["OwnSchedulers"]
@@ -29,34 +32,63 @@ class OwnSchedulers:
         self._steps = {update.name: update.steps for update in engine.updates}
         self._epoch = engine.state.epoch - engine.state.epoch_open  # the last that has ended
         self._found: dict[str, list[tuple[weakref.ref[LRScheduler], int]]] = {}
+        self._rates: dict[str, list[float]] = {}
         wrapped = {one.name: one.optimizer for one in engine.updates if _is_wrapped(one.optimizer)}
         # A scheduler knows its optimizer, but not the other way round.
-        held = {id(value) for handler in engine.handlers.values() for value in vars(handler).values()}
+        held = {id(one) for handler in engine.handlers.values() for one in _held_by(handler)}
         # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
         objects = gc.get_objects() if wrapped else ()
         built = [one for one in objects if issubclass(type(one), LRScheduler) and id(one) not in held]
         for name, optimizer in wrapped.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
             self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
+            self._rates[name] = _rates_of(optimizer)
 
     def report(self) -> None:
         """Report schedulers that were not stepped in the run that ends, and those whose position its checkpoints lack."""
         engine = self.engine
         for update in engine.updates:
-            found = [(one, before) for ref, before in self._found.get(update.name, []) if (one := ref()) is not None]
+            found = self._living(update)
             ended = engine.state.epoch - engine.state.epoch_open > self._epoch
             if not found or update.steps == self._steps[update.name] or not ended:
                 continue
             names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
             way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
-            if all(one.last_epoch == before for one, before in found):
+            if any(one.last_epoch != before for one, before in found):
+                if engine.signal(Events.CHECKPOINT_SAVED).fired:
+                    what = f"a function steps the scheduler ({names}) of {optimizer}"
+                    effect = "checkpoints lack its position, and a resumed run would restart the schedule"
+                    engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
+            elif not self._may_wait(update, [before for _, before in found]):
                 what = f"a scheduler ({names}) was built for {optimizer} before the run, but nothing calls its step()"
                 engine.remark("W86", f"{what}, so the learning rate stays constant", way_out, key=update.name)
-            elif engine.signal(Events.CHECKPOINT_SAVED).fired:
-                what = f"a function steps the scheduler ({names}) of {optimizer}"
-                effect = "checkpoints lack its position, and a resumed run would restart the schedule"
-                engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
+
+    def _living(self, update: UpdateState) -> list[tuple[LRScheduler, int]]:
+        found = ((ref(), before) for ref, before in self._found.get(update.name, []))
+        return [(one, before) for one, before in found if one is not None]
+
+    def _may_wait(self, update: UpdateState, positions: list[int]) -> bool:
+        """Whether schedulers had begun, the learning rates have changed otherwise, or a function may step them later."""
+        if any(positions):
+            return True
+        receivers = (
+            one.receiver for signal in self.engine.signals.all() for one in signal.connections if is_users(one)
+        )
+        return _rates_of(update.optimizer) != self._rates[update.name] or any(
+            "step" in names_in(one) for one in receivers
+        )
+
+
+def _held_by(handler: Any) -> Iterator[Any]:
+    """The attributes of a handler, and what is in its lists and dictionaries."""
+    for value in vars(handler).values():
+        yield value
+        yield from value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+
+
+def _rates_of(optimizer: Optimizer | None) -> list[float]:
+    return [] if optimizer is None else [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _is_wrapped(optimizer: Optimizer | None) -> bool:

@@ -70,7 +70,16 @@ def precise_statistics(engine: Engine) -> None:
             engine.model(inputs)
 
 
-@pytest.mark.parametrize("function", [in_eval_mode, with_gradients, new_statistics, precise_statistics])
+def fresh_statistics(engine: Engine) -> None:
+    engine.model[1].reset_running_stats()
+    with torch.no_grad():
+        for inputs, _ in batches(2):
+            engine.model(inputs)
+
+
+@pytest.mark.parametrize(
+    "function", [in_eval_mode, with_gradients, new_statistics, precise_statistics, fresh_statistics]
+)
 def test_other_calls_stay_silent(function: Any) -> None:
     engine = built()
     engine.connect(Events.EPOCH_COMPLETED, function)
@@ -81,6 +90,32 @@ def test_a_model_that_does_the_same_in_both_modes_needs_none() -> None:
     engine = build(mlp(5, 8, 1))
     engine.connect(Events.EPOCH_COMPLETED, evaluate)
     engine.run(batches(5), max_epochs=2)
+
+
+class Features(nn.Module):
+    """Its features are computed without the dropout of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 8), nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def forward(self, inputs: torch.Tensor, features: bool = False) -> torch.Tensor:
+        found: torch.Tensor = self.body(inputs)
+        return found if features else self.head(found)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("features", [True, False])
+def test_a_part_that_a_function_does_not_call_behaves_no_differently(features: bool) -> None:
+    engine = build(Features())
+
+    def look(engine: Engine) -> None:
+        with torch.no_grad():
+            engine.model(batches(1)[0][0], features=features)
+
+    engine.connect(Events.EPOCH_COMPLETED, look)
+    with nullcontext() if features else pytest.warns(FindingWarning, match=r"W91: .* 'head.0' behaves differently"):
+        engine.run(batches(2), max_epochs=1)
+    assert not engine.model.head[0]._forward_pre_hooks
 
 
 def test_what_a_function_raises_passes_and_the_hook_is_gone() -> None:

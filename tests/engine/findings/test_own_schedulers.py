@@ -45,6 +45,33 @@ def test_before_an_epoch_has_ended_nothing_is_missing() -> None:
     engine.run(batches(3), max_iters=2)
 
 
+def test_one_that_has_come_to_its_end_or_waits_for_its_turn_is_fine() -> None:
+    engine, optimizer = trainer()
+    scheduler = StepLR(optimizer, 1)
+
+    def step_later(engine: Engine) -> None:
+        if engine.state.epoch == 2:
+            scheduler.step()
+
+    engine.connect(Events.EPOCH_COMPLETED, step_later)
+    for epochs in (1, 2):
+        engine.run(batches(3), max_epochs=epochs)
+    engine.detach(step_later)
+    engine.run(batches(3), max_epochs=3)
+
+
+def test_one_of_which_a_rate_of_ones_own_takes_the_place_is_fine() -> None:
+    engine, optimizer = trainer()
+    scheduler = StepLR(optimizer, 1)
+
+    def halve(engine: Engine) -> None:
+        optimizer.param_groups[0]["lr"] /= 2
+
+    engine.connect(Events.EPOCH_COMPLETED, halve)
+    engine.run(batches(3), max_epochs=1)
+    assert scheduler.last_epoch == 0
+
+
 def test_one_that_is_gone_is_not_reported() -> None:
     engine, optimizer = trainer()
     StepLR(optimizer, 1)
@@ -56,9 +83,13 @@ class Warming(Handler):
 
     trains = True
 
-    def __init__(self, scheduler: StepLR) -> None:
+    def __init__(self, scheduler: StepLR, *, several: bool) -> None:
         super().__init__()
-        self.scheduler = scheduler
+        self.schedulers: Any = {"main": scheduler} if several else scheduler
+
+    @property
+    def scheduler(self) -> StepLR:
+        return self.schedulers["main"] if isinstance(self.schedulers, dict) else self.schedulers  # type: ignore[no-any-return]
 
     @on(Events.EPOCH_COMPLETED)
     def step(self, engine: Engine) -> None:
@@ -71,7 +102,8 @@ class Warming(Handler):
         self.scheduler.load_state_dict(dict(state))
 
 
-def test_one_that_a_handler_of_ones_own_holds_is_fine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("several", [False, True])
+def test_one_that_a_handler_of_ones_own_holds_is_fine(tmp_path: Path, several: bool) -> None:
     engine, optimizer = trainer()
-    engine.attach(Checkpoint(tmp_path), Warming(StepLR(optimizer, 1)))
+    engine.attach(Checkpoint(tmp_path), Warming(StepLR(optimizer, 1), several=several))
     engine.run(batches(3), max_epochs=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from signalfire import Engine, Events
+from signalfire import Engine, Events, FindingWarning
 from tests.kit import batches, build, mlp
 
 
@@ -51,6 +51,47 @@ def test_other_values_stay_silent(function: Any) -> None:
     engine = build(mlp(5, 8, 1))
     engine.connect(Events.LOSS_COMPUTED, function)
     engine.run(batches(3), max_epochs=1)
+
+
+def add_to_loss(engine: Engine) -> Any:
+    update = engine.state.update
+    penalty = 0.1 * engine.model[0].weight.square().sum()
+    update.backward_loss = update.backward_loss + penalty
+    return penalty
+
+
+def statistics(engine: Engine) -> Any:
+    return tuple(one.mean() for one in engine.state.batch)
+
+
+def totals(engine: Engine) -> Any:
+    return tuple(one.sum(0) for one in engine.state.batch)
+
+
+@pytest.mark.parametrize(
+    ("event", "function"),
+    [
+        (Events.LOSS_COMPUTED, add_to_loss),
+        (Events.GET_BATCH_COMPLETED, statistics),
+        (Events.GET_BATCH_COMPLETED, totals),
+    ],
+)
+def test_what_a_function_returns_besides_what_it_assigns_or_of_other_sizes_is_no_replacement(
+    event: Events, function: Any
+) -> None:
+    engine = build(mlp(5, 8, 1))
+    engine.connect(event, function)
+    engine.run([(inputs, targets) for inputs, targets in batches(3)], max_epochs=1)
+    assert not engine.findings.of_run()
+
+
+def test_two_functions_of_one_name_are_both_reported() -> None:
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.LOSS_COMPUTED, lambda engine: engine.state.update.backward_loss / 2)
+    engine.connect(Events.GET_BATCH_COMPLETED, lambda engine: tuple(one / 2 for one in engine.state.batch))
+    with pytest.warns(FindingWarning, match="W85") as caught:
+        engine.run(batches(3), max_epochs=1)
+    assert len(caught) == 2
 
 
 def test_only_the_first_call_is_looked_at() -> None:
