@@ -100,9 +100,13 @@ class TruncatedBPTT(Handler):
         self.dim = check_int(self, "dim", dim, least=0)
         self.split = check_function(self, "split", split, "batch", optional=True)
         self.update = check_name(self, "update", update)
+        self._watched: set[str] = set()  # the updates whose states were looked at
+        self._hooks: dict[nn.Module, Any] = {}
+        self._carried: list[bool] = []  # whether the first calls of layers in a second chunk got a state
         self._clear()
 
     def _clear(self) -> None:
+        self._forget_states()
         self._whole: Any = None
         self._chunks: Sequence[Any] = ()
         self._lengths: list[int] | None = None  # of the chunks, in time steps
@@ -228,7 +232,7 @@ class TruncatedBPTT(Handler):
             self._skipped = update.skipped
         else:
             if update.hidden is None and self._index == 1:
-                self._report_no_hidden(engine, update)
+                self._watch_states(engine, update)
             update.skipped = self._skipped  # drop the reason of an earlier chunk
             continuing = self._continuing[self._index] if self._index < len(self._continuing) else None
             update.hidden = _detached(update.hidden, continuing)
@@ -236,11 +240,24 @@ class TruncatedBPTT(Handler):
         update.more = self._left[update.name] > 0
         state.batch = self._chunks[self._index]
 
-    def _report_no_hidden(self, engine: Engine, update: UpdateState) -> None:
-        """Report a recurrent model that starts each chunk from zero."""
+    def _watch_states(self, engine: Engine, update: UpdateState) -> None:
+        """Look at what the recurrent layers start the second chunk from, where the forward of the first sets no hidden state."""
         parts = [part for root in engine.modules.values() for part in root.modules()]
         layers = [part for part in parts if isinstance(part, nn.RNNBase | nn.RNNCellBase)]
-        if update.raw_loss is not None and layers and not _hold_hidden(parts, {layer.hidden_size for layer in layers}):
+        if update.raw_loss is not None and update.name not in self._watched:
+            self._watched.add(update.name)
+            self._hooks = {one: one.register_forward_pre_hook(self._note_state, with_kwargs=True) for one in layers}
+
+    def _note_state(self, layer: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Note whether the first call of a layer is given a state; a cell is called again in the same chunk."""
+        self._hooks.pop(layer).remove()
+        state = args[1] if len(args) > 1 else named.get("hx")
+        tensors = [one for one in (state if isinstance(state, tuple) else (state,)) if one is not None]
+        self._carried.append(any(bool(one.any()) for one in tensors))
+
+    def _report_no_hidden(self, engine: Engine, update: UpdateState) -> None:
+        """Report recurrent layers that have started the second chunk from zero."""
+        if self._carried and not any(self._carried):
             engine.findings.report(
                 "W69",
                 f"{self.name!r}: the forward of update {update.name!r} sets no hidden state, so the recurrent layers "
@@ -249,6 +266,12 @@ class TruncatedBPTT(Handler):
                 "hidden state",
                 self.name,
             )
+        self._forget_states()
+
+    def _forget_states(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks, self._carried = {}, []
 
     @on(
         Events.UPDATE_COMPLETED,
@@ -261,6 +284,7 @@ class TruncatedBPTT(Handler):
         update = engine.state.update
         if update.name not in self._planned:
             return
+        self._report_no_hidden(engine, update)
         if update.loss is not None:
             self._losses.append((update.loss, self._weights[self._index]))
         output, dim = update.output, self.dim
@@ -294,17 +318,6 @@ class TruncatedBPTT(Handler):
     def release(self, engine: Engine) -> None:
         """Drop the batch, even after an error."""
         self._clear()
-
-
-def _hold_hidden(parts: list[nn.Module], sizes: set[int]) -> bool:
-    """Whether modules hold a hidden state themselves: a tensor of one of these sizes that is no parameter."""
-    for part in parts:
-        for value in (*vars(part).values(), *part._buffers.values()):
-            several = value if isinstance(value, tuple | list) else (value,)
-            tensors = [one for one in several if isinstance(one, Tensor) and not isinstance(one, nn.Parameter)]
-            if any(one.dim() > 1 and one.shape[-1] in sizes for one in tensors):
-                return True
-    return False
 
 
 def _timed(value: Any, dim: int, *, outermost: bool = True) -> Iterator[tuple[Any, int]]:

@@ -983,9 +983,55 @@ class Forgetful(Recurrent):
         return super().forward(x)[0]
 
 
-@pytest.mark.parametrize(("kind", "reported"), [(Stateful, False), (Forgetful, True)])
-def test_a_model_may_carry_its_hidden_state_itself(kind: type[Recurrent], reported: bool) -> None:
-    trainer = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=kind(), seed=0)
+class Remembering(Recurrent):
+    """Keeps the hidden state in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: dict[str, Any] = {}
+
+    def forward(self, x: Any, hidden: Any = None) -> Any:
+        output, hidden = super().forward(x, self.memory.get("hidden"))
+        self.memory["hidden"] = tuple(one.detach() for one in hidden)
+        return output
+
+
+class Cells(nn.Module):
+    """Two cells, with a list of their states."""
+
+    def __init__(self, *, carries: bool = True) -> None:
+        super().__init__()
+        self.cells = nn.ModuleList([nn.LSTMCell(3, 2), nn.LSTMCell(2, 2)])
+        self.states: Any = None
+        self.carries = carries
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.states is None or not self.carries:
+            self.states = [(x.new_zeros(len(x), 2), x.new_zeros(len(x), 2))] * 2
+        self.states = [tuple(one.detach() for one in state) for state in self.states]
+        outputs = []
+        for step in x.unbind(1):
+            for place, cell in enumerate(self.cells):
+                self.states[place] = cell(step, self.states[place])
+                step = self.states[place][0]
+            outputs.append(step)
+        return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reported"),
+    [
+        (Stateful, False),
+        (Remembering, False),
+        (Cells, False),
+        (partial(Cells, carries=False), True),
+        (Forgetful, True),
+    ],
+)
+def test_a_model_may_carry_its_hidden_state_itself(kind: Callable[[], nn.Module], reported: bool) -> None:
+    model = kind()
+    trainer = Engine(Update.supervised(nn.functional.mse_loss, SGD), model=model, seed=0)
     trainer.attach(TruncatedBPTT(2))
     with pytest.warns(FindingWarning, match="W69") if reported else nullcontext():
         trainer.run(make_data(1), max_epochs=1)
+    assert not any(part._forward_pre_hooks for part in model.modules())
