@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
-from ..authoring.batches import tensors_in
+from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
 from ..core.update import NO_GRADIENT
 from ..data.held_generators import draws_in_workers, held_generators
@@ -66,20 +66,29 @@ def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> Non
 
 def _check_own(engine: Engine, data: Any) -> None:
     """Compare the first batches of ranks that bring their own data; one collective a run."""
-    content = engine.findings.look(_sums_of_first_batch, data)
+    content = engine.findings.look(_values_of_first_batch, data)
     others = engine.processes.gather(content)
     if content and all(one == others[0] for one in others):
         engine.findings.report(
             "W70",
             f"with shard_policy='own', each of the {engine.processes.world_size} ranks should have different data, but "
-            "all of them start with the same batch, so they seem to train on the same samples",
+            "the tensors of the first batch are equal on all of them, so they seem to train on the same samples",
             "give each rank its own part of the data, or use shard_policy='auto'",
         )
 
 
-def _sums_of_first_batch(data: Any) -> list[float]:
-    first = tensors_in(first_batch(data))
-    return [float(widened(one).sum()) for one in first if one.device.type != "meta" and not one.is_complex()]
+def _values_of_first_batch(data: Any) -> list[Any]:
+    """The sums of its tensors, and its texts and numbers."""
+    batch = first_batch(data)
+    sums = [one for one in tensors_in(batch) if one.device.type != "meta" and not one.is_complex()]
+    return [*(float(widened(one).sum()) for one in sums), *_texts_in(batch)]
+
+
+def _texts_in(value: Any) -> list[Any]:
+    if isinstance(value, str | bytes | int | float):
+        return [value]
+    found = parts(value)
+    return [] if found is None or isinstance(value, Tensor) else [text for one in found[0] for text in _texts_in(one)]
 
 
 def _report_samples(engine: Engine, data: Any) -> None:

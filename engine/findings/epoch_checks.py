@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _INFINITY = float("inf")
-_SAMPLED = 8  # parameters whose values are compared over the epoch of the first step
 _NORMS = nn.modules.batchnorm._NormBase
 
 
@@ -285,8 +284,7 @@ class _Before:
         self.versions = [p._version for p in parameters]
         self.values = [] if self.counts_versions and any(self.rates) else _samples(parameters)
         is_first = self.counts_versions and not update.steps
-        dense = [p for p in parameters if is_first and p.numel() and not p.is_meta]
-        self.sampled = dense[:: max(1, len(dense) // _SAMPLED)]
+        self.sampled = [p for p in parameters if is_first and p.numel() and not p.is_meta]
         self.samples = _samples(self.sampled)
 
     def left_alone(self) -> list[Tensor]:

@@ -81,7 +81,8 @@ def report_shared_parameters(engine: Engine) -> None:
                     "W71",
                     f"updates {update.name!r} and {other.name!r} both train the same {shared} parameters, so the loss "
                     "of each update also changes parameters that the other update trains",
-                    "build each optimizer with the parameters of its own module",
+                    "build each optimizer with the parameters of its own module; if both updates should train a shared "
+                    "module, give each Update an optimizer factory and the names of its modules: parameters=[...]",
                     key=(update.name, other.name),
                 )
 

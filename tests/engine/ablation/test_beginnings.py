@@ -36,6 +36,9 @@ def results(*values: float, variant: str = "baseline", steps: int = 3) -> list[R
         (results(0.123456, 0.123456), True),
         (results(0.123456, 0.123457), False),
         (results(1.0, 1.0), False),  # such as an accuracy
+        (results(29 / 30, 29 / 30), False),  # of few samples
+        (results(0.9666666388511658, 0.9666666388511658), False),  # in single precision
+        (results(float("nan"), float("nan")), False),
         (results(0.123456), False),
         (results(0.123456, 0.123456, steps=0), False),  # nothing was trained
         (results(0.123456, 0.123456, variant="- ema") + results(0.1, 0.2), False),

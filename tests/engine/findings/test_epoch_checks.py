@@ -325,3 +325,14 @@ def test_a_layer_that_is_unfrozen_and_in_no_optimizer_is_reported_as_that(held: 
     message = "G05: .*or unfrozen after" if guards else "W11: .*because requires_grad was set to True after"
     with pytest.warns(FindingWarning, match=message) if not held else contextlib.nullcontext():
         engine.run(batches(3), max_epochs=3)
+
+
+def test_a_head_of_zeros_is_the_only_part_that_the_first_step_moves() -> None:
+    layers = [layer for _ in range(11) for layer in (nn.Linear(5, 5), nn.Tanh())]
+    head = nn.Linear(5, 1)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    engine = build(nn.Sequential(*layers, head, nn.Linear(1, 1)))
+    nn.init.zeros_(engine.model[-1].weight)
+    engine.run(batches(1), max_epochs=1)
+    assert not engine.findings.of_run().of("W84")
