@@ -15,10 +15,11 @@ from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
 from .dropout import EagerMode
 from .function_rules import names_in
-from .loss_graph import Problem, are_scaled, is_term_of, note_pairs
+from .loss_graph import Problem, are_scaled, factor_in, note_operands
 from .target_counts import Mean, mean_over
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
 __all__ = ["FirstCalls", "MetricCalls"]
@@ -37,12 +38,14 @@ class _Sequence:
         output: the tensor.
         samples_first: whether its first dimension is that of the samples.
         kind: "forward", "both" for two directions, or what its last step is.
-        taken: the steps that were taken out of it by their index, whole.
+        hidden: the hidden states that the layer returned with it.
+        taken: the steps that were taken out of it by their index, whole; -1 for any other use of it or of the hidden states.
     """
 
     output: Tensor
     samples_first: bool
     kind: str
+    hidden: list[Tensor]
     taken: set[int] = field(default_factory=set)
 
     @property
@@ -60,19 +63,22 @@ class FirstCalls(EagerMode):
 
     Attributes:
         problems: what looked wrong.
-        means: what its cross entropies are means over.
+        means: what its cross entropies are means over, with their values.
         points: by what derivatives were taken, such as the inputs of a differential equation.
     """
 
     def __init__(self, engine: Engine, samples: int | None, *, counts_targets: bool = False) -> None:
         super().__init__()
         self.problems: list[Problem] = []
-        self.means: list[Mean] = []
+        self.means: list[tuple[Mean, Tensor]] = []
         self.points: list[Tensor] = []
         self._engine = engine
         self._counts_targets = counts_targets
         self._samples = samples
         self._recurrent: list[_Sequence] = []
+        self._hidden: list[Tensor] = []  # of the latest recurrent layer
+        self._targets: list[Tensor] = []  # of its cross entropies
+        self._buffers: set[int] = set()
         self._constant: list[tuple[Tensor, float]] = []  # sums of numbers, with a summand that has no gradient
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
         self._hooks = ExitStack()
@@ -80,6 +86,7 @@ class FirstCalls(EagerMode):
 
     def __enter__(self) -> FirstCalls:
         for _, part in self._engine.modules.parts():
+            self._buffers.update(id(one) for one in part._buffers.values() if one is not None)
             if isinstance(part, nn.RNNBase):
                 self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
         super().__enter__()
@@ -105,16 +112,13 @@ class FirstCalls(EagerMode):
         """Look at one call and at what it returned."""
         if not all(_has_values(one) for one in tensors_in((args, named, result))):
             return
+        self._note_sequences(name, args, result)
         if (look := _LOOKS.get(name)) is not None:
             self.problems += look(self, args, named, result)
-        elif name == "_pad_packed_sequence" and len(set(result[1].tolist())) > 1:
-            self._recurrent.append(_Sequence(result[0], bool(args[2]), _PADDING))
-        elif name == "index_select":  # as pad_packed_sequence puts sequences back in their order
-            found = [one for one in self._recurrent if one.output is args[0]]
-            self._recurrent += [_Sequence(result, one.samples_first, one.kind) for one in found]
         elif name == "grad":
             self.points += tensors_in(_argument(args, named, 1, "inputs"))
-        note_pairs(args, result)
+        if self._buffers.isdisjoint(map(id, args)):  # else frequencies, which each sample is meant to meet
+            note_operands(args, result)
         self._follow(args, named, result)
 
     def _follow(self, args: Any, named: Any, result: Any) -> None:
@@ -125,12 +129,39 @@ class FirstCalls(EagerMode):
             if one.is_floating_point() and not one.requires_grad:
                 self._cut_off[id(one)] = one
 
+    def _note_sequences(self, name: str, args: Any, result: Any) -> None:
+        """Note sequences that are padded, or put back in their order, and what uses them otherwise than by their steps."""
+        if name == "_pad_packed_sequence" and len(set(result[1].tolist())) > 1:
+            self._recurrent.append(_Sequence(result[0], bool(args[2]), _PADDING, self._hidden))
+        elif name == "index_select":
+            found = [one for one in self._recurrent if one.output is args[0]]
+            self._recurrent += [_Sequence(result, one.samples_first, one.kind, one.hidden) for one in found]
+        else:
+            self._note_uses(name, args, result)
+
+    def _note_uses(self, name: str, args: Any, result: Any) -> None:
+        """Note what uses the output of a recurrent layer otherwise than by its steps, or the hidden states."""
+        if not self._recurrent or not any(one.is_floating_point() for one in tensors_in(result)):
+            return
+        given = {id(one) for one in tensors_in(args)}
+        for one in self._recurrent:
+            used = one.hidden if name in ("__getitem__", "select") else [one.output, *one.hidden]
+            if not given.isdisjoint(map(id, used)):
+                one.taken.add(-1)
+
     def found(self, loss: Tensor | None) -> list[Problem]:
         """What looked wrong on the way to this loss."""
         steps = [problem for one in self._recurrent for problem in _steps_without_others(one)]
-        constant = [value for total, value in self._constant if loss is not None and is_term_of(total, loss)]
+        constant = [value for total, value in self._constant if loss is not None and factor_in(loss, total) is not None]
         terms = [_term_without_gradient(value) for value in constant[:1]]
-        return [*self.problems, *steps, *terms, *_targets_among_inputs(self._engine.state.batch)]
+        state = self._engine.state
+        return [
+            *self.problems,
+            *steps,
+            *terms,
+            *self._targets_given(),
+            *_targets_among_inputs(state.batch, state.update),
+        ]
 
     # ---- losses ---------------------------------------------------------------------------------------------------
 
@@ -138,7 +169,8 @@ class FirstCalls(EagerMode):
         """A Kullback-Leibler divergence, whose graph shows nothing of its input."""
         given = _argument(args, named, 0, "input")
         largest = float(given[:_SAMPLES].detach().float().max()) if given.numel() and given.dim() else 0.0
-        if largest > 1e-3:
+        # Without a reduction, the sums that make a divergence of intensities may be added.
+        if largest > 1e-3 and named.get("reduction") != "none":
             yield (
                 "W72",
                 f"kl_div expects log-probabilities, which are at most 0, but its input reaches {largest:.3g}",
@@ -155,7 +187,7 @@ class FirstCalls(EagerMode):
         self._note_mean(args, named, result)
         if reduction == "mean" and result.dim() == 0 and self._engine.state.iteration == 1:
             yield from self._too_large(float(result.detach()), scores)
-        yield from self._targets_given(target)
+        self._targets.append(target)
 
     @staticmethod
     def _too_large(value: float, scores: Tensor) -> Iterator[Problem]:
@@ -166,17 +198,17 @@ class FirstCalls(EagerMode):
             yield (
                 "W97",
                 f"the first cross-entropy loss is {value:.3g}, but guessing among {classes} classes gives "
-                f"{guessing:.3g}, so the first outputs are far too large",
-                "normalize the inputs, and use PyTorch's default initialization or smaller initial weights; if the "
-                "weights were pretrained on different classes, allow W97",
+                f"{guessing:.3g}, which usually means that the first outputs are far too large",
+                "normalize the inputs, and use PyTorch's default initialization or smaller initial weights; divide dot "
+                "products by the square root of their length, or by a temperature; if the weights were pretrained on "
+                "different classes, allow W97",
             )
 
-    def _targets_given(self, target: Tensor) -> Iterator[Problem]:
+    def _targets_given(self) -> Iterator[Problem]:
         """Targets that the batch has among its inputs as well."""
-        given = tensors_in(self._engine.state.batch)
-        inputs = [one for one in given if one is not target and one.shape == target.shape and one.dtype == target.dtype]
-        repeated = sum(one is target for one in given) > 1 or any(torch.equal(one, target) for one in inputs)
-        if repeated and target.dim() > 1 and bool((target != target.flatten()[0]).any()):
+        targets = {id(one) for one in self._targets}
+        inputs = [one for one in tensors_in(self._engine.state.batch) if id(one) not in targets]
+        if any(_is_among(inputs, one) or self._is_repeated(one) for one in self._targets):
             yield (
                 "W98",
                 "the targets are equal to an input of the same batch, so a model that copies this input has a loss of "
@@ -185,6 +217,9 @@ class FirstCalls(EagerMode):
                 "as targets; for a model that should reconstruct its inputs, allow W98",
             )
 
+    def _is_repeated(self, target: Tensor) -> bool:
+        return sum(one is target for one in tensors_in(self._engine.state.batch)) > 1 and _has_values_in_rows(target)
+
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
         """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
         padding = {
@@ -192,15 +227,17 @@ class FirstCalls(EagerMode):
             for _, part in self._engine.modules.parts()
             if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.num_embeddings == classes
         }
+        rows = _rows(target, self._engine.state.batch)
         for index in padding - {ignored}:
             if weight is not None and not weight[index]:
                 continue
-            share = int(torch.eq(target, index).sum()) / target.numel()
-            if share > _PADDED and target.numel() > 1:
+            ends = rows.eq(index).flip(-1).cumprod(-1).sum(-1)  # a single one may be the end of a sentence
+            share = int(ends[ends > 1].sum()) / target.numel()
+            if share > _PADDED:
                 yield (
                     "W95",
-                    f"{share:.0%} of the targets are {index}, the padding_idx of the model's embedding, so the model "
-                    "learns to predict the padding",
+                    f"{share:.0%} of the targets are {index} at the ends of sequences, which is the padding_idx of the "
+                    "model's embedding, so the model learns to predict the padding",
                     f"leave the padding out of the loss: ignore_index={index}",
                 )
 
@@ -211,7 +248,7 @@ class FirstCalls(EagerMode):
 
     def _note_mean(self, args: Any, named: Any, result: Any) -> None:
         if self._counts_targets and (mean := mean_over(args, named, result)) is not None:
-            self.means.append(mean)
+            self.means.append((mean, result))
 
     def _sum(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         """A sum with a number that has no gradient, which may be a term of the loss."""
@@ -239,15 +276,15 @@ class FirstCalls(EagerMode):
                 "W93",
                 f"a softmax is applied over dimension 0 of a tensor of shape {shape}, so the samples of a batch "
                 "compete with each other",
-                "apply the softmax over the classes, or over the positions of each sample: dim=-1",
+                "apply the softmax over the classes, or over the positions of each sample: dim=-1; if the samples "
+                "should compete, allow W93",
             )
 
     def _reshape(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         before, after = list(args[0].shape), list(result.shape)
         if len(before) < 3 or before[:1] != after[:1] or self._samples not in (None, before[0]):
             return
-        moved = [size for size in before if size > 1] != [size for size in after if size > 1]
-        if moved and sorted(before) == sorted(after):
+        if sorted(before) == sorted(after) and _moves(before, after):
             yield (
                 "W93",
                 f"a tensor of shape {before} is reshaped to {after}, but a reshape keeps the values in order, so it "
@@ -257,14 +294,17 @@ class FirstCalls(EagerMode):
 
     def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
         output = returned[0] if isinstance(returned, tuple) and returned else None
+        self._hidden = tensors_in(returned[1:]) if isinstance(returned, tuple) else []
         if isinstance(output, Tensor) and output.dim() == 3:
-            self._recurrent.append(_Sequence(output, layer.batch_first, "both" if layer.bidirectional else "forward"))
+            kind = "both" if layer.bidirectional else "forward"
+            self._recurrent.append(_Sequence(output, layer.batch_first, kind, self._hidden))
 
     def _step(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         """One step of what a recurrent layer returned."""
         for one in self._recurrent:
-            if one.output is args[0] and (place := _place(args, one.samples_first)) is not None:
-                one.taken.add(place % one.length)
+            if one.output is args[0]:
+                place = _place(args, one.samples_first)
+                one.taken.add(-1 if place is None else place % one.length)
         yield from ()
 
 
@@ -280,12 +320,39 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
 """What looks at a call, by the name of torch's function."""
 
 
+def _is_among(inputs: list[Tensor], target: Tensor) -> bool:
+    alike = (one for one in inputs if one.shape == target.shape and one.dtype == target.dtype)
+    return _has_values_in_rows(target) and any(torch.equal(one, target) for one in alike)
+
+
+def _has_values_in_rows(target: Tensor) -> bool:
+    return target.dim() > 1 and bool((target != target.flatten()[0]).any())
+
+
+def _rows(target: Tensor, batch: Any) -> Tensor:
+    """Targets with a row for each sequence, also those that a loss received flat; only one if the sequences are not known."""
+    if target.dim() > 1:
+        return target
+    found = [one for one in tensors_in(batch) if one.dim() == 2]
+    steps = [number for one in found for number in (one.shape[1], one.shape[1] - 1) if len(one) * number == len(target)]
+    return target.view(-1, steps[0]) if steps and steps[0] > 1 else target[:1]
+
+
+def _moves(before: list[int], after: list[int]) -> bool:
+    """Whether a reshape looks like a move of dimensions; it may join neighbors as well: of 8 steps with 4 features, each 2."""
+    if [size for size in before if size > 1] == [size for size in after if size > 1]:
+        return False
+    places = [place for place, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    least, most = sorted(before[place] for place in (places[0], places[-1]))
+    return len(places) > 2 or places[1] > places[0] + 1 or most % least > 0
+
+
 def _term_without_gradient(value: float) -> Problem:
     return (
         "W99",
         f"a term of the loss ({value:.3g}) has no gradient, so it has no effect on training",
         "compute the term from the parameters without .data, .detach(), .item() or no_grad(); second-order gradients "
-        "also need create_graph=True",
+        "also need create_graph=True; if the term should only be reported, allow W99",
     )
 
 
@@ -302,7 +369,10 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
             f"{steps} bidirectional layer, only the last is used, and in the backward direction, this step depends on "
             "no other step"
         )
-        way_out = "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1)"
+        way_out = (
+            "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1); an LSTM returns "
+            "output, (hidden, cell)"
+        )
     else:
         what, way_out = (
             f"the model uses only one step of padded sequences: {one.kind}",
@@ -311,10 +381,14 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
     yield "W94", what, way_out
 
 
-def _targets_among_inputs(batch: Any) -> Iterator[Problem]:
+def _targets_among_inputs(batch: Any, update: UpdateState) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
-    tensors = [one for one in tensors_in(batch)[:2] if _has_values(one)]
-    if len(tensors) < 2 or tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
+    tensors = tensors_in(batch)
+    if update.spec.target is not None:
+        tensors = [*tensors[:1], *tensors_in(update.spec.target_in(batch))]
+    if len(tensors) != 2 or not all(map(_has_values, tensors)):  # of three, the second may be no target
+        return
+    if tensors[0].dim() != 2 or tensors[1].numel() != len(tensors[0]):
         return
     if not tensors[0].is_floating_point():  # tokens, which have places, and no columns
         return
@@ -343,25 +417,31 @@ class MetricCalls(EagerMode):
         super().__init__()
         self.problems: list[Problem] = []
         self._last: tuple[str, Any] = ("", None)
+        self._unsqueezed: list[Tensor] = []  # as scores[:, None] is, which is meant to meet all
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [one for one in args[:2] if isinstance(one, Tensor)]
         if (name := getattr(func, "__name__", "")) not in _SAME:
             self._last = name, result
+        if name in ("__getitem__", "unsqueeze") and result.dim() > args[0].dim():
+            self._unsqueezed.append(result)
+        given = [one for one in args[:2] if isinstance(one, Tensor)]
         if len(given) == 2 and isinstance(result, Tensor) and result.dim() == 2 and len(result) > 1:
-            shapes = sorted(tuple(one.shape) for one in given)
-            pairs = given[0].untyped_storage().data_ptr() == given[1].untyped_storage().data_ptr()  # of one tensor
-            if shapes == [(len(result),), (len(result), 1)] and result.shape[1] == len(result) and not pairs:
-                self.problems.append(
-                    (
-                        "W73",
-                        f"an output and targets of shapes {list(shapes[1])} and {list(shapes[0])} are broadcast to "
-                        f"{list(result.shape)}, so every sample is compared with the targets of all samples",
-                        "give output and targets the same shape, for example with squeeze(-1)",
-                    )
-                )
+            self.problems += self._pairs(given, result)
         return result
+
+    def _pairs(self, given: list[Tensor], result: Tensor) -> Iterator[Problem]:
+        """A result for each pair of samples, of two tensors with a value for each sample."""
+        shapes = sorted(tuple(one.shape) for one in given)
+        of_one = given[0].untyped_storage().data_ptr() == given[1].untyped_storage().data_ptr()
+        meant = of_one or any(one is other for one in given for other in self._unsqueezed)
+        if not meant and shapes == [(len(result),), (len(result), 1)] and result.shape[1] == len(result):
+            yield (
+                "W73",
+                f"an output and targets of shapes {list(shapes[1])} and {list(shapes[0])} are broadcast to "
+                f"{list(result.shape)}, so every sample is compared with the targets of all samples",
+                "give output and targets the same shape, for example with squeeze(-1)",
+            )
 
     def averages(self, function: Any, value: Any) -> Problem | None:
         """What is wrong about averaging what the function returned over batches; None if nothing is known to be."""

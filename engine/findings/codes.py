@@ -137,7 +137,8 @@ _TEXTS = {
     "which every `run()` emits.",
     "W69": "With `TruncatedBPTT`, the forward pass never carries the hidden state over, so each chunk starts from a "
     "hidden state of zeros.",
-    "W70": "Ranks that should each have their own data have the same data, so all train on the same samples.",
+    "W70": "Ranks that should each have their own data start with equal tensors, so they seem to train on the same "
+    "samples.",
     # W7x: losses and gradients
     "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
     "update trains.",
@@ -149,8 +150,8 @@ _TEXTS = {
     "window, so gradients are too small.",
     "W75": "Parameters have gradients before the first backward pass of a window, for example because your code calls "
     "`backward()`. The step includes these gradients.",
-    "W76": "Your code keeps losses or outputs with their graphs, so memory grows with each iteration.",
-    "W77": "Targets are outside the range that the loss accepts, or that the last activation can reach.",
+    "W76": "Your code keeps losses or outputs with their graphs, so the memory of these iterations is not freed.",
+    "W77": "Targets are outside the range that the loss accepts, or that the activation before it can reach.",
     "W78": "The global generator is seeded in each iteration, so dropout draws the same mask every time.",
     "W79": "The loss is computed over a single class, so it is constant and its gradients are zero.",
     # W8x: functions and handlers, studies, and more about losses
@@ -181,8 +182,8 @@ _TEXTS = {
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
     "W96": "The loss is a mean over targets. The batches of a window have different numbers of targets, but equal "
     "weights.",
-    "W97": "The first loss is far above that of random guessing, because the inputs or the initial weights are too "
-    "large.",
+    "W97": "The first loss is far above that of random guessing, usually because the inputs or the initial weights "
+    "are too large.",
     "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
     "W99": "A term of the loss has no gradient, so it changes the reported loss but trains nothing.",
     # C: what `Engine.check` finds before a run

@@ -37,6 +37,11 @@ class EagerMode(TorchFunctionMode):
         if not self._left:
             super().__exit__(*error)  # type: ignore[no-untyped-call]
 
+    @property
+    def has_left(self) -> bool:
+        """Whether it no longer looks, because something is compiled."""
+        return self._left
+
     def _leave(self, compilation: Any = None) -> None:  # which is given from torch 2.9 on
         """Leave the stack of modes, before it is looked at for a compilation."""
         inside = _get_current_function_mode_stack()

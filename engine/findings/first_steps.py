@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
 from .parameter_rules import ends_frozen
 from .taken_states import UnsavedValues
-from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged
+from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged, terms_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -78,7 +79,8 @@ class FirstLosses:
                 yield
             findings.look(_report_calls, engine, update, calls)
             findings.look(look.note_means, update, calls.means)
-            look.points = calls.points
+            if not calls.has_left:
+                look.note_points(update, calls.points)
         elif update.name in look.counts:
             with TargetCalls(engine) as counted:
                 yield
@@ -172,6 +174,10 @@ class _Node:
     """Lives as long as the node of the graph that it is attached to."""
 
 
+def _alive(nodes: list[weakref.ref[_Node]]) -> int:
+    return sum(one() is not None for one in nodes)
+
+
 class _Look:
     """What was seen of the losses of a run.
 
@@ -186,7 +192,7 @@ class _Look:
         self._seen: set[str] = set()
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
-        self._leaves: dict[str, list[weakref.ref[Tensor]]] = {}
+        self._leaves: dict[str, list[weakref.ref[Tensor]] | None] = {}
         self.counts: dict[str, TargetCounts] = {}
         self.points: list[Tensor] = []
 
@@ -198,12 +204,16 @@ class _Look:
             self._streams[update.name] = [torch.get_rng_state()]
         return first and engine is not None and not has_other_path(engine)
 
-    def note_means(self, update: UpdateState, means: list[Mean]) -> None:
+    def note_points(self, update: UpdateState, points: list[Tensor]) -> None:
+        """Note by what a first forward took derivatives; without that, leaves of the loss may be such inputs."""
+        self.points, self._leaves[update.name] = points, None
+
+    def note_means(self, update: UpdateState, means: list[tuple[Mean, Tensor]]) -> None:
         """Note what a loss is a mean over, once the receivers of LOSS_COMPUTED have weighted it."""
         engine = self.engine()
         assert engine is not None
-        if means and update.evaluation == 0:
-            self.counts.setdefault(update.name, TargetCounts()).add(engine, update, means)
+        if update.evaluation == 0 and (terms := terms_of(update.raw_loss, means)):
+            self.counts.setdefault(update.name, TargetCounts()).add(engine, update, terms)
 
     def sees_first(self, update: UpdateState) -> bool:
         """Whether no loss of this update was seen yet; from now on, one was."""
@@ -252,7 +262,7 @@ class _Look:
 
     def _look_for_foreign_leaves(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
         """Trainable tensors of the loss that nobody trains; what is made for one batch is not meant to be."""
-        found = self._leaves.get(update.name)
+        found = self._leaves.get(update.name, [])
         if found == [] or any(map(is_sharded, update.parameters)):
             return  # of sharded parameters, whole ones are made for each forward
         known = {
@@ -264,11 +274,12 @@ class _Look:
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(
                 "W92",
-                f"the loss of update {update.name!r} depends on {counted(len(lasting), 'trainable tensor')} of shape "
-                f"{shapes}, which {'is' if len(lasting) == 1 else 'are'} in no optimizer and in no model of the engine",
+                f"the loss of update {update.name!r} depends on {counted(len(lasting), 'tensor')} with "
+                f"requires_grad=True of shape {shapes}, which {'is' if len(lasting) == 1 else 'are'} in no optimizer and "
+                "in no model of the engine",
                 "if they belong to an older model, use engine.model in the forward pass; to train them, make them "
-                "parameters of the model, or of a module passed to the Engine: model={'model': ..., 'loss': ...}; or "
-                "freeze them",
+                "parameters of the model, or of a module passed to the Engine: model={'model': ..., 'loss': ...}; and "
+                "freeze them, or create them without requires_grad, if they are inputs or should not be trained",
                 key=update.name,
             )
 
@@ -308,11 +319,11 @@ class _Look:
         node = _Node()
         origin.metadata["signalfire"] = node  # type: ignore[index]
         nodes = self._nodes.setdefault(update.name, [])
-        if sum(one() is not None for one in nodes) == _ITERATIONS - 1:
+        if _alive(nodes) == _ITERATIONS - 1 and not (gc.collect() and _alive(nodes) < _ITERATIONS - 1):
             engine.findings.report(
                 "W76",
                 f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
-                "held with their graphs, so memory grows with each iteration",
+                "held with their graphs, which takes the memory of all of these iterations",
                 "store loss.item() or output.detach() instead, even when you sum over batches",
                 key=update.name,
             )

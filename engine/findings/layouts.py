@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from ..authoring.batches import tensors_in
 
@@ -30,9 +30,7 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.dim() != 3 or not len(first) == samples != first.shape[1]:
             return
-        data = engine.feed.current.data
-        loaded = isinstance(data, DataLoader) and data.batch_size == samples
-        if first.shape[1] > 1 or loaded:  # another batch may be one sequence, with a target for each step
+        if _has_samples_first(first, engine.feed.current.data):
             engine.findings.report(
                 "W88",
                 f"the layer {layers[layer]!r} ({type(layer).__name__}) reads inputs of shape {list(first.shape)} as "
@@ -50,6 +48,16 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
         yield
 
 
+def _has_samples_first(inputs: Tensor, data: Any) -> bool:
+    """Whether inputs of as many rows as samples surely have a row for each of them."""
+    samples, others = inputs.shape[:2]
+    if others > 1:
+        return others % samples > 0  # else the samples may come second, as with the rows of pictures
+    # One sequence, with a target for each step, may be a batch as well, or be read from one long series.
+    is_batch = isinstance(data, DataLoader) and data.batch_size == samples
+    return is_batch and not isinstance(data.sampler, SequentialSampler)
+
+
 def samples_of(engine: Engine, batch: Any) -> int | None:
     """The number of samples of a batch, where no other dimension can be meant; None if it is not known."""
     tensors = list(tensors_in(batch))
@@ -58,5 +66,13 @@ def samples_of(engine: Engine, batch: Any) -> int | None:
         return None
     (length,) = lengths
     data = engine.feed.current.data
-    listed = any(one.dim() == 1 for one in tensors)  # one value for each sample
-    return length if listed or (isinstance(data, DataLoader) and data.batch_size == length) else None
+    return length if _has_lists(tensors) or (isinstance(data, DataLoader) and data.batch_size == length) else None
+
+
+def _has_lists(tensors: list[Tensor]) -> bool:
+    """Whether there is a list with one value for each sample. One of times may be that of samples that come second."""
+    lists = [one for one in tensors if one.dim() == 1]
+    seconds = [one.shape[1] for one in tensors if one.dim() > 1]
+    if len(seconds) > 1 and len(set(seconds)) == 1:
+        lists = [one for one in lists if not one.is_floating_point()]
+    return bool(lists)

@@ -6,6 +6,7 @@ A few of its nodes tell what no shape and no dtype does: that a cross entropy wa
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -17,11 +18,11 @@ from torch import Tensor
 __all__ = [
     "Problem",
     "are_scaled",
+    "factor_in",
     "functions_of",
     "ignored_by",
-    "is_term_of",
     "leaves_of",
-    "note_pairs",
+    "note_operands",
     "problems_of",
 ]
 
@@ -47,6 +48,11 @@ _NEVER_NEGATIVE = frozenset(
     ("NllLoss", "NllLoss2D", "MseLoss", "L1Loss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy")
 ) | {"BinaryCrossEntropyWithLogits"}
 _DISTANCES = frozenset(f"{name}Backward0" for name in ("MseLoss", "SmoothL1Loss", "HuberLoss"))
+_OF_A_CROSS_ENTROPY = frozenset(
+    f"{name}Backward{number}"
+    for name in ("Neg", "Div", "Mul", "Sum", "Mean", "NllLoss", "NllLoss2D")
+    for number in (0, 1)
+)
 
 
 def problems_of(
@@ -63,8 +69,11 @@ def problems_of(
 
     Example:
         >>> output = torch.zeros(4, 1, requires_grad=True) * 2
-        >>> [code for code, _, _ in problems_of((output - torch.zeros(4)).square().mean(), 1)]
-        ['W73']
+        >>> [
+        ...     code
+        ...     for code, _, _ in problems_of(torch.nn.functional.mse_loss(output, output) / 4, 4)
+        ... ]
+        ['W74']
     """
     if loss.grad_fn is None:
         return
@@ -72,11 +81,14 @@ def problems_of(
         yield from _negated(loss.grad_fn)
     yield from _divided(loss.grad_fn, window, received=received)
     yield from _summed(loss.grad_fn, window, samples)
+    yield from _single_class(loss.grad_fn)
+    scored = set()  # what a negative log-likelihood receives
     for node in _nodes(loss.grad_fn):
         name = node.name()
         if name == "LogSoftmaxBackward0":
-            yield from _log_softmax(node)
+            yield from _log_softmax(node, scored=node in scored)
         elif name in ("NllLossBackward0", "NllLoss2DBackward0"):
+            scored.add(_child(node))
             yield from _nll_loss(node)
         elif name == "BinaryCrossEntropyWithLogitsBackward0":
             yield from _takes_logits(node, "binary_cross_entropy_with_logits")
@@ -106,9 +118,7 @@ def functions_of(loss: Tensor) -> set[str]:
         ... )
         ['MseLoss', 'torch::autograd::AccumulateGrad']
     """
-    return (
-        set() if loss.grad_fn is None else {re.sub(r"Backward\d+$", "", node.name()) for node in _nodes(loss.grad_fn)}
-    )
+    return set() if loss.grad_fn is None else {_kind(node) for node in _nodes(loss.grad_fn)}
 
 
 def ignored_by(loss: Tensor) -> int | None:
@@ -150,21 +160,35 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
 _LARGEST_GRAPH = 20_000
 
 
-def is_term_of(term: Tensor, loss: Tensor) -> bool:
-    """Whether a loss is a sum of numbers, weighted or not, of which this one is a part.
+def factor_in(loss: Tensor, term: Tensor) -> float | None:
+    """The factor of a number in a loss that is a sum of numbers, weighted or not; None if the number is no part of it.
 
     Example:
         >>> term = torch.ones((), requires_grad=True) * 2
-        >>> is_term_of(term, 0.5 * term + 1), is_term_of(term, (term * torch.ones(2)).sum())
-        (True, False)
+        >>> factor_in(0.5 * term + 1, term), factor_in((term * torch.ones(2)).sum(), term)
+        (0.5, None)
     """
-    queue: list[Any] = [loss.grad_fn]
-    for node in islice(queue, _MOST_NODES):  # grows meanwhile
+    queue: list[tuple[Any, float]] = [] if loss.grad_fn is None else [(loss.grad_fn, 1.0)]
+    for node, factor in islice(queue, _MOST_NODES):  # grows meanwhile
         if node is term.grad_fn:
-            return True
-        if node is not None and node.name() in _LINEAR | _SAME_VALUES:
-            queue += [child for child, place in node.next_functions if child is not None and _shape(child, place) == ()]
-    return False
+            return factor
+        queue += [(one, factor * _scale(node)) for one in _summands(node)]
+    return None
+
+
+def _summands(node: Any) -> list[Any]:
+    """The numbers that a node adds up, or scales; of a product of two that are trained, each is the weight of the other."""
+    if node.name() not in _LINEAR | _SAME_VALUES:
+        return []
+    numbers = [one for one, place in node.next_functions if one is not None and _shape(one, place) == ()]
+    return [] if node.name() in _SCALES and len(numbers) > 1 else numbers
+
+
+def _scale(node: Any) -> float:
+    """What the first operand of a node is multiplied with; 1 if the node does not scale it."""
+    factors = [_saved(node, name) for name in ("other", "self")] if node.name() in _SCALES else []
+    scale = next((float(one) for one in factors if one is not None and one.dim() == 0), 1.0)
+    return 1.0 / scale if scale and node.name() == "DivBackward0" else scale
 
 
 def are_scaled(scores: Tensor) -> bool:
@@ -183,16 +207,14 @@ def are_scaled(scores: Tensor) -> bool:
     return any(one is not None and one.dim() == 0 for one in factors)
 
 
-def note_pairs(args: Any, result: Any) -> None:
-    """Note at the node of a result that an operand of it has an entry for each pair of samples, such as a mask."""
+def note_operands(args: Any, result: Any) -> None:
+    """Note the shapes of operands at the node of their result, which shows only those that have a gradient."""
     node = getattr(result, "grad_fn", None)
-    if node is None or result.dim() != 2 or node.name() not in _ELEMENTWISE:
-        return
-    if any(isinstance(one, Tensor) and one.shape == result.shape and not one.requires_grad for one in args):
-        node.metadata[_PAIRS] = True
+    if node is not None and result.dim() == 2 and node.name() in _ELEMENTWISE:
+        node.metadata[_OPERANDS] = sorted(tuple(one.shape) for one in args if isinstance(one, Tensor))
 
 
-_PAIRS = "signalfire pairs"
+_OPERANDS = "signalfire operands"
 _SCALES = frozenset(("MulBackward0", "DivBackward0"))
 
 
@@ -225,8 +247,18 @@ def _child(node: Any) -> Any:
     return _Leaf()
 
 
-def _log_softmax(node: Any) -> Iterator[Problem]:
-    yield from _takes_logits(node, "log_softmax")
+def _kind(node: Any) -> str:
+    """The function of torch that made a node."""
+    return re.sub(r"Backward\d+$", "", node.name())
+
+
+def _log_softmax(node: Any, *, scored: bool) -> Iterator[Problem]:
+    """What a log_softmax receives; unless a loss scores its classes, only a softmax is surely wrong there."""
+    if not scored:
+        if _kind(_child(node)) == "Softmax":
+            yield from _takes_logits(node, "log_softmax")
+        return
+    yield from _takes_logits(node, "cross_entropy, which applies log_softmax first,")
     if _child(node).name() == "ReluBackward0":
         yield (
             "W72",
@@ -243,11 +275,19 @@ def _log_softmax(node: Any) -> Iterator[Problem]:
             "batch compete with each other, not the classes",
             "apply log_softmax over the classes: dim=1",
         )
-    if result.shape[_dimension(node)] == 1:
+
+
+def _single_class(root: Any) -> Iterator[Problem]:
+    """A loss that is nothing but a cross entropy of one class; that of one sample may have one pair, or one option."""
+    node = root
+    while node.name() in _OF_A_CROSS_ENTROPY:
+        node = _child(node)
+    result = _saved(node, "result") if _kind(node) == "LogSoftmax" else None
+    if result is not None and result.numel() > 1 and result.shape[_dimension(node)] == 1:
         yield (
             "W79",
             f"the softmax in the loss is over a single class (its input has shape {list(result.shape)}), so the loss "
-            "is constant, whatever the model returns",
+            "of this batch is constant, whatever the model returns",
             "give the model one output per class; for a single output, use binary_cross_entropy_with_logits",
         )
 
@@ -263,10 +303,9 @@ def _signed(number: int) -> int:
 
 def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
     if (found := _PROBABILITIES.get(_child(node).name())) is not None:
-        what = "cross_entropy, which applies log_softmax first," if function == "log_softmax" else function
         yield (
             "W72",
-            f"{what} expects logits, but receives the probabilities that {found} returns",
+            f"{function} expects logits, but receives the probabilities that {found} returns",
             f"remove the {found}, because the loss already applies it",
         )
 
@@ -275,7 +314,7 @@ def _nll_loss(node: Any) -> Iterator[Problem]:
     scores = _saved(node, "self")
     child = _child(node)
     weighted = child.name() == "MulBackward0" and _child(child).name() == "LogSoftmaxBackward0"  # as with rewards
-    if scores is None or weighted or child.name() == "LogSoftmaxBackward0":
+    if scores is None or weighted or _kind(child) in ("LogSoftmax", "Log", "LogSigmoid"):
         return
     classes = 1 if scores.dim() > 1 else 0
     sums = scores[:_SAMPLES].detach().float().exp().sum(classes)
@@ -293,13 +332,13 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
     if target is None or last is None or target.numel() == 0 or _may_be_masked(node):
         return
     function, least, most = last
-    smallest, largest = (float(one) for one in target[:_SAMPLES].detach().float().aminmax())
+    smallest, largest = (float(one) for one in target.detach().float().aminmax())
     if smallest < least - 1e-3 or largest > most + 1e-3:
         yield (
             "W77",
-            f"the last activation is {function}, so the output lies between {least:g} and {most:g}, but the targets "
-            f"of the first batch lie between {smallest:.4g} and {largest:.4g}",
-            "remove the last activation, or scale the targets",
+            f"{_kind(node)} compares the output of {function}, which lies between {least:g} and {most:g}, with values "
+            f"that lie between {smallest:.4g} and {largest:.4g} in the first batch",
+            f"remove this {function}, or scale the targets",
         )
 
 
@@ -308,7 +347,7 @@ def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Pr
     target = _saved(node, "target")
     if target is None or target.numel() == 0 or _may_be_masked(node):
         return
-    values = target[:_SAMPLES].detach().float()
+    values = target.detach().float()
     smallest, largest = (float(one) for one in values.aminmax())
     between = least == -1.0 and bool((values == 0).any())
     if smallest < least - 1e-3 or largest > most + 1e-3 or between:
@@ -326,11 +365,10 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
     """A sum over the samples of a batch, where a window averages."""
     if window < 2 or samples is None:
         return
+    factor = None
     if node.name() == "MulBackward0":
-        node = _child(node)
-    sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
-    over_samples = node.name() == "SumBackward0" and len(sizes) > 0 and int(sizes[0]) == samples > 1
-    if over_samples or getattr(node, "_saved_reduction", None) == _SUM:
+        factor, node = _number(_saved(node, "other")), _child(node)
+    if _sums(node, samples) and not (factor is not None and _makes_a_mean(node, factor, samples)):
         yield (
             "W83",
             f"the loss is a sum over the {samples} samples of a batch, and the gradients of the {window} batches of a "
@@ -339,17 +377,47 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
         )
 
 
+def _sums(node: Any, samples: int) -> bool:
+    """Whether a node is a sum over the samples."""
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return True
+    sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
+    over_samples = node.name() == "SumBackward0" and len(sizes) > 0 and int(sizes[0]) == samples > 1
+    return over_samples and not _is_mean(_child(node)) and not _has_weights_of_one(_child(node))
+
+
+def _makes_a_mean(node: Any, factor: float, samples: int) -> bool:
+    """Whether a sum is multiplied with one over the number of samples, or of values."""
+    given = _saved(node, "self")
+    values = math.prod(map(int, getattr(node, "_saved_self_sym_sizes", ()))) if given is None else given.numel()
+    return any(math.isclose(factor * count, 1.0) for count in (samples, values))
+
+
+def _is_mean(node: Any) -> bool:
+    """Whether a node is a mean over the samples."""
+    sizes = getattr(node, "_saved_self_sym_sizes", ())
+    return _kind(node) == "Mean" and any(_signed(one) in (0, -len(sizes)) for one in getattr(node, "_saved_dim", ()))
+
+
+def _has_weights_of_one(node: Any) -> bool:
+    """Whether values are multiplied with constant weights whose sum is 1."""
+    weights = [_saved(node, name) for name in ("self", "other")] if node.name() == "MulBackward0" else []
+    constant = [one for one in weights if one is not None and one.dim() and not one.requires_grad]
+    return any(abs(float(one.sum()) - 1.0) < 1e-3 for one in constant)
+
+
 _NONE, _SUM = 0, 2  # what torch's kernels call reduction="none" and reduction="sum"
 
 
 def _broadcast(node: Any) -> Iterator[Problem]:
     """An output of shape [N] or [N, 1] that meets something constant of the other one of these shapes."""
     operands = [(child, place) for child, place in node.next_functions if child is not None]
-    if len(operands) != 1 or _PAIRS in node.metadata:
-        return
+    own = _shape(node, 0)
+    if len(operands) != 1 or own[:1] < (2,) or node.metadata.get(_OPERANDS) != [own[:1], (own[0], 1)]:
+        return  # with [1, N], or a mask of pairs, each sample is meant to meet all
     child, place = operands[0]
-    own, before = _shape(node, 0), _shape(child, place)
-    if len(own) != 2 or own[0] != own[1] or own[0] < 2 or before not in ((own[0],), (own[0], 1)):
+    before = _shape(child, place)
+    if child.name() == "UnsqueezeBackward0":  # as in output[:, None]
         return
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
     yield (
@@ -363,7 +431,7 @@ def _broadcast(node: Any) -> Iterator[Problem]:
 def _negated(node: Any) -> Iterator[Problem]:
     factor = _number(_saved(node, "other")) if node.name() == "MulBackward0" else None
     child = _child(node)
-    kind = re.sub(r"Backward\d+$", "", child.name())
+    kind = _kind(child)
     if factor is not None and kind == "NllLoss" and (factor != -1 or _is_of_one_target(child)):
         return  # the reward of an action
     negative = node.name() == "NegBackward0" or (factor is not None and factor < 0)
@@ -371,7 +439,7 @@ def _negated(node: Any) -> Iterator[Problem]:
         yield (
             "W90",
             f"the loss is the negative of {kind}, so training maximizes {kind}",
-            "remove the minus sign",
+            "remove the minus sign; if the factor is a reward, or the loss should grow, allow W90",
         )
 
 
@@ -381,12 +449,13 @@ def _is_of_one_target(node: Any) -> bool:
 
 
 def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
-    if window < 2 or node.name() not in ("DivBackward0", "MulBackward0"):
+    if window < 2 or node.name() not in _SCALES:
         return
-    number, terms = _number(_saved(node, "other")), _child(node).name()
-    if number is None or terms in ("AddBackward0", "SumBackward0", ""):  # the mean of several terms, or of the batch
+    number, child = _number(_saved(node, "other")), _child(node)
+    child = _child(child) if _kind(child) == "Neg" else child
+    if number is None or _kind(child) in ("Add", "Sum", ""):  # the mean of several terms, or of the batch
         return
-    if window == 2 and not received and _is_square(_child(node)):  # half a square, whose gradient is the difference
+    if not received and _may_be_weighted(node, _kind(child), window):
         return
     factor = number if node.name() == "DivBackward0" else 1.0 / (number or float("inf"))
     if abs(factor - window) < 1e-6:
@@ -398,10 +467,11 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
         )
 
 
-def _is_square(node: Any) -> bool:
-    return node.name() == "MseLossBackward0" or (
-        node.name() in ("MeanBackward0", "SumBackward0") and _child(node).name() == "PowBackward0"
-    )
+def _may_be_weighted(node: Any, kind: str, window: int) -> bool:
+    """Whether the factor belongs to the loss, as in half of a square, or is the weight of a loss that you wrote yourself."""
+    if kind in _NEVER_NEGATIVE:
+        return kind == "MseLoss" and window == 2
+    return window == 2 or node.name() == "MulBackward0"
 
 
 def _number(operand: Tensor | None) -> float | None:

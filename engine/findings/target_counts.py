@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ..authoring.devices import is_readable
 from .dropout import EagerMode
+from .loss_graph import factor_in
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["Mean", "TargetCalls", "TargetCounts", "are_averaged", "mean_over"]
+__all__ = ["Mean", "TargetCalls", "TargetCounts", "are_averaged", "mean_over", "terms_of"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,13 @@ class Mean:
         target: the classes.
         ignored: the class that is ignored.
         weight: the weights of the classes; None if all count alike.
+        factor: what the mean is multiplied with in the loss.
     """
 
     target: Tensor
     ignored: int
     weight: Tensor | None
+    factor: float = 1.0
 
     @cached_property
     def number(self) -> float:
@@ -54,6 +57,17 @@ def mean_over(args: Any, named: Any, result: Any) -> Mean | None:
     return Mean(target, int(named.get("ignore_index", -100)), named.get("weight"))
 
 
+def terms_of(loss: Tensor | None, means: list[tuple[Mean, Tensor]]) -> list[Mean]:
+    """The means that are terms of a loss, and not only logged, with their factors.
+
+    Args:
+        loss: the loss.
+        means: each with the value that it gave.
+    """
+    factors = [None if loss is None else factor_in(loss, value) for _, value in means]
+    return [replace(one, factor=by) for (one, _), by in zip(means, factors, strict=True) if by is not None]
+
+
 def are_averaged(engine: Engine, update: UpdateState) -> bool:
     """Whether several losses of an update make one step, so that it matters how many targets each has."""
     several = update.window.length > 1 or engine.group.data.world_size > 1
@@ -64,12 +78,12 @@ class TargetCalls(EagerMode):
     """Notes what the losses inside the ``with`` block are means over.
 
     Attributes:
-        means: one for each call, in order.
+        means: one for each call, in order, with the value that it gave.
     """
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.means: list[Mean] = []
+        self.means: list[tuple[Mean, Tensor]] = []
         self._engine = engine
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -81,7 +95,14 @@ class TargetCalls(EagerMode):
 
     def _note(self, args: Any, named: Any, result: Tensor) -> None:
         if (mean := mean_over(args, named, result)) is not None:
-            self.means.append(mean)
+            self.means.append((mean, result))
+
+
+def _differ(one: Mean, other: Mean, weight: float, own: float) -> bool:
+    """Whether two means count otherwise than by their numbers of targets, with which the loss may multiply them itself."""
+    numbers = one.number * own, other.number * weight
+    scaled = numbers[0] * other.factor, numbers[1] * one.factor
+    return min(numbers) > 0 and not any(math.isclose(*several, rel_tol=1e-3) for several in (numbers, scaled))
 
 
 class TargetCounts:
@@ -106,8 +127,7 @@ class TargetCounts:
             return
         for one, other in zip(first, means, strict=True):
             uneven = one.ignores or other.ignores or (pieces and other.weight is not None)
-            numbers = one.number * float(update.weight), other.number * weight
-            if uneven and min(numbers) > 0 and not math.isclose(*numbers, rel_tol=1e-3):
+            if uneven and _differ(one, other, weight, float(update.weight)):
                 what = "pieces of a batch" if pieces else "batches of a window" if window > 1 else "batches"
                 self._report(engine, update, one, other, what, weight)
                 return
@@ -116,12 +136,13 @@ class TargetCounts:
     def _report(engine: Engine, update: UpdateState, one: Mean, other: Mean, what: str, weight: float) -> None:
         own = float(update.weight)
         count = "have equal weights" if own == weight else f"have the weights {weight:.3g} and {own:.3g}"
-        ranks = engine.group.data.world_size
+        ranks, place = engine.group.data.world_size, 1 if update.spec.target is None else update.spec.target
+        targets = f"engine.state.batch[{place!r}]"
         alike = f"the two {count}" if ranks == 1 else f"the batches of {ranks} ranks {count}"
         over, number = (
-            ("the sum of the class weights of its targets", "weights[targets].sum()")
+            ("the sum of the class weights of its targets", f"weights[{targets}].sum()")
             if other.weight is not None
-            else (f"the number of targets that are not {other.ignored}", f"(targets != {other.ignored}).sum()")
+            else (f"the number of targets that are not {other.ignored}", f"({targets} != {other.ignored}).sum()")
         )
         engine.findings.report(
             "W96",

@@ -93,10 +93,92 @@ def test_a_number_without_a_gradient_that_is_added_elsewhere_is_no_term_of_the_l
     train(Forward(forward, head=nn.Linear(5, 1)), batches(3), F.mse_loss)
 
 
+class Rests(nn.Module):
+    """Predicts the next of 9 notes, of which the vector of the rest is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes, self.head = nn.Embedding(9, 6, padding_idx=0), nn.Linear(6, 9)
+
+    def forward(self, notes: Tensor) -> Tensor:
+        return self.head(self.notes(notes))  # type: ignore[no-any-return]
+
+
+def flat(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, -2), target.flatten())
+
+
+def melodies(*rests: int) -> list[tuple[Tensor, Tensor]]:
+    notes = torch.arange(1, 9).repeat(4, 2)
+    notes[:, list(rests)] = 0
+    return [(notes[:, :-1], notes[:, 1:])] * 3
+
+
+@pytest.mark.parametrize("data", [melodies(2, 3, 8, 9, 12), melodies(-1)], ids=["rests", "an end"])
+def test_a_token_inside_or_once_at_the_end_is_no_padding(data: Any) -> None:
+    train(Rests(), data, flat)
+
+
+def test_padding_of_flat_targets_is_known_by_the_inputs() -> None:
+    with pytest.warns(FindingWarning, match="W95: .* 27% of the targets are 0 at the ends of sequences"):
+        train(Rests(), melodies(-1, -2, -3, -4), flat)
+
+
+def test_classes_of_sequences_are_no_tokens() -> None:
+    data = [(torch.randint(1, 9, (18, 5)), torch.arange(18) % 9 // 8 * 8)] * 3
+    train(Rests(), data, lambda output, target: F.cross_entropy(output.mean(1), target))
+
+
+def intensities(output: Tensor, target: Tensor) -> Tensor:
+    return (F.kl_div(output, target, reduction="none") - target + output.exp()).mean()
+
+
+def test_a_divergence_of_intensities_takes_their_logarithms() -> None:
+    model = linear(5, 1)
+    nn.init.constant_(model.bias, 3.0)
+    train(model, [(inputs, target.abs()) for inputs, target in batches(3)], intensities)
+
+
+def columns(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+    _, exposure, target = batch
+    return F.mse_loss(output.squeeze(-1) * exposure, target)
+
+
+def raters(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+    return F.cross_entropy(output, batch[1]) + F.cross_entropy(output, batch[2])
+
+
+@pytest.mark.parametrize("target", [None, 2])
+def test_a_column_that_is_given_beside_the_inputs_is_no_target(target: Any) -> None:
+    inputs = torch.rand(16, 5)
+    update = Update(lambda engine, batch: engine.model(batch[0]), columns, SGD, target=target)
+    batch = inputs, inputs[:, 2].clone(), torch.randn(16)
+    Engine(update, model=linear(5, 1), seed=0).run([batch] * 3, max_epochs=1)
+
+
+def test_two_targets_may_agree() -> None:
+    update = Update(lambda engine, batch: engine.model(batch[0]), raters, SGD)
+    labels = torch.arange(32).view(2, 4, 4) % 2
+    batch = torch.randn(2, 1, 4, 4), labels, labels.clone()
+    Engine(update, model=nn.Conv2d(1, 2, 1), seed=0).run([batch] * 3, max_epochs=1)
+
+
+def test_a_constant_that_is_weighted_by_a_parameter_trains_it() -> None:
+    model = linear(5, 1)
+    model.register_parameter("weight_of_loss", nn.Parameter(torch.ones(())))
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        constant = output.detach().square().mean()
+        return model.weight_of_loss.exp() * (F.mse_loss(output, target) + constant) - model.weight_of_loss  # type: ignore[operator]
+
+    build(model, loss=weighted).run(batches(3), max_epochs=1)
+
+
 # ---- what is mixed up -------------------------------------------------------------------------------------------------
 
 RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
     "a dimension of one value": lambda x: x[:, :, :1].reshape(6, 1, 5).transpose(1, 2),
+    "pairs of steps that are joined": lambda x: x[:, :4, :2].reshape(6, 2, 4),
     "the heads of sequences whose steps come first": lambda x: x.transpose(0, 1).repeat(1, 1, 8).reshape(5, 24, 6),
 }
 
@@ -147,6 +229,23 @@ def test_steps_of_a_recurrent_layer_that_are_used_beside_others_are_right(name: 
     train(Forward(forward, rnn=rnn, head=nn.Linear(8 if both else 4, 2)), sequences())
 
 
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "attention with the last output": lambda output, _: (output * output[:, -1:]).sum(1) + output[:, -1],
+    "the last output beside the hidden state": lambda output, hidden: output[:, -1] + torch.cat([*hidden], 1),
+    "a head of the first output beside one of all": lambda output, _: output[:, 0] + output.tanh().sum(1),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_step_beside_other_uses_of_the_output_or_the_hidden_state_is_right(name: str) -> None:
+    def forward(layers: Any, inputs: Tensor) -> Tensor:
+        return layers["head"](USES[name](*layers["rnn"](inputs)))  # type: ignore[no-any-return]
+
+    both = "first" not in name
+    rnn = nn.GRU(3, 4, batch_first=True, bidirectional=both)
+    train(Forward(forward, rnn=rnn, head=nn.Linear(8 if both else 4, 2)), sequences())
+
+
 # ---- pairs of samples -------------------------------------------------------------------------------------------------
 
 
@@ -166,11 +265,34 @@ def test_a_mask_of_pairs_is_no_target_that_is_broadcast(loss: Any) -> None:
     build(linear(5, 1), loss=loss).run(batches(3), max_epochs=1)
 
 
-def test_a_metric_of_pairs_compares_a_tensor_with_itself() -> None:
-    def concordance(output: Tensor, target: Tensor) -> Tensor:
-        scores, times = output.squeeze(-1), target.squeeze(-1)
-        return ((scores.unsqueeze(1) - scores) * (times.unsqueeze(1) - times) >= 0).float().mean()
+class Frequencies(nn.Module):
+    """As many fixed frequencies as a batch has samples."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 1), nn.Linear(4, 1)
+        self.register_buffer("frequencies", torch.arange(1.0, 5.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.head((self.layer(inputs) * self.frequencies).sin())  # type: ignore[no-any-return]
+
+
+def test_each_sample_may_meet_all_values_of_a_buffer() -> None:
+    build(Frequencies()).run(batches(3), max_epochs=1)
+
+
+def concordance(output: Tensor, target: Tensor) -> Tensor:
+    scores, times = output.squeeze(-1), target.squeeze(-1)
+    return ((scores.unsqueeze(1) - scores) * (times.unsqueeze(1) - times) >= 0).float().mean()
+
+
+def ranked(output: Tensor, target: Tensor) -> Tensor:
+    scores = output.squeeze(-1)
+    return (scores[:2][:, None] > scores[2:].clone()).float().mean()
+
+
+@pytest.mark.parametrize("concordance", [concordance, ranked])
+def test_a_metric_of_pairs_compares_a_tensor_with_itself_or_unsqueezes_it(concordance: Any) -> None:
     model = linear(5, 1)
     evaluator = Engine(Update.supervised(F.mse_loss), model=model)
     evaluator.attach(Metrics(concordance=Average(concordance)))

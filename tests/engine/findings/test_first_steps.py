@@ -167,6 +167,20 @@ def test_losses_that_are_kept_for_two_iterations_raise_no_alarm() -> None:
     assert codes(engine) == []
 
 
+def test_outputs_in_a_cycle_are_not_held() -> None:
+    class Recursive(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            states: dict[int, Tensor] = {}
+
+            def visit(depth: int) -> Tensor:
+                states[depth] = super(Recursive, self).forward(inputs) if depth == 0 else visit(depth - 1).sin()
+                return states[depth]
+
+            return visit(2)
+
+    build(Recursive(5, 1)).run(batches(8), max_epochs=1)
+
+
 @pytest.mark.parametrize("streams", ["shared", "separate"])
 def test_a_model_that_draws_raises_no_alarm(streams: Any) -> None:
     update = Update.supervised(mse_loss, SGD)
@@ -224,6 +238,18 @@ def test_an_input_that_a_frozen_model_is_attacked_with_is_trained_to_make_its_lo
 
 
 def test_points_by_which_the_forward_differentiates_are_no_forgotten_parameters() -> None:
+    points, model = torch.linspace(0, 1, 8)[:, None].requires_grad_(), mlp(1, 8, 1)
+
+    def residual(engine: Engine, batch: Any) -> Tensor:
+        value = model(points)
+        (slope,) = torch.autograd.grad(value.sum(), points, create_graph=True)
+        return (slope - value).square().mean()  # type: ignore[no-any-return]
+
+    Engine(Update.from_function(residual, SGD), model=model, seed=0).run(range(3), max_epochs=1)
+
+
+def test_points_are_not_known_where_something_is_compiled() -> None:
+    torch.compile(lambda value: value * 2, backend="eager")(torch.ones(2))
     points, model = torch.linspace(0, 1, 8)[:, None].requires_grad_(), mlp(1, 8, 1)
 
     def residual(engine: Engine, batch: Any) -> Tensor:

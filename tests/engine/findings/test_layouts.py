@@ -97,8 +97,34 @@ def test_samples_of_one_step_that_are_taken_for_one_sequence_are_reported() -> N
             return self.layer(x.unsqueeze(1))[0].squeeze(1)  # type: ignore[no-any-return]
 
     samples = TensorDataset(torch.randn(8, 3), torch.randint(4, (8,)))
+    trained(Unsqueezed(), DataLoader(samples, 4))  # as of one long series, in its order
     with pytest.warns(UserWarning, match="W88"):
-        trained(Unsqueezed(), DataLoader(samples, 4))
+        trained(Unsqueezed(), DataLoader(samples, 4, shuffle=True))
+
+
+def test_samples_that_come_second_beside_others_are_fine() -> None:
+    """Attention along the columns of pictures, and recurrent layers over the words of all sentences."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(3, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            words = x.view(20, 4, 3).transpose(0, 1)  # 4 words in each of 5 sentences of 4 samples
+            return self.layer(words)[0][-1].view(4, 5, 4).mean(1)  # type: ignore[no-any-return]
+
+    trained(Words(), [(torch.randn(4, 5, 4, 3), torch.arange(4))] * 3)
+
+
+def test_a_list_of_times_tells_no_samples_where_these_come_second() -> None:
+    class Timed(nn.GRU):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x)[0].sum(2)
+
+    update = Update.supervised(nn.functional.mse_loss, SGD, target=2)
+    batch = torch.randn(12, 5, 3), torch.linspace(0, 1, 12), torch.randn(12, 5)
+    Engine(update, model=Timed(3, 4)).run([batch] * 3, max_epochs=1)
 
 
 def test_no_hook_is_left() -> None:

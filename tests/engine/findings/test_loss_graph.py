@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from signalfire.findings.loss_graph import problems_of
+from signalfire.findings.loss_graph import note_operands, problems_of
 
 
-def codes(loss: Tensor, window: int = 1) -> list[str]:
-    return [code for code, _, _ in problems_of(loss, window)]
+def codes(loss: Tensor, window: int = 1, samples: int | None = None) -> list[str]:
+    return [code for code, _, _ in problems_of(loss, window, samples)]
+
+
+class Noting(TorchFunctionMode):
+    """Notes operands, as the look at the first calls does."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        note_operands(args, result)
+        return result
 
 
 def scores(*shape: int) -> Tensor:
@@ -54,7 +65,9 @@ WRONG: dict[str, tuple[str, Callable[[], Tensor]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_loss_is_known_by_its_graph(name: str) -> None:
     code, loss = WRONG[name]
-    assert code in codes(loss())
+    with Noting():
+        made = loss()
+    assert code in codes(made)
 
 
 def attention() -> Tensor:
@@ -109,6 +122,19 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
         F.mse_loss(scores(4, 3).sigmoid(), MISSING, reduction="none") * (MISSING >= 0)
     ).mean(),
     "an action with a negative reward": lambda: F.cross_entropy(scores(4, 3), LABELS) * -0.5,
+    "classes that are not those of the samples": lambda: F.nll_loss((1 - scores(4, 3).softmax(-1)).log(), LABELS),
+    "one class against all others": lambda: F.nll_loss(F.logsigmoid(scores(4, 3)), LABELS),
+    "pictures for each caption": lambda: -scores(4, 12).log_softmax(0)[torch.arange(12) // 3, torch.arange(12)].mean(),
+    "a mixture of one component": lambda: -(scores(4, 1).log_softmax(1) - scores(4, 1).square()).logsumexp(1).mean(),
+    "bounded gates of a mixture": lambda: -(scores(4, 3).sigmoid().log_softmax(1) - scores(4, 3)).logsumexp(1).mean(),
+    "rectified gates of a mixture": lambda: -(scores(4, 3).relu().log_softmax(1) - scores(4, 3)).logsumexp(1).mean(),
+    "a head of one class beside another": lambda: (
+        F.cross_entropy(scores(4, 3), LABELS) + F.cross_entropy(scores(4, 1), LABELS * 0)
+    ),
+    "a batch of one pair": lambda: F.cross_entropy(scores(1, 1), torch.zeros(1, dtype=torch.int64)),
+    "distances between two sets": lambda: (scores(4, 1) - torch.zeros(4, 1).T).abs().mean(),
+    "distances between two lists": lambda: (torch.zeros(4) - scores(4, 1).squeeze(-1)[:, None]).abs().mean(),
+    "a focal loss": lambda: 0.25 * ((1 - scores(4, 3)).square() * scores(4, 3)).mean(),
     "one action with a negative reward": lambda: F.cross_entropy(scores(1, 3), LABELS[:1]) * -1.0,
 }
 
@@ -116,7 +142,13 @@ RIGHT: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("window", [1, 4])
 @pytest.mark.parametrize("name", RIGHT)
 def test_of_a_right_loss_nothing_is_said(name: str, window: int) -> None:
-    assert codes(RIGHT[name](), window) == []
+    with Noting():
+        loss = RIGHT[name]()
+    assert codes(loss, window) == []
+
+
+def test_operands_that_were_not_noted_may_be_pairs() -> None:
+    assert codes((scores(4, 1) - torch.zeros(4)).abs().mean()) == []
 
 
 def test_a_loss_that_is_divided_by_the_window_is_known_however_it_is_written() -> None:
@@ -134,6 +166,52 @@ def test_half_of_a_mean_square_is_a_loss_of_its_own() -> None:
         assert codes(0.5 * loss, 2) == codes(loss / 2, 2) == []
         halved = [code for code, _, _ in problems_of(loss / 2, 2, received=True)]
         assert halved == ["W74"], "a receiver knows the loss without its factor"
+
+
+HALVES: dict[str, Callable[[], Tensor]] = {
+    "a Gaussian likelihood": lambda: 0.5 * (scores(4, 1) + scores(4, 1).square() / scores(4, 1).exp()).mean(),
+    "squares of rows": lambda: 0.5 * scores(4, 3).square().sum(1).mean(),
+    "two cosines": lambda: -(scores(4, 1).mean() + scores(4, 1).mean()) * 0.5,
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_half_of_a_loss_of_ones_own_may_be_meant(name: str) -> None:
+    assert codes(HALVES[name](), 2) == []
+
+
+WEIGHTS = torch.tensor([0.1, 0.2, 0.3, 0.4])
+MEANS: dict[str, Callable[[], Tensor]] = {
+    "weights that add up to one": lambda: (WEIGHTS * F.cross_entropy(scores(4, 3), LABELS, reduction="none")).sum(),
+    "one over the number of samples": lambda: (
+        1 / 4 * F.mse_loss(scores(4, 3), torch.zeros(4, 3), reduction="sum") * 1.0
+    ),
+    "one over the number of values": lambda: scores(4, 3).square().sum() * (1 / 12),
+    "a mean over the samples": lambda: scores(4, 4).square().mean(0).sum(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_sum_that_makes_a_mean_is_no_sum_over_the_samples(name: str) -> None:
+    assert codes(MEANS[name](), 2, samples=4) == []
+
+
+def test_a_sum_over_the_samples_is_known_however_it_is_written() -> None:
+    for loss in (
+        scores(4, 3).square().sum(),
+        0.01 * scores(4, 3).square().sum(),
+        scores(4, 3).square().mean(1).sum(),
+        (torch.ones(4) * scores(4, 1).squeeze(-1)).sum(),
+    ):
+        assert codes(loss, 2, samples=4) == ["W83"]
+
+
+def test_the_range_of_targets_is_that_of_all() -> None:
+    targets = torch.zeros(100, 1)
+    targets[80] = 9.0
+    ((_, sentence, _),) = problems_of(F.mse_loss(scores(100, 1).tanh(), targets), 1)
+    assert "MseLoss compares the output of tanh" in sentence
+    assert "between 0 and 9" in sentence
 
 
 def test_a_loss_without_a_graph_or_whose_graph_was_freed_has_none_to_read() -> None:

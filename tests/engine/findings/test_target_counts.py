@@ -57,6 +57,32 @@ def test_what_is_weighted_by_its_targets_or_has_as_many_is_no_mistake(
         trained(padded(ignored), *handlers, loss=loss)
 
 
+def by_number(output: Tensor, target: Tensor) -> Tensor:
+    return cross_entropy(output, target) * (target != -100).sum() / 4
+
+
+logged: list[Tensor] = []
+
+
+def sum_and_log(output: Tensor, target: Tensor) -> Tensor:
+    logged.append(cross_entropy(output, target))
+    return cross_entropy(output, target, reduction="sum") / 4
+
+
+@pytest.mark.parametrize("loss", [by_number, sum_and_log])
+def test_means_that_a_loss_multiplies_with_their_numbers_or_leaves_out_count_right(loss: Callable[..., Tensor]) -> None:
+    engine = trained(padded([0, 2]), GradientAccumulation(2), loss=loss)
+    logged.clear()
+    assert not engine.findings.of_run()
+
+
+def test_the_way_out_can_be_pasted() -> None:
+    with pytest.warns(FindingWarning) as caught:
+        trained(padded([1, 2]), GradientAccumulation(2))
+    handler = str(caught[0].message).split("by this number: ")[1]
+    trained(padded([1, 2]), eval(handler, {"GradientAccumulation": GradientAccumulation}))
+
+
 @pytest.mark.parametrize(
     ("ignored", "handler", "loss", "numbers"),
     [
