@@ -81,10 +81,10 @@ class OwnSchedulers:
 
 
 def _held_by(handler: Any) -> Iterator[Any]:
-    """The attributes of a handler, and what is in its lists and dictionaries."""
+    """The attributes of a handler, and what is in its plain lists and dictionaries; others may be data, which are not read."""
     for value in vars(handler).values():
         yield value
-        yield from value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        yield from value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
 
 
 def _rates_of(optimizer: Optimizer | None) -> list[float]:
