@@ -85,17 +85,19 @@ def _own_count(item: Any) -> int | None:
 
 
 def hides_samples(batch: Any) -> bool:
-    """Whether `samples_in` counts an object as one sample although it has tensors as attributes."""
+    """Whether `samples_in` counts an object as one sample although it has tensors as attributes.
+
+    It does not know where a class of the user raises an error when asked.
+    """
     if _count(batch) is not None:
         return False
-    container = parts(batch)
-    for item in [batch] if container is None else container[0]:
-        if any(
-            isinstance(value, Tensor) and value.dim() and len(value) > 1
-            for value in getattr(item, "__dict__", {}).values()
-        ):
-            return True
-    return False
+    try:
+        container = parts(batch)
+        held = [batch] if container is None else container[0]
+        values = [value for item in held for value in getattr(item, "__dict__", {}).values()]
+        return any(isinstance(value, Tensor) and value.dim() and len(value) > 1 for value in values)
+    except Exception:
+        return False
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:
@@ -153,9 +155,12 @@ def _graphs_like(value: Any, stored: dict[str, Any], held: list[Any]) -> Any:
 
 
 def field_names(value: Any) -> list[str] | None:
-    """The names of an object's fields, if its class declares them."""
-    if isinstance(value, type):
-        return None
+    """The names of an object's fields that have a value, if its class declares them."""
+    declared = None if isinstance(value, type) else _declared(value)
+    return None if declared is None else [name for name in declared if hasattr(value, name)]
+
+
+def _declared(value: Any) -> list[str] | None:
     if is_dataclass(value):
         return [one.name for one in fields(value)]
     if isinstance(value, SimpleNamespace):

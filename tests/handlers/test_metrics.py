@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -493,3 +494,31 @@ def test_a_batch_whose_tensors_have_one_sample_is_one(samples: int, reported: bo
     evaluator.attach(Metrics(loss=Average()))
     with pytest.warns(FindingWarning, match="W03") if reported else nullcontext():
         evaluator.run([Graph(torch.ones(samples, 3))])
+
+
+@dataclass
+class Unset:
+    """A batch with a field that has no value yet."""
+
+    inputs: Tensor
+    kept: Tensor = field(init=False)
+
+
+class Closed(tuple[Tensor, ...]):
+    """A batch that does not say how many items it has."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("closed")
+
+
+@pytest.mark.parametrize("batch_of", [Unset, lambda inputs: Closed([inputs])])
+def test_a_batch_that_cannot_be_looked_into_does_not_end_a_run(batch_of: Any) -> None:
+    update = Update(
+        lambda engine, batch: tuple.__getitem__(batch, 0) if isinstance(batch, Closed) else batch.inputs,
+        lambda engine, output, batch: output.mean(),
+    )
+    evaluator = Engine(update, model=nn.Identity())
+    evaluator.attach(Metrics(loss=Average()))
+    evaluator.run([batch_of(torch.ones(2, 1)), batch_of(torch.zeros(1, 1))])
+    counted = 2 / 3 if batch_of is Unset else 1 / 2  # two samples and one
+    assert evaluator.state.metrics["loss"] == pytest.approx(counted)
