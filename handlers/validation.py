@@ -39,7 +39,8 @@ class Validation(Handler):
     Args:
         evaluator: An engine whose updates have no optimizer, with `Metrics` attached. Without it, the handler builds one for each
             trainer that it is attached to, available as ``evaluator``.
-        data: The validation data, iterable more than once, with or without a length. Or a mapping from names to data sets,
+        data: The validation data, iterable more than once, with or without a length; without one, its first batch is read as
+            the first run starts, to refuse empty data. Or a mapping from names to data sets,
             evaluated in this order; the metrics of each are prefixed with its name: "val_clean_loss". `ReloadedData` is loaded
             for the trainer's epoch.
         metrics: Without an evaluator, metrics to measure besides the loss, by name, such as ``accuracy=Accuracy()``: all that
@@ -56,7 +57,7 @@ class Validation(Handler):
         named: Metrics as keyword arguments, like ``metrics``.
 
     Raises:
-        DataError: at the start of a run, for data of length 0.
+        DataError: at the start of a run, for data of length 0, or that yields no batch.
 
     Example:
         >>> import torch
@@ -206,10 +207,10 @@ class Validation(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["metrics"])
     def announce(self, engine: Engine) -> None:
         """Announce the metrics' names, so a monitor with a misspelled name fails at once, and check the data."""
+        reads = not (self._evaluated or self.sanity or self.start_event)  # else a batch was read, or is about to be
         for key, data in self.data_sets.items():
-            check_evaluable(
-                engine, self.evaluator, data, repr(self.name) if key == "" else f"{self.name!r}, data {key!r}"
-            )
+            where = repr(self.name) if key == "" else f"{self.name!r}, data {key!r}"
+            check_evaluable(engine, self.evaluator, data, where, reads=reads)
         watch_weights(engine, self.evaluator)
         self._evaluated = False
         if not engine.unfinished.is_due:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FirstBatches"]
+from ..authoring.randomness import unchanged_random_state
+from .held_generators import held_generators, set_state, state_of
+from .loading import generators_of
+from .streamed import END, inner
+
+__all__ = ["FirstBatches", "has_no_batch"]
 
 
 class FirstBatches:
@@ -44,3 +49,32 @@ class FirstBatches:
             if taken == count:
                 batches = None  # stops a DataLoader's workers now, not when this generator is freed
             yield batch
+
+
+def has_no_batch(data: Any) -> bool:
+    """Whether data without a length has no batch, which is read as if it had not been.
+
+    The states of random generators are put back, and the attributes of the data and its data set. Data of which a batch cannot
+    be read like this counts as data with batches: iterators and what holds one, data that keeps its own position, data with
+    workers, and data that raises an error.
+    """
+    whole = inner(data)
+    parts = [one for one in (whole, getattr(whole, "dataset", None)) if hasattr(one, "__dict__")]
+    before = [(vars(one), dict(vars(one))) for one in parts]
+    held = (value for _, attributes in before for value in attributes.values())
+    if isinstance(whole, Iterator) or any(isinstance(value, Iterator) for value in held):
+        return False
+    if getattr(whole, "num_workers", 0) or any(callable(getattr(one, "load_state_dict", None)) for one in parts):
+        return False
+    states = [(one, state_of(one)) for one in held_generators(whole).values()]
+    try:
+        with unchanged_random_state(*generators_of(whole)):
+            return next(iter(data), END) is END
+    except Exception:
+        return False
+    finally:
+        for generator, state in states:
+            set_state(generator, state)
+        for attributes, former in before:
+            attributes.clear()
+            attributes.update(former)

@@ -13,7 +13,7 @@ from ..core.connection import Connection, Phase
 from ..core.events import EventEnum, Events, Lifecycle
 from ..core.handler import Handler
 from ..core.modes import Modes
-from ..data.first_batches import FirstBatches
+from ..data.first_batches import FirstBatches, has_no_batch
 from ..data.loading import generators_of
 from ..data.source import DataError
 from ..models.streams import begin_stream
@@ -140,7 +140,7 @@ def sanity_check(engine: Engine, evaluator: Engine, data: Iterable[Any], batches
         metrics.load_state_dict(before)
 
 
-def check_evaluable(engine: Engine, evaluator: Engine, data: Any, where: str) -> None:
+def check_evaluable(engine: Engine, evaluator: Engine, data: Any, where: str, *, reads: bool = False) -> None:
     """Raise the errors that an evaluation on this data would end with, as far as they show before its first batch.
 
     Args:
@@ -148,21 +148,22 @@ def check_evaluable(engine: Engine, evaluator: Engine, data: Any, where: str) ->
         evaluator: the evaluator.
         data: its data.
         where: what the error begins with.
+        reads: whether data without a length is read up to its first batch, where this leaves no trace.
 
     Raises:
-        DataError: for data of length 0.
+        DataError: for data of length 0, or without a batch.
         ValueError, TypeError: for data that a handler cannot limit.
     """
     if callable(getattr(data, "of_epoch", None)):
         return  # it is loaded for its epoch
     given, data = data, engine.overrides.data_of(evaluator, data)
     try:
-        empty = len(data) == 0
+        empty, shown = len(data) == 0, "it has length 0"
     except (TypeError, NotImplementedError):
-        return
+        empty, shown = reads and not engine.processes.distributed and has_no_batch(data), "it yields no batch"
     if empty:
         kind = type(given).__name__
-        raise DataError(f"{where}: the data ({kind}) is empty: it has length 0; pass data with at least one batch")
+        raise DataError(f"{where}: the data ({kind}) is empty: {shown}; pass data with at least one batch")
 
 
 def prepare_batch(engine: Engine, batch: Any) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 
 from signalfire import DataError, Engine, Events, Handler, Phase, ReloadedData, Update, on, seed_everything
 from signalfire.handlers import (
@@ -325,6 +328,58 @@ def test_data_that_lost_its_batches_is_refused_as_the_run_starts() -> None:
     fine: list[Any] = [batches(2), iter(batches(2)), ReloadedData(batches)]
     for one in fine:
         check_evaluable(trainer, evaluator_of(model), one, "here")
+
+
+class Stream(IterableDataset[Any]):
+    """Data without a length, which counts its passes and draws by its own generator."""
+
+    def __init__(self, count: int, size: tuple[int, ...] = ()) -> None:
+        self.count, self.size, self.passes = count, size, 0
+        self.own = np.random.default_rng(0)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.passes += 1
+        for _ in range(self.count):
+            yield torch.rand(*self.size, 5) * self.passes, torch.full((*self.size, 1), self.own.uniform())
+
+
+class Once(Stream):
+    """Data with a single iterator."""
+
+    def __init__(self) -> None:
+        self.rest = iter(batches(2))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from self.rest
+
+
+@pytest.mark.parametrize("data_of", [lambda: DataLoader(Stream(0), 2), lambda: Stream(0)])
+def test_data_without_a_length_that_has_no_batch_is_refused_as_the_run_starts(data_of: Any) -> None:
+    trainer = build(network(), Validation({"far": data_of()}))
+    with pytest.raises(
+        DataError, match=r"'validation', data 'far': the data \(\w+\) is empty: it yields no batch; pass"
+    ):
+        trainer.run(batches(1), max_epochs=1)
+    assert trainer.state.iteration == 0
+
+
+@pytest.mark.parametrize("data_of", [lambda: DataLoader(Stream(4), 2), lambda: Stream(4, (2,)), Once])
+def test_looking_for_a_first_batch_leaves_no_trace(data_of: Any) -> None:
+    found = []
+    for looks in (False, True):
+        torch.manual_seed(0)
+        trainer = build(network())
+        validation = Validation(data_of())
+        if looks:
+            trainer.attach(validation)
+        else:
+            evaluator = evaluator_of(trainer.model)
+            trainer.on(Events.EPOCH_COMPLETED)(
+                lambda engine, to=evaluator, data=validation.data: engine.evaluate(to, data, prefix="val_")
+            )
+        trainer.run(batches(1), max_epochs=1 if data_of is Once else 2)
+        found.append((trainer.state.metrics["val_loss"], torch.rand(1)))
+    assert found[0] == found[1]
 
 
 # ---- the model as an evaluation would see it --------------------------------------------------------------------------
