@@ -29,6 +29,9 @@ _SMOOTHING = 0.98
 _SETTLED = 5
 """From so many losses on, the smoothed loss can be the smallest one: a mean of fewer is mostly noise."""
 
+_LATEST = 3
+"""So many losses in a row are high where the loss diverges; a batch with an outlier is no divergence."""
+
 
 def find_learning_rate(
     engine: Engine,
@@ -59,9 +62,10 @@ def find_learning_rate(
         low, high: The first and the last learning rate.
         steps: Number of learning rates; each is used for one optimizer step.
         spacing: Spacing of the learning rates: "exponential" for equal factors, "linear" for equal differences.
-        diverges: Factor that ends the sweep once the smoothed loss exceeds the smallest one so far by it, or a loss is not
-            finite; None ends only at ``high``. Losses are smoothed exponentially, with bias correction, since those of single
-            batches are noisy. A smallest loss of zero or less never counts as exceeded.
+        diverges: Factor that ends the sweep once the smoothed loss and each of the last three losses exceed the smallest smoothed
+            loss so far by it, or a loss is not finite; None ends only at ``high``. Losses are smoothed exponentially, with bias
+            correction, since those of single batches are noisy; a batch with an outlier is no divergence. A smallest loss of zero
+            or less never counts as exceeded.
         update: The name of the update whose learning rate is swept; required if the engine has several.
 
     Returns:
@@ -230,7 +234,8 @@ class _Sweep(Handler):
         smoothed = self._sum / (1 - _SMOOTHING**self._summed)  # with weights that add up to 1 from the first loss on
         if self._summed >= _SETTLED:
             self._smallest = min(self._smallest, smoothed)
-        return smoothed > self.diverges * self._smallest > 0
+        limit = self.diverges * self._smallest
+        return smoothed > limit > 0 and min(self.losses[-_LATEST:]) > limit
 
 
 _MOST_REFUSED = 30

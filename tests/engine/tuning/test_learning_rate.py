@@ -80,7 +80,10 @@ def parabola(curvature: float, **options: Any) -> Engine:
 
 
 def plain_sweep(curvature: float, rates: Sequence[float]) -> list[float]:
-    """The losses of the plain loop, up to where their smoothed value exceeds four times its smallest one since the fifth."""
+    """The losses of the plain loop, up to where the last three and their smoothed value exceed four times its smallest one.
+
+    The smallest one is looked for from the fifth on.
+    """
     model = Weight()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
@@ -91,7 +94,7 @@ def plain_sweep(curvature: float, rates: Sequence[float]) -> list[float]:
         losses.append(loss.item())
         mean = 0.98 * mean + (1 - 0.98) * losses[-1]
         smoothed.append(mean / (1 - 0.98**count))
-        if count > 5 and smoothed[-1] > 4 * min(smoothed[4:]):
+        if count > 5 and min(smoothed[-1], *losses[-3:]) > 4 * min(smoothed[4:]):
             break
         loss.backward()
         optimizer.param_groups[0]["lr"] = rate
@@ -104,7 +107,7 @@ RATES = [1e-5 * (10.0 / 1e-5) ** (step / 99) for step in range(100)]
 
 
 @pytest.mark.parametrize(
-    ("curvature", "suggested", "ended"), [(10, 0.00705, 5.72), (100, 0.000756, 0.152), (1000, 7.05e-5, 0.0658)]
+    ("curvature", "suggested", "ended"), [(10, 0.00705, 7.56), (100, 0.000756, 0.175), (1000, 7.05e-5, 0.0756)]
 )
 def test_the_losses_are_those_of_a_plain_loop_and_the_suggestion_scales_with_the_problem(
     curvature: int, suggested: float, ended: float
@@ -476,6 +479,18 @@ def test_noise_of_small_batches_is_no_divergence_and_a_divergence_is_one(seed: i
     at_once = find_learning_rate(engine, data, low=10.0, high=100.0)
     assert at_once.diverged
     assert len(at_once) < 10
+
+
+@pytest.mark.parametrize("seed", quick(range(1, 6), 1))
+def test_batches_with_outliers_are_no_divergence_and_a_divergence_is_one(seed: int) -> None:
+    engine, data = noisy(seed)
+    generator = torch.Generator().manual_seed(seed)
+    data = [(x, torch.where(torch.rand(y.shape, generator=generator) < 0.01, 20 * y, y)) for x, y in data]
+    curve = find_learning_rate(engine, data, high=0.05)
+    assert (len(curve), curve.diverged) == (100, False)
+    found = find_learning_rate(engine, data)
+    assert found.diverged
+    assert 0.05 < found.rates[-1] < 3
 
 
 def test_findings_about_weights_that_are_put_back_are_not_reported() -> None:
