@@ -114,8 +114,8 @@ _TEXTS = {
     "W54": "Predictions are collected from shuffled data, so their order differs from the order of the dataset.",
     "W55": "After this run, an average of the weights still consists mostly of the initial weights, so evaluation "
     "metrics are worse than training metrics.",
-    "W56": "An evaluator that is run separately from the trainer measures the weights of the last step instead of "
-    "their averages (EMA, SWA).",
+    "W56": "An evaluator that is run separately from the trainer, or a test of loaded weights, measures the weights of "
+    "the last step instead of their averages (EMA, SWA).",
     "W57": "An evaluation runs with modules in training mode, or applies dropout. Its metrics may be random, and "
     "batch statistics may change.",
     "W58": "A handler, such as `FastDevRun`, `LimitBatches` or `OverfitBatches`, limits the data of this run.",

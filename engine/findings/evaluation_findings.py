@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Averaging", "note_last_values", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
     "report_nothing_measured", "report_other_scale", "report_other_weights", "report_raw_weights", "report_training_mode",
-    "watch_averages", "watch_weights",
+    "report_untaken_averages", "watch_averages", "watch_weights",
 ]  # fmt: skip
 
 
@@ -319,17 +319,48 @@ def _seeds_itself(dataset: Any) -> bool:
 
 
 def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
-    """Report a whole state of which an evaluator takes the weights, though it holds averages of them, too."""
-    for name, part in state.get("handlers", {}).items() if not engine.training else ():
-        if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
-            engine.findings.report(
-                "W56",
-                f"the state contains the weight averages of the handler {name!r}, but the weights of the last step are "
-                "loaded",
-                "load trainer.weights() instead; or load the state into a trainer with this handler, and evaluate with "
-                "trainer.evaluate(evaluator, data)",
-                name,
-            )
+    """Report a whole state of which an evaluator takes the weights, though it holds averages of them, too.
+
+    A trainer may go on from the weights; for it, `report_untaken_averages` looks at what is evaluated before.
+    """
+    for name, part in state.get("handlers", {}).items():
+        if not isinstance(part, Mapping) or not part.get("averages") or part.get("overruled"):
+            continue
+        if engine.training:
+            _untaken[engine] = name, _versions(engine)
+            continue
+        engine.findings.report(
+            "W56",
+            f"the state contains the weight averages of the handler {name!r}, but the weights of the last step are "
+            "loaded",
+            "to evaluate a checkpoint with its averages, write trainer.test(data, weights=path), with a trainer that "
+            "has this handler; or load trainer.weights() instead of the state",
+            name,
+        )
+
+
+_untaken: weakref.WeakKeyDictionary[Engine, tuple[str, list[int]]] = weakref.WeakKeyDictionary()
+
+
+def _versions(engine: Engine) -> list[int]:
+    return [parameter._version for parameter in _parameters(engine)]
+
+
+def report_untaken_averages(evaluator: Engine) -> None:
+    """Report an evaluation of weights that a trainer has loaded from a state with averages, and has not trained since."""
+    engine = evaluator.findings.parent
+    untaken = None if engine is None or engine.running else _untaken.get(engine)
+    if engine is None or untaken is None:
+        return
+    name, versions = untaken
+    if versions == _versions(engine):
+        evaluator.findings.report(
+            "W56",
+            f"load_weights() has loaded the weights of the last step from a state with the weight averages of the handler "
+            f"{name!r}, so the evaluation measures these weights instead of the averages",
+            "to evaluate a checkpoint with its averages, write trainer.test(data, weights=path), with this handler attached",
+            name,
+        )
 
 
 class Averaging(Protocol):

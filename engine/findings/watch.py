@@ -23,6 +23,7 @@ from .evaluation_findings import (
     report_random_samples,
     report_raw_weights,
     report_training_mode,
+    report_untaken_averages,
 )
 from .first_steps import FirstEvaluation, FirstLosses
 from .late_scores import LateScores
@@ -55,6 +56,7 @@ AT_START = (
     report_untrained,
     report_shared_parameters,
     report_raw_weights,
+    report_untaken_averages,
     report_dropped_samples,
     report_drawn_samples,
     report_never_emitted,

@@ -208,6 +208,14 @@ def a_test_of_a_state_that_holds_averages(right: bool) -> None:
 
 
 @mistake("W56")
+def a_test_of_loaded_weights_in_place_of_the_averages_beside_them(right: bool) -> None:
+    before = trained(net(), EMA(0.5))
+    trainer = build(net(), EMA(0.5), Validation(batches(3)))
+    trainer.load_weights(before.weights() if right else before.state_dict())
+    trainer.test(batches(3))
+
+
+@mistake("W56")
 def the_state_of_a_trainer_with_averages_in_its_evaluator(right: bool) -> None:
     trainer = trained(net(), *([] if right else [EMA(0.5)]))
     evaluator_of(net()).load_state_dict(trainer.state_dict())
