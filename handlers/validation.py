@@ -58,6 +58,7 @@ class Validation(Handler):
 
     Raises:
         DataError: at the start of a run, for data of length 0, or that yields no batch.
+        ValueError: at the start of a run, for metrics of two data sets with the same name.
 
     Example:
         >>> import torch
@@ -215,11 +216,23 @@ class Validation(Handler):
         self._evaluated = False
         if not engine.unfinished.is_due:
             self._done = []
+        self._check_names()
         measured = self.evaluator.state.metrics
         for prefix in map(self._prefix, self.data_sets):
             directions = {prefix + name: one for name, one in measured.directions.items() if name in measured.owners}
             names = [prefix + name for name in measured.owners]
             engine.state.metrics.announce(self.name, names, directions, evaluated=True)
+
+    def _check_names(self) -> None:
+        """Refuse two data sets that write the same metric, such as "b_loss" of data "a" and "loss" of data "a_b"."""
+        writers: dict[str, str] = {}
+        for key in self.data_sets:
+            for name in (self._prefix(key) + own for own in self.evaluator.state.metrics.owners):
+                if (other := writers.setdefault(name, key)) != key:
+                    raise ValueError(
+                        f"{self.name!r}: the data {other!r} and the data {key!r} both write the metric {name!r}; rename the "
+                        "metric or one of the data sets"
+                    )
 
     def metric_names(self, engine: Engine) -> list[str]:
         names = list(self.evaluator.state.metrics.owners)

@@ -44,6 +44,8 @@ class GivenGradients:
         self._now: set[Tensor] = set()  # which have a gradient of the current backward
         self._gone: set[Tensor] = set()  # which had one, and none before a later backward
         self._hooks: list[Any] = []
+        self._after: dict[Tensor, tuple[Tensor | None, int]] = {}  # the gradients as the latest backward left them
+        self._changed = False  # whether somebody has changed these before the end of the window
         self._nonzero = False  # whether a gradient was given that is not zero
         self._zeroed = False  # whether all were zero before a later backward
         self._cleared: list[_Seen] | None = None  # those of the end that lack a part
@@ -54,6 +56,7 @@ class GivenGradients:
         self.end_backward()  # of a batch that was skipped, or of a backward that raised an error
         self._now.clear()
         self._hooks = [one.register_hook(partial(self._look, one)) for one in self._parameters]
+        self._hooks += [one.register_post_accumulate_grad_hook(self._note) for one in self._parameters]
 
     def end_backward(self) -> None:
         """Remove the hooks of this backward."""
@@ -65,6 +68,9 @@ class GivenGradients:
         engine = self._engine()
         if engine is not None:
             engine.findings.look(self._count, parameter, gradient)
+
+    def _note(self, parameter: Tensor) -> None:
+        self._after[parameter] = parameter.grad, _writes_of(parameter.grad)
 
     def _count(self, parameter: Tensor, gradient: Tensor) -> None:
         if not self._now:  # nothing of this backward was added yet
@@ -91,6 +97,9 @@ class GivenGradients:
         repeated = {p for p, times in self._times.items() if times > 1}
         self._emptied = bool(self._times) and (all(p.grad is None for p in self._times) or self._are_zero())
         if self._emptied or self._zeroed or (gone and repeated <= gone):
+            self._changed = any(
+                p.grad is not one or _writes_of(one) != writes for p, (one, writes) in self._after.items()
+            )
             self._cleared = [(p, p._version, p.grad, _writes_of(p.grad)) for p in self._times]
 
     def confirm(self) -> None:
@@ -113,15 +122,16 @@ class GivenGradients:
 
     def _came_back(self, engine: Engine, cleared: list[_Seen]) -> bool:
         """Whether receivers, or an optimizer that holds gradients itself, may have used what was moved aside."""
+        later = any(_has_users(engine, one) for one in (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED))
         if self._emptied:
             stepped = any(grad is None and p._version != before for p, before, grad, _ in cleared)
-            return stepped or any(p.grad is not None and bool(local_part(p.grad).any()) for p, *_ in cleared)
-        if _has_users(engine, Events.BACKWARD_COMPLETED):  # that of the last backward may have put them back
+            refilled = any(p.grad is not None and bool(local_part(p.grad).any()) for p, *_ in cleared)
+            return stepped or (refilled and (later or engine.overrides.step is not None))
+        if self._changed and _has_users(engine, Events.BACKWARD_COMPLETED):  # that of the last backward put them back
             return True
-        later = (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED)
         averaged = 1  # the division by the number of batches, in place
         changed = any(p.grad is not grad or _writes_of(p.grad) > version + averaged for p, _, grad, version in cleared)
-        return changed and any(_has_users(engine, event) for event in later)
+        return changed and later
 
 
 def _has_users(engine: Engine, event: Events) -> bool:

@@ -665,6 +665,14 @@ def test_two_names_of_one_metric_or_of_one_place_in_a_log_are_refused(tmp_path: 
         engine.run(labelled(2, 3), max_epochs=1)
 
 
+def test_two_data_sets_that_write_the_same_metric_are_refused() -> None:
+    data = {"test": batches(1), "test_hard": batches(2)}
+    metrics = {"l1": Average(nn.functional.l1_loss), "hard_l1": Average(nn.functional.l1_loss)}
+    trainer = trainer_of(network(), Validation(data, metrics=metrics))
+    with pytest.raises(ValueError, match=r"'test' and the data 'test_hard' both write the metric 'val_test_hard_l1'"):
+        trainer.run(batches(1), max_epochs=1)
+
+
 def test_an_update_of_a_single_function_has_no_output_to_measure() -> None:
     def whole(engine: Engine, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(engine.model(batch[0]), batch[1])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from signalfire import Engine, Events, FindingWarning, Update, allow
-from signalfire.handlers import GradientAccumulation, GradientClipping, SharpnessAwareMinimization
+from signalfire.handlers import GradientAccumulation, GradientClipping, GradientNoise, SharpnessAwareMinimization
 from tests.kit import SGD, batches, build, linear, mlp
 
 
@@ -126,6 +126,26 @@ def test_gradients_that_are_set_to_zero_are_reported_wherever_it_happens(event: 
     engine = build(mlp(5, 8, 1), GradientAccumulation(3), GradientClipping(1.0))
     engine.connect(event, zero)
     with pytest.warns(FindingWarning, match="W16: .* cleared inside an accumulation window of 3 batches"):
+        engine.run(batches(), max_epochs=1)
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_cleared_after_the_first_backward_of_each_window_are_reported(set_to_none: bool) -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(2))
+
+    @engine.on(Events.BACKWARD_COMPLETED)
+    def clear(engine: Engine) -> None:
+        if engine.state.iteration % 2:
+            engine.model.zero_grad(set_to_none)
+
+    with pytest.warns(FindingWarning, match="W16: .* cleared inside an accumulation window of 2 batches"):
+        engine.run(batches(), max_epochs=1)
+
+
+def test_noise_does_not_hide_gradients_that_were_set_to_zero() -> None:
+    engine = build(mlp(5, 8, 1), GradientAccumulation(2), GradientNoise(0.1))
+    engine.connect(Events.BACKWARD_COMPLETED, zero)
+    with pytest.warns(FindingWarning, match="W16: .* cleared inside an accumulation window of 2 batches"):
         engine.run(batches(), max_epochs=1)
 
 
