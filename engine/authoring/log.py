@@ -162,7 +162,6 @@ class Log(Part["Engine"]):
 
         Raises:
             ValueError: for another layout.
-            TypeError: for what is neither a tensor nor an array nor an image.
         """
         if layout is not None and layout not in get_args(Layout):
             expected = ", ".join(map(repr, get_args(Layout)))
@@ -171,8 +170,10 @@ class Log(Part["Engine"]):
             return
         try:
             pixels, problem = as_pixels(image, layout)
-        except (ValueError, RuntimeError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             way_out = "pass 1 or 3 channels, and layout= if the channels do not come first"
+            if isinstance(error, TypeError):
+                way_out = "pass a tensor, an array or a PIL image"
             self._report("image", name, f"the image is not logged: {error}", way_out)
             return
         if problem is not None:
@@ -207,7 +208,7 @@ class Log(Part["Engine"]):
             return
         try:
             histogram = Histogram.of(torch.as_tensor(values))
-        except (ValueError, RuntimeError) as error:  # of a layout or a kind of tensor that torch cannot count
+        except (TypeError, ValueError, RuntimeError) as error:  # of what torch cannot count, such as a sparse tensor
             self._report("histogram", name, f"no histogram is logged: {error}", "pass a dense tensor of numbers")
             return
         if histogram.left_out or not histogram.counts:
@@ -307,10 +308,14 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
 
     Raises:
         ValueError: for other shapes.
+        TypeError: for what is no image.
     """
     if hasattr(image, "convert"):
         image, layout = np.array(image.convert("RGB")), "HWC"
-    pixels = torch.as_tensor(image).detach().cpu()
+    try:
+        pixels = torch.as_tensor(image).detach().cpu()
+    except TypeError as error:
+        raise TypeError(f"a {type(image).__name__} cannot be read as pixels ({error})") from error
     layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(pixels.dim(), "") if layout is None else layout
     if layout not in get_args(Layout) or len(layout) != pixels.dim():
         raise ValueError(

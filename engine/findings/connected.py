@@ -56,12 +56,26 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
                 "with @on(...)",
                 f"put @on(Events.{label.upper()}) above the method, or rename it",
             )
+    if (covered := _covered(kind)) is not None:
+        return (
+            f"{kind.__name__}.{covered} is never called, because a decorator above @on(...), such as @staticmethod, hides it",
+            f"remove the decorator, and define {covered}(self, engine); or put @on(...) above it",
+        )
     if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
         return None
     return (
         f"{kind.__name__} has no method decorated with @on(...), so it is never called",
         "decorate the methods that should be called, for example with @on(Events.EPOCH_COMPLETED)",
     )
+
+
+def _covered(kind: type) -> str | None:
+    """The name of a method whose `on` another decorator hides; None without one."""
+    for name, method in vars(kind).items():
+        inner = getattr(method, "__wrapped__", None)
+        if hasattr(inner, "_signalfire_subscriptions") and not hasattr(method, "_signalfire_subscriptions"):
+            return name
+    return None
 
 
 def _is_named(kind: type, name: str) -> bool:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
-from signalfire import Attachment, Engine, Events, Handler, on
+import pytest
+
+from signalfire import Attachment, Engine, Events, FindingWarning, Handler, on
 from tests.kit import batches, build, linear
 
 
@@ -45,3 +48,22 @@ def test_a_method_that_another_one_calls_or_connects_is_not_said_to_be_never_cal
         engine = build(linear(5, 1), *handlers)
     engine.run(batches(2), max_epochs=2)
     assert [handler.calls for handler in handlers] == [2, 2]
+
+
+@pytest.mark.parametrize("decorator", [staticmethod, classmethod])
+def test_a_decorator_that_hides_on_is_named_and_below_on_it_hides_nothing(decorator: Any) -> None:
+    calls: list[Any] = []
+
+    class Hidden(Handler):
+        count = decorator(on(Events.EPOCH_COMPLETED)(lambda *given: calls.append(given)))
+
+    class Shown(Handler):
+        count = on(Events.EPOCH_COMPLETED)(decorator(lambda *given: calls.append(given)))
+
+    with pytest.warns(
+        FindingWarning, match=r"W41: Hidden.count is never called, because a decorator above @on.* hides it"
+    ):
+        build(linear(5, 1), Hidden()).run(batches(2), max_epochs=2)
+    assert not calls
+    build(linear(5, 1), Shown()).run(batches(2), max_epochs=2)
+    assert len(calls) == 2
