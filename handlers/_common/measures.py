@@ -363,7 +363,7 @@ class Accuracy:
     Args:
         threshold: The score above which class 1 is predicted.
         ignore_index: Class of targets that do not count, such as padding; by default the ``ignore_index`` of the update's loss,
-            or -100. None counts all targets.
+            or -100, and beside scores of classes also any negative one. None counts all targets.
 
     Example:
         >>> import torch
@@ -395,8 +395,7 @@ class Accuracy:
         self._range: tuple[Tensor, Tensor] | None = None  # of the scores in the first batch
         self._correct: list[Tensor] = []  # of each batch, how many targets are predicted
         self._counted: list[Tensor] = []  # and how many count, unless all do
-        self._hits = 0
-        self._count = 0
+        self._hits = self._count = 0
         self._classes: Tensor | None = None  # how often each class is the target
 
     def update(self, output: Tensor, target: Tensor) -> None:
@@ -426,6 +425,8 @@ class Accuracy:
             self._count += target.numel()
         else:
             counted = self._counts(target, self.ignore_index)
+            if self.follows_loss and output.dim() > target.dim():
+                counted = counted & (target >= 0)
             correct = correct & counted
             self._counted.append(counted.sum())
         self._correct.append(correct.sum())

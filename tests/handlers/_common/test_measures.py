@@ -183,6 +183,8 @@ def test_targets_that_losses_ignore_do_not_count_in_the_accuracy() -> None:
     scores = torch.tensor([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.4, 0.6]])
     cases: list[tuple[dict[str, Any], Tensor, Tensor, float]] = [
         ({}, scores, torch.tensor([1, -100, 0, 0]), 2 / 3),
+        ({}, scores, torch.tensor([1, -1, 0, -1]), 1.0),  # a function as the loss may ignore any class that cannot be
+        ({}, torch.tensor([1, -1, 0]), torch.tensor([1, -1, 1]), 2 / 3),
         ({}, scores.T[None], torch.tensor([[1, -100, -100, 1]]), 1.0),
         ({}, scores.argmax(1), torch.tensor([-100, -100, -100, 0]), 0.0),
         ({"threshold": 0.5}, scores[:, 1], torch.tensor([1, -100, 0, 0]), 2 / 3),
