@@ -312,10 +312,7 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     """
     if hasattr(image, "convert"):
         image, layout = np.array(image.convert("RGB")), "HWC"
-    try:
-        pixels = torch.as_tensor(image).detach().cpu()
-    except TypeError as error:
-        raise TypeError(f"a {type(image).__name__} cannot be read as pixels ({error})") from error
+    pixels = _as_tensor(image)
     layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(pixels.dim(), "") if layout is None else layout
     if layout not in get_args(Layout) or len(layout) != pixels.dim():
         raise ValueError(
@@ -335,6 +332,13 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     pixels = pixels if pixels.dtype in (torch.float32, torch.float64) else widened(pixels)
     shown = (pixels.nan_to_num(0.0) * (255 / most)).round().clamp(0, 255).to(torch.uint8).expand(-1, -1, -1, 3)
     return shown.permute(1, 0, 2, 3).reshape(height, count * width, 3).numpy(), problem
+
+
+def _as_tensor(image: Any) -> Tensor:
+    try:
+        return torch.as_tensor(image).detach().cpu()
+    except TypeError as error:
+        raise TypeError(f"a {type(image).__name__} cannot be read as pixels ({error})") from error
 
 
 def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:

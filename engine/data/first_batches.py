@@ -59,13 +59,10 @@ def has_no_batch(data: Any) -> bool:
     workers, and data that raises an error.
     """
     whole = inner(data)
-    parts = [one for one in (whole, getattr(whole, "dataset", None)) if hasattr(one, "__dict__")]
-    before = [(vars(one), dict(vars(one))) for one in parts]
-    held = (value for _, attributes in before for value in attributes.values())
-    if isinstance(whole, Iterator) or any(isinstance(value, Iterator) for value in held):
+    attributes = [vars(one) for one in (whole, getattr(whole, "dataset", None)) if hasattr(one, "__dict__")]
+    if not _can_be_read_again(whole, attributes):
         return False
-    if getattr(whole, "num_workers", 0) or any(callable(getattr(one, "load_state_dict", None)) for one in parts):
-        return False
+    before = [(one, dict(one)) for one in attributes]
     states = [(one, state_of(one)) for one in held_generators(whole).values()]
     try:
         with unchanged_random_state(*generators_of(whole)):
@@ -75,6 +72,13 @@ def has_no_batch(data: Any) -> bool:
     finally:
         for generator, state in states:
             set_state(generator, state)
-        for attributes, former in before:
-            attributes.clear()
-            attributes.update(former)
+        for own, former in before:
+            own.clear()
+            own.update(former)
+
+
+def _can_be_read_again(data: Any, attributes: list[dict[str, Any]]) -> bool:
+    if isinstance(data, Iterator) or any(isinstance(value, Iterator) for own in attributes for value in own.values()):
+        return False
+    keeping = (one for one in (data, getattr(data, "dataset", None)) if callable(getattr(one, "load_state_dict", None)))
+    return not getattr(data, "num_workers", 0) and next(keeping, None) is None

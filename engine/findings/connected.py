@@ -42,6 +42,18 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
     """What of a handler is never called though it seems to be meant to, and the fix; None if there is nothing."""
     kind = type(handler)
     subscribed = {subscription.method for subscription in handler.subscriptions}
+    if (found := _without_on(kind, subscribed) or _covered(kind)) is not None:
+        return found
+    if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
+        return None
+    return (
+        f"{kind.__name__} has no method decorated with @on(...), so it is never called",
+        "decorate the methods that should be called, for example with @on(Events.EPOCH_COMPLETED)",
+    )
+
+
+def _without_on(kind: type, subscribed: set[str]) -> tuple[str, str] | None:
+    """A method with the name of an event that is not decorated, and the fix."""
     for name in dir(kind):
         label = name.removeprefix("on_")
         if (
@@ -56,25 +68,19 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
                 "with @on(...)",
                 f"put @on(Events.{label.upper()}) above the method, or rename it",
             )
-    if (covered := _covered(kind)) is not None:
-        return (
-            f"{kind.__name__}.{covered} is never called, because a decorator above @on(...), such as @staticmethod, hides it",
-            f"remove the decorator, and define {covered}(self, engine); or put @on(...) above it",
-        )
-    if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
-        return None
-    return (
-        f"{kind.__name__} has no method decorated with @on(...), so it is never called",
-        "decorate the methods that should be called, for example with @on(Events.EPOCH_COMPLETED)",
-    )
+    return None
 
 
-def _covered(kind: type) -> str | None:
-    """The name of a method whose `on` another decorator hides; None without one."""
+def _covered(kind: type) -> tuple[str, str] | None:
+    """A method whose `on` another decorator hides, and the fix."""
     for name, method in vars(kind).items():
         inner = getattr(method, "__wrapped__", None)
         if hasattr(inner, "_signalfire_subscriptions") and not hasattr(method, "_signalfire_subscriptions"):
-            return name
+            return (
+                f"{kind.__name__}.{name} is never called, because a decorator above @on(...), such as @staticmethod, "
+                "hides it",
+                f"remove the decorator, and define {name}(self, engine); or put @on(...) above it",
+            )
     return None
 
 

@@ -97,10 +97,12 @@ class GivenGradients:
         repeated = {p for p, times in self._times.items() if times > 1}
         self._emptied = bool(self._times) and (all(p.grad is None for p in self._times) or self._are_zero())
         if self._emptied or self._zeroed or (gone and repeated <= gone):
-            self._changed = any(
-                p.grad is not one or _writes_of(one) != writes for p, (one, writes) in self._after.items()
-            )
+            self._changed = self._has_changed()
             self._cleared = [(p, p._version, p.grad, _writes_of(p.grad)) for p in self._times]
+
+    def _has_changed(self) -> bool:
+        """Whether a gradient is not as the latest backward that gave it left it."""
+        return any(p.grad is not one or _writes_of(one) != writes for p, (one, writes) in self._after.items())
 
     def confirm(self) -> None:
         """Report after the step what was cleared, unless it came back before the step."""
@@ -124,14 +126,22 @@ class GivenGradients:
         """Whether receivers, or an optimizer that holds gradients itself, may have used what was moved aside."""
         later = any(_has_users(engine, one) for one in (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED))
         if self._emptied:
-            stepped = any(grad is None and p._version != before for p, before, grad, _ in cleared)
-            refilled = any(p.grad is not None and bool(local_part(p.grad).any()) for p, *_ in cleared)
-            return stepped or (refilled and (later or engine.overrides.step is not None))
+            fills = later or engine.overrides.step is not None
+            return _stepped(cleared) or (fills and any(_has_values(p.grad) for p, *_ in cleared))
         if self._changed and _has_users(engine, Events.BACKWARD_COMPLETED):  # that of the last backward put them back
             return True
         averaged = 1  # the division by the number of batches, in place
         changed = any(p.grad is not grad or _writes_of(p.grad) > version + averaged for p, _, grad, version in cleared)
         return changed and later
+
+
+def _stepped(cleared: list[_Seen]) -> bool:
+    """Whether a step has changed parameters that have no gradient."""
+    return any(grad is None and p._version != before for p, before, grad, _ in cleared)
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(local_part(gradient).any())
 
 
 def _has_users(engine: Engine, event: Events) -> bool:

@@ -424,20 +424,18 @@ class Accuracy:
         if self.ignore_index is None:
             self._count += target.numel()
         else:
-            counted = self._counts(target, self.ignore_index)
-            if self.follows_loss and output.dim() > target.dim():
-                counted = counted & (target >= 0)
+            counted = self._counts(target, self.ignore_index, of_scores=output.dim() > target.dim())
             correct = correct & counted
             self._counted.append(counted.sum())
         self._correct.append(correct.sum())
         if len(self._correct) >= Average._FOLD_AT:
             self._fold()
 
-    @staticmethod
-    def _counts(target: Tensor, ignored: int) -> Tensor:
+    def _counts(self, target: Tensor, ignored: int, *, of_scores: bool = False) -> Tensor:
         """Which targets count. In a small integer type, the ignored class would become a different class."""
         small = target.dtype is not torch.int64 and not target.is_floating_point()
-        return (target.long() if small else target) != ignored
+        counted = (target.long() if small else target) != ignored
+        return counted & (target >= 0) if of_scores and self.follows_loss else counted
 
     def _count_classes(self, target: Tensor, classes: int) -> None:
         if target.is_floating_point() or classes > _MOST_CLASSES:
