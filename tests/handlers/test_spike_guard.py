@@ -906,5 +906,5 @@ def test_spikes_that_are_too_close_for_the_kept_states_say_what_to_increase() ->
     update = Update.supervised(nn.functional.mse_loss, torch.optim.Adam, lr=0.01)
     engine = Engine(update, model=nn.Linear(3, 1), seed=0, allow=["W19", "C13"])
     engine.attach(SpikeGuard("rewind", window=10, rewind=6, keep=2, at_most=9))
-    with pytest.raises(RuntimeError, match="the oldest of the keep=2 states is from iteration .*; increase keep="):
+    with pytest.raises(RuntimeError, match=r"the oldest of the keep=2 states is from iteration .*; increase keep="):
         engine.run(list(zip(inputs, targets, strict=True)), max_epochs=1)
