@@ -11,6 +11,7 @@ from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.authoring import Claim, Monitor, check_bool, check_every, check_int, check_number, last_epoch
 from signalfire.core.settings import is_default
 from signalfire.findings import finding
+from signalfire.findings.function_rules import is_users
 from signalfire.resuming.keys import UNSAVED
 
 from ._common.ranks import CHECK_METRIC, KEEP_BEST
@@ -132,20 +133,22 @@ class EarlyStopping(Handler):
         self._report_patience(engine)
 
     def _report_patience(self, engine: Engine) -> None:
-        """Report a patience that a metric with one value per epoch cannot exhaust in this run."""
-        epochs, metrics = engine.state.max_epochs, engine.state.metrics
-        limits = (self.threshold, self.divergence)
-        owner = engine.handlers.get(metrics.owners.get(self.monitor.metric, ""))
-        if epochs is None or limits != (None, None) or self.restore_event is not None or not hasattr(owner, "metrics"):
-            return
-        if self.patience >= epochs and not is_default(self, "patience"):
+        """Report a patience that the values of this run cannot exhaust."""
+        if self.monitor.metric in engine.state.metrics.owners and (values := self._too_few_values(engine)) is not None:
             engine.findings.report(
                 "W07",
-                f"EarlyStopping(patience={self.patience}) cannot stop a run of {epochs} epochs, because "
-                f"{self.monitor.metric!r} has one value per epoch",
+                f"EarlyStopping(patience={self.patience}) cannot stop this run by its patience, because "
+                f"{self.monitor.metric!r} has at most {values} values",
                 "use a smaller patience, or more epochs",
                 self.name,
             )
+
+    def _too_few_values(self, engine: Engine) -> int | None:
+        """How many values the metric has at most, if a given patience cannot be exhausted and is all that matters."""
+        others = self.threshold is not None or self.divergence is not None or self.best_weights_event is not None
+        last = None if others or is_default(self, "patience") else last_epoch(engine)
+        values = None if last is None else _most_values(engine, self.monitor.metric, last)
+        return None if values is None or values > self.patience else values
 
     @on(
         Events.ITERATION_COMPLETED | Events.EPOCH_COMPLETED,
@@ -174,14 +177,16 @@ class EarlyStopping(Handler):
             engine.terminate(reason, by=self.name)
 
     def _report_min_delta(self, engine: Engine) -> None:
-        """Report a run that stops because no improvement can be large enough."""
+        """Report a run that stops though no improvement may have been large enough."""
         monitor, largest = self.monitor, self._largest
-        if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0:
+        within = monitor.mode == "max" and monitor.min_delta < 1  # an accuracy may still rise by as much
+        if self.waited >= self.patience and not monitor.relative and monitor.min_delta >= largest > 0 and not within:
             engine.findings.report(
                 "W08",
-                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run because {monitor.metric!r} cannot improve "
-                f"by that much; its values are at most {largest:.3g}",
-                "give min_delta in units of the metric, such as 0.001, or set relative=True",
+                f"EarlyStopping(min_delta={monitor.min_delta}) stops the run, but min_delta may be too large for "
+                f"{monitor.metric!r}, whose values so far are at most {largest:.3g}",
+                "give min_delta in units of the metric, such as 0.001; with relative=True, it is a fraction of the best "
+                "value, such as 0.01",
                 self.name,
             )
 
@@ -248,20 +253,11 @@ class EarlyStopping(Handler):
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report a patience that is longer than the run."""
-        producer = engine.handlers.get(engine.state.metrics.owners.get(self.monitor.metric, ""))
-        every = getattr(producer, "every", Interval(1, "ep"))
-        last = last_epoch(engine) if isinstance(every, Interval) and every.unit == "ep" else None
-        others = self.threshold is not None or self.divergence is not None or self.best_weights_event is not None
-        if (
-            last is not None
-            and int(last / every.value) <= self.patience
-            and not others
-            and not is_default(self, "patience")
-        ):
+        if (values := self._too_few_values(engine)) is not None:
             yield finding(
                 "C19",
                 f"{self.name!r} waits for {self.patience} values without improvement, but this run has at most "
-                f"{int(last / every.value)} values, so the handler cannot stop the run",
+                f"{values} values, so the handler cannot stop the run by its patience",
                 "reduce the patience, or evaluate more often",
                 [self.name],
             )
@@ -281,3 +277,32 @@ class EarlyStopping(Handler):
         self._weights = state.get("weights") if self.best_weights_event is not None else None
         self._unsaved = None
         self.monitor.load_state_dict(state["monitor"])
+
+
+_ONCE_AN_EPOCH = {Events.STARTED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED, Events.ENDED}
+
+
+def _most_values(engine: Engine, metric: str, epochs: int) -> int | None:
+    """How many values a metric has at most in so many epochs; None if this is not known."""
+    names = {metric, f"val_{metric}"}
+    producer = next((one for one in engine.handlers.values() if names & {*one.metric_names(engine)}), None)
+    every = getattr(producer, "every", Interval(1, "ep"))
+    if not isinstance(every, Interval) or every.unit != "ep":
+        return None
+    if not hasattr(producer, "every") and not _writes_by_epoch(engine, producer):
+        return None
+    return int(epochs / every.value) + (getattr(producer, "start_event", None) is not None)
+
+
+def _writes_by_epoch(engine: Engine, producer: Handler | None) -> bool:
+    """Whether a handler writes metrics only as epochs begin and end; without one, whether all code of the user's does."""
+    specs = [one for update in engine.updates for one in (update.spec.forward, update.spec.loss, update.spec.function)]
+    modules = [str(getattr(one, "__module__", "")) for one in specs if one is not None and producer is None]
+    written = {
+        signal.event
+        for signal in engine.signals.all()
+        for one in signal.connections
+        if (is_users(one) if producer is None else one.owner == producer.name)
+        and (one.writes is None or "metrics" in one.writes)
+    }
+    return written <= _ONCE_AN_EPOCH and all(one.startswith(("signalfire.", "torch.")) for one in modules)

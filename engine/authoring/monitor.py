@@ -209,9 +209,9 @@ class Monitor:
         self.mode = mode
         self.min_delta = check_number(handler, "min_delta", min_delta, least=0)
         self.relative = check_bool(handler, "relative", relative)
+        self._name = ""  # of the handler, from `start` on
         self.serial = 0  # of all metrics at the last call: one comparison shows that nothing is new
         self.seen = 0  # the serial of the metric's value that was last returned
-        self._name = ""  # of the handler
         self._other_read = False  # whether that was a value of a metric of another name than was given
 
     def start(self, engine: Engine, name: str = "") -> None:
@@ -237,8 +237,8 @@ class Monitor:
             return
         others = {other: by for other, by in owners.items() if by in evaluating}
         same = _of_one_name(self.metric, others)
-        of_batches = hasattr(engine.handlers.get(owner), "metrics")
-        if same or (others and of_batches):
+        handler = engine.handlers.get(owner)  # one of the user's may measure held-out data itself
+        if others and hasattr(handler, "metrics") and type(handler).__module__.startswith("signalfire."):
             other = same or next(iter(others))
             # A rate may follow the training, and whoever writes "train" means it.
             follows = same is None or self.handler == "LRScheduling" or _base(self.metric) != self.metric
@@ -279,7 +279,7 @@ class Monitor:
             raise TypeError(
                 f"{self.handler}: the metric {self.metric!r} is a {type(value).__name__}{shape}; expected a single number"
             )
-        self.mode = find_mode(engine, self.metric, self.given, by=self.handler)
+        self.mode = find_mode(engine, self.metric, self.given, by=self.handler, name=self._name)
         if self.mode is None and self.needs_mode:
             raise no_direction(self.metric, self.handler, self.mode_of)
         return number

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from signalfire import Engine, Events, Phase, Update
+from signalfire import Engine, Events, FindingWarning, Phase, Update
 from signalfire.handlers import Checkpoint, EarlyStopping, Validation
 from signalfire.testing import check_handler
 from tests import kit
@@ -488,3 +488,49 @@ def test_a_min_delta_is_compared_with_all_values_also_in_a_resumed_run() -> None
     second.load_state_dict(first.state_dict())
     assert second.run(BATCHES, max_epochs=5).epoch == 5
     assert [one.code for one in second.findings.of_run() if one.code == "W08"] == []
+
+
+def step_that_logs(engine: Engine, batch: Any) -> Tensor:
+    loss = nn.functional.mse_loss(engine.model(batch[0]), batch[1])
+    engine.log("score", float(loss.detach()))
+    return loss
+
+
+@pytest.mark.parametrize("monitor", ["val_loss", "loss"])
+@pytest.mark.parametrize("every", ["1it", "0.5ep", Events.ITERATION_COMPLETED(every=1)], ids=str)
+def test_a_patience_that_several_values_of_an_epoch_exhaust_is_not_said_to_be_too_long(
+    every: Any, monitor: str
+) -> None:
+    stopping = EarlyStopping(monitor, patience=3)
+    engine = engine_of([0.0] * 3, Validation(BATCHES, every=every), stopping)
+    assert not engine.check(BATCHES, max_epochs=3).of("C19")
+    engine.run(BATCHES, max_epochs=3)
+    assert not {"W07", "C19"} & {one.code for one in engine.findings.of_run()}
+
+
+def test_how_often_code_of_the_users_writes_a_metric_is_not_assumed() -> None:
+    logging = Engine(Update.from_function(step_that_logs, partial(torch.optim.SGD, lr=0.01)), model=nn.Linear(3, 1))
+    connected = engine_of([0.0] * 3)
+    connected.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("score", 1.0), phase=Phase.PREPARE)
+    for engine in (logging, connected):
+        engine.attach(EarlyStopping("score", mode="min", patience=5))
+        assert not engine.check(BATCHES, max_epochs=3).of("C19")
+
+
+def test_a_patience_that_is_too_long_leaves_the_stop_at_nan() -> None:
+    engine = engine_of([1.0, math.nan, 1.0], EarlyStopping("score", mode="min", patience=9))
+    assert engine.run(BATCHES, max_epochs=3).stop_reason == "score is nan, which is not finite"
+    (found,) = engine.findings.of_run().of("C19")
+    assert "cannot stop the run by its patience" in str(found)
+
+
+def test_a_min_delta_above_all_values_is_only_a_doubt() -> None:
+    for mode, min_delta in (("min", 0.5), ("max", 1.0)):
+        engine = engine_of([0.2] * 3, EarlyStopping("score", mode=mode, patience=2, min_delta=min_delta))  # type: ignore[arg-type]
+        with pytest.warns(
+            FindingWarning, match="W08.*may be too large for 'score', whose values so far are at most 0.2"
+        ):
+            engine.run(BATCHES, max_epochs=3)
+    engine = engine_of([0.2] * 3, EarlyStopping("score", mode="max", patience=2, min_delta=0.5))
+    engine.run(BATCHES, max_epochs=3)
+    assert not engine.findings.of_run().of("W08")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from signalfire import Engine, Events, FindingWarning, Update
+from signalfire import Engine, Events, FindingWarning, Handler, Phase, Update, on
 from signalfire.authoring.monitor import Monitor
 from signalfire.handlers import Average, EarlyStopping, Metrics, Validation
 from tests.kit import batches, build, evaluator_of, linear
@@ -160,3 +160,29 @@ def test_a_metric_of_ones_own_is_monitored_under_its_name_after_a_resume() -> No
     assert resumed.new_value(engine) is None
     metrics["loss"] = 0.5
     assert resumed.new_value(engine) == 0.5
+
+
+def test_a_mode_against_the_metrics_own_direction_is_reported_once() -> None:
+    engine = build(linear(5, 1), Validation(batches(2, seed=1)), EarlyStopping("val_loss", mode="max"))
+    with pytest.warns(FindingWarning, match="W01"):
+        engine.run(batches(2), max_epochs=2)
+    assert len(engine.findings.of_run().of("W01")) == 1
+
+
+class Probe(Handler):
+    """Measures held-out data."""
+
+    metrics = ("loss",)
+
+    def attached(self, engine: Engine) -> None:
+        engine.state.metrics.announce(self.name, ["loss"], {"loss": "min"})
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PREPARE)
+    def measure(self, engine: Engine) -> None:
+        engine.state.metrics["loss"] = 1.0
+
+
+def test_what_a_handler_of_the_users_measures_is_not_said_to_be_of_the_training() -> None:
+    engine = build(linear(5, 1), Probe(), Validation(batches(2, seed=1)), EarlyStopping("loss"))
+    engine.run(batches(2), max_epochs=1)
+    assert not engine.findings.of_run().of("W06")
