@@ -502,7 +502,7 @@ def test_a_patience_that_several_values_of_an_epoch_exhaust_is_not_said_to_be_to
     every: Any, monitor: str
 ) -> None:
     stopping = EarlyStopping(monitor, patience=3)
-    engine = engine_of([0.0] * 3, Validation(BATCHES, every=every), stopping)
+    engine = engine_of([0.0] * 3, Validation([(torch.zeros(2, 3), torch.ones(2, 1))], every=every), stopping)
     assert not engine.check(BATCHES, max_epochs=3).of("C19")
     engine.run(BATCHES, max_epochs=3)
     assert not {"W07", "C19"} & {one.code for one in engine.findings.of_run()}
