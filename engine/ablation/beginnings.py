@@ -60,10 +60,9 @@ class Beginnings:
                 finding(
                     "W04",
                     f"the study compares {metric!r}, which a function writes in each batch. Unless this function "
-                    "averages over the batches, the study compares the value from the last batch instead of the mean "
-                    "over the evaluation",
-                    "let Metrics compute the mean: "
-                    f"evaluator.attach(Metrics({metric.rpartition('/')[2]}=Average(function)))",
+                    "averages over the batches, the study compares the value from the last batch",
+                    "let Metrics compute the mean, in the engine that runs these batches: "
+                    f"attach(Metrics({{{metric.rpartition('/')[2]!r}: Average(function)}}))",
                 )
             )
 

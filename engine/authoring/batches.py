@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["field_names", "hides_samples", "map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
+__all__ = ["field_names", "hidden_length", "map_leaves", "parts", "rebuilt", "samples_in", "tensors_in"]
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -84,20 +84,21 @@ def _own_count(item: Any) -> int | None:
     return None
 
 
-def hides_samples(batch: Any) -> bool:
-    """Whether `samples_in` counts an object as one sample although it has tensors as attributes.
+def hidden_length(batch: Any) -> int | None:
+    """The length that the tensors of an object all have, if `samples_in` counts this object as one sample; None otherwise.
 
-    It does not know where a class of the user raises an error when asked.
+    It is not known where a class of the user raises an error when asked.
     """
     if _count(batch) is not None:
-        return False
+        return None
     try:
         container = parts(batch)
-        held = [batch] if container is None else container[0]
-        values = [value for item in held for value in getattr(item, "__dict__", {}).values()]
-        return any(isinstance(value, Tensor) and value.dim() and len(value) > 1 for value in values)
+        items = [batch] if container is None else container[0]
+        held = [value for item in items for value in getattr(item, "__dict__", {}).values()]
+        lengths = {len(value) for value in held if isinstance(value, Tensor) and not value.is_nested and value.dim()}
     except Exception:
-        return False
+        return None
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def map_leaves(function: Callable[[Any], Any], batch: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
 from .dropout import EagerMode
-from .function_rules import names_in
+from .function_rules import codes_of, names_in
 from .loss_graph import Problem, are_scaled, factor_in, note_operands
 from .target_counts import Mean, mean_over
 
@@ -421,11 +422,12 @@ class MetricCalls(EagerMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        given = [one for one in args[:2] if isinstance(one, Tensor)]
         if (name := getattr(func, "__name__", "")) not in _SAME:
-            self._last = name, result
+            of_parameter = bool(given) and isinstance(given[0], nn.Parameter)  # as a temperature is
+            self._last = "" if of_parameter else name, result
         if name in ("__getitem__", "unsqueeze") and result.dim() > args[0].dim():
             self._unsqueezed.append(result)
-        given = [one for one in args[:2] if isinstance(one, Tensor)]
         if len(given) == 2 and isinstance(result, Tensor) and result.dim() == 2 and len(result) > 1:
             self.problems += self._pairs(given, result)
         return result
@@ -448,6 +450,8 @@ class MetricCalls(EagerMode):
         name, result = self._last
         over_samples = names_in(function) & _OVER_SAMPLES
         of_mean = name in _OF_MEANS and isinstance(result, Tensor) and result.dim() == 0
+        if over_samples and _scores_parts(function):
+            return None
         if not over_samples and not (of_mean and value is not None and float(result) == float(value)):
             return None
         what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
@@ -457,6 +461,13 @@ class MetricCalls(EagerMode):
             "use a torchmetrics metric, which accumulates over batches; or average the inner value and apply exp or "
             "sqrt afterwards, as Perplexity() does",
         )
+
+
+def _scores_parts(function: Any) -> bool:
+    """Whether a function takes the mean over samples itself: in a loop, or by the argument of scikit-learn."""
+    codes = codes_of(function)
+    loops = any(one.opname == "FOR_ITER" for code in codes for one in dis.get_instructions(code))
+    return loops or any("samples" in map(str, code.co_consts) for code in codes)
 
 
 _SAME = {"detach", "clone", "item", "__float__", "float", "double", "cpu"}

@@ -50,7 +50,7 @@ def note_last_values(engine: Engine, evaluator: Engine, seen: Mapping[str, int],
             "W04",
             f"{prefix + name!r} is written {written} times in an evaluation of {batches} batches. Unless your function "
             "computes the mean, the metric has the value of the last batch, not the mean over the evaluation",
-            f"let Metrics compute the mean: evaluator.attach(Metrics({name}=Average(function)))",
+            f"let Metrics compute the mean: evaluator.attach(Metrics({{{name!r}: Average(function)}}))",
             key=prefix + name,
             severity="info",
         )

@@ -20,7 +20,7 @@ from .reports import Finding, finding
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["OF_FUNCTIONS", "called_by", "is_users", "is_users_own", "keeps_something", "names_in"]
+__all__ = ["OF_FUNCTIONS", "called_by", "codes_of", "is_users", "is_users_own", "keeps_something", "names_in"]
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
@@ -73,11 +73,16 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
 
 def names_in(function: Any) -> set[str]:
     """The names that a function uses, also in functions inside it."""
+    return {name for one in codes_of(function) for name in one.co_names}
+
+
+def codes_of(function: Any) -> list[CodeType]:
+    """The code of a function, and of those inside it; empty for what has none."""
     code = _code_of(function)
     codes = [] if code is None else [code]
     for one in codes:  # grows meanwhile
         codes += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
-    return {name for one in codes for name in one.co_names}
+    return codes
 
 
 def called_by(engine: Engine) -> Iterator[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import log
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -275,9 +276,8 @@ class Average:
             return None
         return (
             "W04",
-            "the values that the function returns are whole numbers up to the batch size, so they are counts, not "
-            "means",
-            "return the mean of the batch, such as (predicted == target).float().mean(), or use Accuracy",
+            "the function returns whole numbers, such as counts, so their mean is not the value over all samples",
+            "return a mean, such as (predicted == target).float().mean(); or use Accuracy or a torchmetrics metric",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -469,7 +469,7 @@ class Accuracy:
 
     def doubt(self) -> tuple[str, str, str] | None:
         """A finding about the scores: code, sentence and fix."""
-        if self._range is None:
+        if self._range is None or self.threshold is None:
             return None
         least, largest = (float(value) for value in self._range)
         if least >= 0 and largest <= 1:
@@ -478,7 +478,8 @@ class Accuracy:
             "W05",
             f"Accuracy(threshold={self.threshold}) expects probabilities, but the scores range from {least:.4g} to "
             f"{largest:.4g}",
-            "apply a sigmoid first, or set threshold=0.0, which is the logit of the probability 0.5",
+            "if they are logits, apply a sigmoid first, or set "
+            f"threshold={round(log(self.threshold / (1 - self.threshold)), 3)}, the logit of this threshold",
         )
 
     def merge(self, states: Sequence[Mapping[str, Any]]) -> None:

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from signalfire import Attachment, Engine, Events, Handler, Phase, on
 from signalfire.authoring import check_function, check_name, samples_in, tensors_in
-from signalfire.authoring.batches import hides_samples
+from signalfire.authoring.batches import hidden_length
 from signalfire.core.state import as_number
 from signalfire.distributed import Processes
 from signalfire.distributed.shards import OF_SHARDS, Shards, VirtualShards
-from signalfire.findings import Finding, finding
+from signalfire.findings import Finding
 from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
@@ -28,7 +28,7 @@ from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
 from .metric_names import Metric, copied, is_of_loss, named_metrics, output_and_target, plain
 from .ranks import PUBLISH
 from .torchmetrics import keeps_inputs, load_state_of, merge, merging_nothing, state_of, synced, torchmetrics_in
-from .updates import is_balanced, loss_of, only_update, selected_updates, takes_logits, targets_in
+from .updates import is_balanced, loss_of, only_update, selected_updates, sums_of_loss, takes_logits, targets_in
 
 __all__ = ["Metric", "Metrics", "is_of_loss"]
 
@@ -113,10 +113,11 @@ class Metrics(Handler):
         self.update = check_name(self, "update", update)
         self._placed = False  # whether torchmetrics metrics are on the output's device
         self._counted = False  # whether the samples of a batch were found to be countable
+        self._length: int | None = None  # of the tensors of the batch before, if its samples were not
         self._ignored: int | None = None  # the class that the update's loss ignores, if its targets are classes
         self._chances: dict[str, _Chance] = {}  # by metric
         self._looked: set[Average] = set()  # whose functions were looked at
-        self._averaging: dict[str, Problem] = {}  # by metric, what its function should not be averaged for
+        self._averaging: dict[str, tuple[Problem, Any]] = {}  # by metric, what to report once its value has changed
         self._batches = 0  # of this epoch
         self._of_shard: dict[int, dict[str, Any]] = {}  # the metrics of each shard, where a step has several
         self._by_shard: Attachment | None = None
@@ -135,16 +136,7 @@ class Metrics(Handler):
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report a mean of losses that are sums."""
         for update in selected_updates(engine, self.update) if self._of_loss else ():
-            loss = getattr(update.spec.loss, "loss", None) or update.spec.loss
-            reduction = getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", None))
-            if reduction == "sum":
-                yield finding(
-                    "W04",
-                    f"{self.name!r} averages the loss of update {update.name!r} over samples, but this loss is a sum "
-                    "over the batch (reduction='sum'), which grows with the batch size",
-                    "use reduction='mean'",
-                    [self.name],
-                )
+            yield from sums_of_loss(self, update)
 
     @property
     def names(self) -> list[str]:
@@ -213,7 +205,7 @@ class Metrics(Handler):
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=[])
     def claim_metrics(self, engine: Engine) -> None:
         """Raise an error for a metric object that a handler of a different running engine also updates."""
-        self._placed = self._counted = False
+        self._placed, self._counted, self._length = False, False, None
         for key, metric in self.metrics.items():
             other = _in_use.setdefault(id(metric), self)
             if other is not self:
@@ -243,6 +235,7 @@ class Metrics(Handler):
         """Reset the metrics at the start of an epoch."""
         self._placed, self._batches = False, 0
         self._of_shard.clear()
+        self._averaging.clear()  # between epochs, what a value is made of may change
         for metric in self.metrics.values():
             if not (engine.training and engine.state.epoch > 1 and getattr(metric, "carries_over", False)):
                 metric.reset()
@@ -291,15 +284,16 @@ class Metrics(Handler):
 
     def _check_batch(self, engine: Engine) -> None:
         """Find out whether the loss may ignore targets, and report a batch whose class hides its number of samples."""
-        self._counted = True
         batch, spec = engine.state.batch, engine.state.update.spec
         ignored = ignored_class(loss_of(engine.state.update))
         self._ignored = None if all_ignored(targets_in(engine.state.update, batch), ignored) is None else ignored
-        if spec.samples is None and hides_samples(batch):
+        before, self._length = self._length, None if spec.samples is not None else hidden_length(batch)
+        self._counted = self._length is None or before not in (None, self._length)
+        if self._length is not None and self._counted:
             engine.findings.report(
                 "W03",
-                f"a batch of class {type(batch).__name__} is counted as one sample, so a smaller last batch has the "
-                "same weight in averages as the other batches",
+                f"a batch of class {type(batch).__name__} is counted as one sample. If the {self._length} rows of its "
+                f"tensors are samples, it has the same weight in averages as the batch before, with {before} rows",
                 "define __len__ in the class, or pass Update(..., samples=lambda batch: ...)",
                 self.name,
             )
@@ -358,13 +352,17 @@ class Metrics(Handler):
         for problem in calls.problems:
             self._report_problem(engine, key, problem)
         if (problem := calls.averages(metric.function, metric.latest)) is not None:
-            self._averaging[key] = problem
+            self._averaging[key] = problem, metric.latest
 
     def _report_averaging(self, engine: Engine) -> None:
-        """Report averaged values that are not means, once there is more than one batch."""
-        while self._batches > 1 and self._averaging:
-            key, problem = self._averaging.popitem()
-            self._report_problem(engine, key, problem)
+        """Report averaged values that are not means, once there is more than one value."""
+        for key, (problem, first) in [*self._averaging.items()] if self._batches > 1 else ():
+            latest = self.metrics[key].latest
+            if first is None or latest is None or float(latest) != float(first):
+                self._report_problem(engine, key, problem)
+                del self._averaging[key]
+        if self._batches >= _COMPARED:
+            self._averaging.clear()
 
     def _report_problem(
         self, engine: Engine, key: str, problem: Problem, *, severity: Literal["info"] | None = None
@@ -417,7 +415,7 @@ class Metrics(Handler):
             self._check_chance(engine, trainer, key, metric)
         found = metric.doubt() if isinstance(metric, Average | Accuracy) else None
         of_accuracy = isinstance(value, float) and _ACCURACY.search(key.lower())
-        if found is None and of_accuracy and not (0 <= value <= 100 or value != value):
+        if found is None and of_accuracy and value > 100:
             found = (
                 "W04",
                 f"its value {value:.4g} is neither a fraction nor a percentage",
@@ -428,7 +426,8 @@ class Metrics(Handler):
 
     def _severity(self, engine: Engine, code: str) -> Literal["info"] | None:
         """Whether a threshold for probabilities is only listed: not every score beside it is a logit."""
-        return None if code != "W05" or takes_logits(loss_of(engine.find_update(self.update))) else "info"
+        of_loss = self.inputs is output_and_target and takes_logits(loss_of(engine.find_update(self.update)))
+        return None if code != "W05" or of_loss else "info"
 
     def _check_chance(self, engine: Engine, trainer: Engine, key: str, metric: Accuracy) -> None:
         """Report an accuracy that training has never lifted above that of a constant answer."""
@@ -491,6 +490,7 @@ _MOST_BALANCED = 0.8  # share of the most frequent class, above which an accurac
 _in_use: WeakValueDictionary[int, Metrics] = WeakValueDictionary()
 """The handlers of running engines by the ids of their metrics."""
 
+_COMPARED = 8  # batches in which a value is compared with that of the first
 _ACCURACY = re.compile(r"accuracy|(^|[_/])acc$")
 
 

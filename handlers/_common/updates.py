@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +10,19 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 from signalfire import Engine, Handler, Interval, UpdateState
+from signalfire.findings import Finding, finding
 from signalfire.findings.function_rules import names_in
 
-__all__ = ["is_balanced", "loss_of", "made_step", "only_update", "selected_updates", "takes_logits", "targets_in"]
+__all__ = [
+    "is_balanced",
+    "loss_of",
+    "made_step",
+    "only_update",
+    "selected_updates",
+    "sums_of_loss",
+    "takes_logits",
+    "targets_in",
+]
 
 
 def selected_updates(engine: Engine, name: str | None) -> Sequence[UpdateState]:
@@ -50,6 +60,21 @@ def made_step(engine: Engine, name: str | None, every: Interval) -> bool:
 def loss_of(update: UpdateState) -> Any:
     """The loss that a user gave."""
     return getattr(update.spec.loss, "loss", None) or update.spec.loss
+
+
+def sums_of_loss(by: Handler, update: UpdateState) -> Iterator[Finding]:
+    """Report that a handler averages a loss that is a sum over the batch, or that a class of the user's may sum."""
+    loss = loss_of(update)
+    if getattr(loss, "keywords", {}).get("reduction", getattr(loss, "reduction", None)) == "sum":
+        of_torch = str(getattr(getattr(loss, "func", loss), "__module__", "")).startswith("torch.")
+        yield finding(
+            "W04",
+            f"{by.name!r} averages the loss of update {update.name!r} over samples, but this loss "
+            f"{'is' if of_torch else 'may be'} a sum over the batch (reduction='sum'), which grows with the batch size",
+            "use reduction='mean'" if of_torch else "if so, divide the loss by the number of samples",
+            [by.name],
+            None if of_torch else "info",
+        )
 
 
 def takes_logits(loss: Any) -> bool:

@@ -486,14 +486,16 @@ class Graph:
         self.inputs = inputs
 
 
-@pytest.mark.parametrize(("samples", "reported"), [(1, False), (2, True)])
-def test_a_batch_whose_tensors_have_one_sample_is_one(samples: int, reported: bool) -> None:
+@pytest.mark.parametrize(("lengths", "reported"), [([1, 1], False), ([2], False), ([2, 2], False), ([2, 1], True)])
+def test_batches_whose_samples_cannot_be_counted_are_reported_once_their_lengths_differ(
+    lengths: list[int], reported: bool
+) -> None:
     evaluator = Engine(
         Update(lambda engine, batch: batch.inputs, lambda engine, output, batch: output.mean()), model=nn.Identity()
     )
     evaluator.attach(Metrics(loss=Average()))
     with pytest.warns(FindingWarning, match="W03") if reported else nullcontext():
-        evaluator.run([Graph(torch.ones(samples, 3))])
+        evaluator.run([Graph(torch.ones(length, 3)) for length in lengths])
 
 
 @dataclass
@@ -522,3 +524,77 @@ def test_a_batch_that_cannot_be_looked_into_does_not_end_a_run(batch_of: Any) ->
     evaluator.run([batch_of(torch.ones(2, 1)), batch_of(torch.zeros(1, 1))])
     counted = 2 / 3 if batch_of is Unset else 1 / 2  # two samples and one
     assert evaluator.state.metrics["loss"] == pytest.approx(counted)
+
+
+def test_a_graph_in_each_batch_is_a_sample() -> None:
+    """Its nodes and its label have different lengths: which of them counts samples is not known."""
+    evaluator = Engine(
+        Update(lambda engine, batch: batch.inputs, lambda engine, output, batch: output.mean()), model=nn.Identity()
+    )
+    evaluator.attach(Metrics(loss=Average()))
+    graphs = [Graph(torch.ones(nodes, 3)) for nodes in (5, 7)]
+    for graph in graphs:
+        graph.label = torch.ones(1)  # type: ignore[attr-defined]
+    evaluator.run(graphs)
+
+
+def f1_score(output: Tensor, target: Tensor, **options: Any) -> float:
+    return float((output.argmax(-1) == target).float().mean()) + len(options)
+
+
+def score_of_each(output: Tensor, target: Tensor) -> float:
+    return sum(f1_score(*pair) for pair in zip(output, target, strict=True)) / len(output)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        score_of_each,
+        lambda output, target: f1_score(output, target, average="samples"),
+        lambda output, target: nn.Parameter(output.mean()).exp(),
+        lambda output, target: torch.tensor([3.0, 4.0]).square().sum().sqrt(),
+        lambda output, target: -output.square().mean(),
+    ],
+    ids=["score of each sample", "average=samples", "temperature", "equal in all batches", "negative accuracy"],
+)
+def test_an_average_that_is_exact_or_of_no_accuracy_is_not_reported(function: Any) -> None:
+    evaluator = evaluator_of(network(), Metrics(accuracy_gain=Average(function)))
+    evaluator.run(batches())
+    assert not evaluator.findings.of_run().of("W04")
+
+
+def test_whole_numbers_are_not_said_to_be_counts() -> None:
+    evaluator = evaluator_of(network(), Metrics(largest=lambda output, target: target.max()))
+    with pytest.warns(
+        FindingWarning, match="W04.*whole numbers, such as counts, so their mean is not the value over all"
+    ):
+        evaluator.run(batches())
+
+
+class Summed(nn.Module):
+    """Sums over the values of a sample, and takes the mean over samples."""
+
+    reduction = "sum"
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output, target, reduction="sum") / len(output)
+
+
+def test_the_reduction_of_a_loss_of_the_users_is_only_a_doubt() -> None:
+    engine = Engine(Update.supervised(Summed()), model=network())
+    engine.attach(Metrics(loss=Average()))
+    (found,) = engine.check(batches()).of("W04")
+    assert (found.severity, "may be a sum over the batch" in found.sentence) == ("info", True)
+
+
+def test_a_threshold_is_compared_with_the_loss_only_where_it_reads_the_same_output() -> None:
+    data = [(inputs, (targets > 0).float()[:, None]) for inputs, targets in batches()]
+    loss = nn.functional.binary_cross_entropy_with_logits
+    inputs = {"of the loss": None, "other": lambda engine: (10 * engine.state.update.output, engine.state.batch[1])}
+    for which, function in inputs.items():
+        evaluator = Engine(Update.supervised(loss), model=linear(5, 1))
+        evaluator.attach(Metrics(accuracy=Accuracy(threshold=0.4), inputs=function))
+        with pytest.warns(FindingWarning, match="W05") if which == "of the loss" else nullcontext():
+            evaluator.run(data)
+        (found,) = evaluator.findings.of_run().of("W05")
+        assert "set threshold=-0.405, the logit of this threshold" in found.way_out
