@@ -94,7 +94,7 @@ class UpdateState:
         self.sync_gradients = True
         self.share: float = ONE
         self._parameters: list[Tensor] = []
-        self._parameters_of: list[int] = []
+        self._parameters_of: list[tuple[int, int]] = []
         self._asked: list[tuple[Callable[..., None], tuple[Tensor, ...], bool]] = []
         self.restart()
 
@@ -169,12 +169,12 @@ class UpdateState:
         """The optimizer's parameters, over all of its groups."""
         if self.optimizer is None:
             return []
-        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
-        if sizes != self._parameters_of:  # a group was added, as gradual unfreezing does
+        lists = [(id(group["params"]), len(group["params"])) for group in self.optimizer.param_groups]
+        if lists != self._parameters_of:  # a group was added, as gradual unfreezing does, or replaced
             several = getattr(self.optimizer, "parameters", None)  # of several that step together
             groups = self.optimizer.param_groups
             self._parameters = several if several is not None else [p for group in groups for p in group["params"]]
-            self._parameters_of = sizes
+            self._parameters_of = lists
         return self._parameters
 
     def order_parameters(self, parameters: Iterable[Tensor]) -> None:

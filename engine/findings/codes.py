@@ -38,12 +38,12 @@ _TEXTS = {
     "early.",
     "W09": "A check raised an error and was skipped. The run continues, because it does not depend on the check.",
     # W1x: steps and optimizers
-    "W10": "Nothing is trained: no `Update` has an optimizer, but `run` was called for several epochs, as in training.",
+    "W10": "The engine trains nothing: no `Update` has an optimizer, but `run` was called for several epochs, as in training.",
     "W11": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
     "optimizer was built. They do not train.",
-    "W12": "Optimizer steps ran, but no parameter received a gradient, so the model does not learn. Usually the "
+    "W12": "Optimizer steps ran, but no parameter had a gradient, so the model does not learn. Usually the "
     "graph is cut between the parameters and the loss.",
-    "W13": "Some parameters in the optimizer received no gradient in an epoch, so they do not train. The finding is "
+    "W13": "Some parameters in the optimizer had no gradient at any step of an epoch, so they do not train. It is "
     "only informational if these are a minority.",
     "W14": "Modules were set to eval mode during training and stayed in eval mode, so dropout is off and batch "
     "statistics are frozen.",
@@ -55,8 +55,7 @@ _TEXTS = {
     "W19": "A guard skipped steps, because their gradients or losses were not finite, or were far above the usual "
     "values.",
     # W2x: data
-    "W20": "An evaluation draws its samples with replacement, so some samples count more than once and others not at "
-    "all.",
+    "W20": "An evaluation draws its samples with replacement, so samples may count more than once or not at all.",
     "W21": "The data yields more batches than its length says, or the evaluation data yields fewer. Schedules and "
     "progress rely on the length.",
     "W22": "A batch contains an object of a class that `DeviceTransfer` cannot move, so the tensors in this object "
@@ -66,7 +65,8 @@ _TEXTS = {
     "not exact.",
     "W25": "Ranks that should have the same data have different data. If the engine also shards this data over the "
     "ranks, part of it is never used.",
-    "W26": "Every worker reads the whole iterable dataset, so each sample appears once per worker in an epoch.",
+    "W26": "Every worker iterates over the whole iterable dataset, so each sample appears once per worker in an epoch, "
+    "unless samples are drawn at random or shared between workers.",
     "W27": "BatchNorm normalizes over the batch, but each batch has a single sample, so the batch statistics are those "
     "of this one sample.",
     "W28": "Your code changed the batches of the data in place, so the next epoch trains on the changed batches.",

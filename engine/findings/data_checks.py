@@ -5,13 +5,14 @@ from __future__ import annotations
 import dis
 import sys
 from collections.abc import Sequence
+from inspect import unwrap
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
@@ -53,7 +54,7 @@ def check_data(engine: Engine) -> None:
 def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None:
     """Report ranks that should have the same data, and have not."""
     same = isinstance(engine.group.data, SameData)
-    if any(one != contents[0] for one in contents):
+    if any(repr(one) != repr(contents[0]) for one in contents):  # by which NaN is equal to NaN
         engine.findings.report(
             "W25",
             f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but the "
@@ -94,9 +95,9 @@ def _texts_in(value: Any) -> list[Any]:
 def _report_samples(engine: Engine, data: Any) -> None:
     tensors = isinstance(data, tuple) and len(data) > 1 and all(isinstance(one, Tensor) for one in data)
     whole = tensors and not _are_batches(data)
-    samples = isinstance(data, TensorDataset | Subset) or (
-        engine.training and isinstance(data, Tensor) and data.dim() < 3
-    )
+    samples = isinstance(data, Subset) or (isinstance(data, TensorDataset) and not _holds_batches(data))
+    # Rows of whole numbers may be the indices of batches.
+    samples |= engine.training and isinstance(data, Tensor) and data.dim() < 3 and data.is_floating_point()
     if whole or samples or (isinstance(data, tuple) and any(isinstance(one, Dataset | DataLoader) for one in data)):
         what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
         engine.findings.report(
@@ -104,6 +105,12 @@ def _report_samples(engine: Engine, data: Any) -> None:
             f"the data is a {type(data).__name__}, so each {what} is treated as a batch",
             "pass a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
         )
+
+
+def _holds_batches(data: TensorDataset) -> bool:
+    """Whether the items of a data set seem to be batches: all of its tensors have a second dimension of the same length."""
+    several = len(data.tensors) > 1 and max(one.dim() for one in data.tensors) > 2
+    return several and len({one.shape[1:2] for one in data.tensors}) == 1
 
 
 def _are_batches(tensors: tuple[Tensor, ...]) -> bool:
@@ -121,15 +128,17 @@ def _report_workers(engine: Engine, data: Any) -> None:
     if isinstance(dataset, IterableDataset) and data.num_workers > 1 and _reads_all_in_each_worker(data):
         engine.findings.report(
             "W26",
-            f"each of {data.num_workers} workers reads the whole dataset ({type(dataset).__name__}), so each sample "
-            f"appears {data.num_workers} times in an epoch",
+            f"each of {data.num_workers} workers iterates over the whole dataset ({type(dataset).__name__}), so each "
+            f"sample appears {data.num_workers} times in an epoch, unless samples are drawn at random or from a source "
+            "that the workers share",
             "in __iter__, use torch.utils.data.get_worker_info() to yield only the samples of the current worker",
         )
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(
             "W24",
-            f"each worker has its own copy of every random generator in the data ({', '.join(held)}), so all workers "
-            "draw the same numbers in every epoch, and a resumed run draws different numbers",
+            f"each worker has its own copy of every random generator in the data ({', '.join(held)}). If samples draw "
+            f"from them without seeding them, all workers draw the same numbers"
+            f"{'' if data.persistent_workers else ' in every epoch'}, and a resumed run draws different numbers",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
@@ -175,7 +184,8 @@ def _names_in(function: Any) -> set[str]:
 
 
 def _report_single_samples(engine: Engine, data: Any) -> None:
-    if not isinstance(data, DataLoader) or data.batch_size != 1 or len(engine.updates[0].parameters) == 0:
+    collates = isinstance(data, DataLoader) and data.collate_fn is default_collate  # another may take the only item
+    if not collates or data.batch_size != 1 or len(engine.updates[0].parameters) == 0:
         return
     for name, root in engine.modules.items():
         for place, module in root.named_modules():
@@ -183,8 +193,8 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
             if norm and any(parameter.requires_grad for parameter in module.parameters()):
                 engine.findings.report(
                     "W27",
-                    f"each batch has a single sample, but {name}.{place} ({type(module).__name__}) normalizes over the "
-                    "batch",
+                    f"each batch has a single item (batch_size=1), but {name}.{place} ({type(module).__name__}) "
+                    "normalizes over the batch, so unless an item holds several samples, over this one only",
                     "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
                 )
                 return
@@ -233,7 +243,7 @@ def _check_versions(engine: Engine) -> None:
         if any(one is not None and id(one) in held and one._version != version for one, version in tensors):
             engine.findings.report(
                 "W28",
-                "the batches of the data were changed in place, so the next epoch reads the changed batches",
+                "the batches of the data were written to in place, so later epochs read them as they are now",
                 "copy a batch before you change it: inputs = inputs.clone()",
             )
         feed.versions = None
@@ -247,7 +257,7 @@ def report_length(engine: Engine, more: bool) -> None:
         engine.findings.report(
             "W21",
             f"the data ({type(data).__name__}) has length {length}, but {what}",
-            "correct the __len__ of the data, or pass run(epoch_length=)",
+            "correct the __len__ of the data" + ("" if engine.findings.is_within else ", or pass run(epoch_length=)"),
         )
 
 
@@ -295,7 +305,10 @@ def _report_no_loss(engine: Engine, began: int) -> None:
 def _skips_at_times(update: UpdateState) -> bool:
     """Whether what has returned None is a function of the user's that returns something else at another place."""
     function = update.function or (update.forward if update.output is None else update.spec.loss)
-    function = getattr(function, "loss", None) or function
+    function = unwrap(getattr(function, "loss", None) or function)
+    if not hasattr(function, "__func__") and not isinstance(function, FunctionType):  # an object that is called
+        function = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
+    function = getattr(function, "__func__", function)
     if not isinstance(function, FunctionType) or function.__module__.startswith("signalfire."):
         return False
     steps = list(dis.get_instructions(function))

@@ -18,6 +18,7 @@ from ..authoring.devices import is_readable, widened
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
+from .evaluation_findings import effect_of_training
 from .loss_graph import ignored_by
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class EpochChecks:
         self._parts: list[nn.Module] = []
         self._modes: list[bool] = []
         self._before: list[_Before] = []
+        self._unheld: dict[Tensor, int] = {}  # the versions of what no optimizer holds, as the epoch began
 
     def begin_epoch(self) -> None:
         """Note how the epoch begins; called after EPOCH_STARTED."""
@@ -67,6 +69,8 @@ class EpochChecks:
         self._parts = _parts(engine)
         self._modes = [part.training for part in self._parts]
         self._before = [_Before(engine, update) for update in engine.updates]
+        held = held_by_optimizers(engine)
+        self._unheld = {p: p._version for p in trainable(engine) if p not in held}
 
     def end_epoch(self, *, whole: bool = True) -> None:
         """Compare how the epoch ends; called before EPOCH_COMPLETED.
@@ -139,7 +143,7 @@ class EpochChecks:
             engine.remark(
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
-                + ("received a gradient" if before.counts_versions else "changed"),
+                + ("had a gradient at a step" if before.counts_versions else "changed"),
                 "in the forward pass, use engine.model, not an older model or a copy; do not call no_grad(), detach() "
                 "or item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
@@ -148,8 +152,8 @@ class EpochChecks:
             total, missing = (sum(p.numel() for p in several) for several in (parameters, left))
             engine.remark(
                 "W13",
-                f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) received no "
-                "gradient",
+                f"{said}, but {len(left)} of its {len(parameters)} parameters ({shown(left, names)}) had no "
+                "gradient at any step",
                 "if these parameters should train, look for detach(), no_grad() or an unused module in the forward "
                 "pass; if not, freeze them with requires_grad_(False) or Freezing, or leave them out of the optimizer",
                 key=(update.name, 2 * missing >= total),
@@ -174,18 +178,21 @@ class EpochChecks:
         """Report parameters that appeared in the model after the optimizers were built, or in place of what they hold."""
         engine, names = self.engine, names_of(self.engine)
         held = held_by_optimizers(engine)
-        unheld = [p for p in trainable(engine) if p not in held]
+        unheld = [p for p in trainable(engine) if p not in held and self._unheld.get(p, p._version) == p._version]
         known = {p for p, trained in zip(self._known, self._trainable, strict=True) if trained}
         new = unheld if stale else [p for p in unheld if p not in known]
         if new:
+            unfrozen = {*new} & ({*self._known} - known)
             engine.remark(
                 "W11",
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
                 f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained, "
                 + (
-                    "because requires_grad was set to True after the optimizer was built"
-                    if set(new) <= {*self._known} - known
-                    else "because a layer was created or replaced after the optimizer was built"
+                    "because a layer was created or replaced after the optimizer was built"
+                    if not unfrozen
+                    else "because requires_grad was set to True after the optimizer was built"
+                    if len(unfrozen) == len(new)
+                    else "because layers were created, replaced or unfrozen after the optimizer was built"
                 ),
                 "create all layers before run() and pass the Update an optimizer factory, such as "
                 "partial(torch.optim.AdamW, lr=1e-3); or call optimizer.add_param_group() for the new parameters",
@@ -194,23 +201,29 @@ class EpochChecks:
     def _check_modes(self) -> None:
         """Report modules that were put into another mode and left in it."""
         engine, roots = self.engine, self._roots or {}
-        off = [name for name, root in engine.modules.items() if roots.get(name) and not root.training]
-        parts = self._put_in_eval_mode()
+        held = held_by_optimizers(engine)
+        off = [
+            name
+            for name, root in engine.modules.items()
+            if roots.get(name) and not root.training and not _untrained(root, held) and _knows_modes(root)
+        ]
+        parts = self._put_in_eval_mode(held)
         if off or parts:
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
                 "W14",
                 f"{what} was set to eval mode during training and was still in eval mode at the end of epoch "
-                f"{engine.state.epoch}, so dropout is off and batch statistics do not update",
+                f"{engine.state.epoch}. Unless your code calls train() before the next forward pass, dropout is off and "
+                "batch statistics do not update",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )
 
-    def _put_in_eval_mode(self) -> list[str]:
-        """The parts that are in eval mode and were not; frozen ones and normalization layers are often meant to be."""
+    def _put_in_eval_mode(self, held: set[Tensor]) -> list[str]:
+        """The parts that are in eval mode and were not; untrained ones and normalization layers are often meant to be."""
         names = {part: path for root in self.engine.modules.values() for path, part in root.named_modules()}
         changed = [part for part, was in zip(self._parts, self._modes, strict=True) if was and not part.training]
-        frozen = {inner for part in self._parts if _frozen(part) for inner in part.modules()}
-        meant = [part for part in changed if part in frozen or isinstance(part, _NORMS)]
+        untrained = {inner for part in self._parts if _untrained(part, held) for inner in part.modules()}
+        meant = [one for one in changed if one in untrained or isinstance(one, _NORMS) or not _knows_modes(one)]
         return [names.get(part, type(part).__name__) for part in changed if part not in meant]
 
     def _check_loss(self, update: UpdateState) -> None:
@@ -229,10 +242,13 @@ class EpochChecks:
             what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
             engine.remark(
                 "W15",
-                f"at the end of epoch {engine.state.epoch}, "
+                f"after iteration {engine.state.iteration}, "
                 + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
                 "attach NonFiniteGuard() to skip such steps and report their cause; look for NaN in the data, a "
-                "logarithm or division by zero, or a learning rate that is too high",
+                "logarithm or division by zero, or a learning rate that is too high"
+                if bad
+                else "look for NaN in the data, or a logarithm or division by zero, such as the mean of no samples; "
+                "NonFiniteGuard(check='both') skips the steps of such losses",
             )
 
     def _ignores_all(self, loss: Tensor) -> bool:
@@ -249,9 +265,10 @@ class EpochChecks:
         if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
             engine.remark(
                 "W17",
-                f"the optimizer of update {update.name!r} ran {counted_now - before.counted} steps in epoch "
+                f"the optimizer of update {update.name!r} counted {counted_now - before.counted} steps in epoch "
                 f"{engine.state.epoch}, but the engine ran only {steps}",
-                "remove your call to optimizer.step(), because the engine calls it once per accumulation window",
+                "if your code calls optimizer.step(), remove the call, because the engine calls it once per "
+                "accumulation window",
                 key=update.name,
             )
         rates = [*before.rates, *rates_of(update)]
@@ -402,6 +419,12 @@ def counted(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _frozen(part: nn.Module) -> bool:
+def _untrained(part: nn.Module, held: set[Tensor]) -> bool:
+    """Whether all parameters of a module are frozen, or in no optimizer."""
     parameters: list[Any] = list(part.parameters())
-    return bool(parameters) and not any(p.requires_grad for p in parameters)
+    return bool(parameters) and not any(p.requires_grad and p in held for p in parameters)
+
+
+def _knows_modes(module: nn.Module) -> bool:
+    """Whether a module does something else in training mode."""
+    return any(effect_of_training(part) for part in module.modules())

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Averaging", "note_last_values", "note_scale", "report_averages_left_out", "report_drawn_samples", "report_dropped_samples",
+    "Averaging", "effect_of_training", "note_last_values", "note_scale", "report_averages_left_out", "report_drawn_samples",
+    "report_dropped_samples",
     "report_nothing_measured", "report_other_scale", "report_other_weights", "report_raw_weights", "report_training_mode",
     "report_untaken_averages", "watch_averages", "watch_weights",
 ]  # fmt: skip
@@ -140,7 +141,7 @@ def report_training_mode(engine: Engine) -> None:
         f"{root}.{path}" if path else root: effect
         for root, module in engine.modules.items()
         for path, part in module.named_modules()
-        if part.training and (effect := _in_training(part))
+        if part.training and (effect := effect_of_training(part))
     }
     if effects:
         first, *others = effects
@@ -153,7 +154,7 @@ def report_training_mode(engine: Engine) -> None:
         )
 
 
-def _in_training(part: nn.Module) -> str | None:
+def effect_of_training(part: nn.Module) -> str | None:
     """What a module does in training mode only; None if it does the same in both."""
     rate = getattr(part, "p" if isinstance(part, _DropoutNd) else "dropout", 0.0)
     if isinstance(part, _DropoutNd | nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0:
@@ -205,8 +206,8 @@ def report_drawn_samples(engine: Engine) -> None:
     if isinstance(sampler, WeightedRandomSampler | RandomSampler) and sampler.replacement:
         engine.findings.report(
             "W20",
-            f"the evaluation draws its samples with replacement ({type(sampler).__name__}), so some samples appear "
-            "more than once and others not at all",
+            f"the evaluation draws its samples with replacement ({type(sampler).__name__}), so samples may appear "
+            "more than once or not at all",
             "to evaluate each sample once, use DataLoader(dataset, batch_size) without a sampler",
             key=id(data),
         )

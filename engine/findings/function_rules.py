@@ -195,7 +195,9 @@ def _steps_an_optimizer(it: Composition, receiver: Any) -> bool:
     if not isinstance(function, FunctionType):
         return False
     variables, arguments = inspect.getclosurevars(function), function.__code__.co_varnames
-    known = {**variables.globals, **variables.nonlocals} | ({} if owner is None else {arguments[0]: owner})
+    outer = {**variables.globals, **variables.nonlocals}  # by name, and so also those that a local variable shadows
+    known = {name: one for name, one in outer.items() if name not in arguments}
+    known |= {} if owner is None else {arguments[0]: owner}
     engine = arguments[owner is not None :][:1]
     used = [one for one in dis.get_instructions(function) if one.opname.startswith(("LOAD_", "STORE_FAST"))]
     return any(
@@ -232,6 +234,8 @@ def _is_of_engine(
         return False
     place = len(of) - 1 - of[::-1].index(False)
     name = used[place].argval
+    if place and used[place - 1].opname in ("LOAD_GLOBAL", "LOAD_DEREF") and used[place - 1].argval in known:
+        return False  # an argument of a function of the user's, or an index of a container
     held = known.get(name)
     if place + 1 < len(used) and held is not None and not isinstance(held, type(it.engine)):
         held = inspect.getattr_static(held, str(used[place + 1].argval), None)

@@ -34,7 +34,8 @@ class OwnLoads:
     def __init__(self, engine: Engine) -> None:
         reference, taken = Reference(engine), _Taken()
         self._hooks: list[Any] = []
-        for root in engine.modules.values() if engine.training else ():
+        roots = engine.modules.values() if engine.training else ()
+        for root in (one for one in roots if not isinstance(one, torch.jit.ScriptModule)):  # which refuses hooks
             look = partial(_look_safely, reference, taken)
             self._hooks.append(root.register_load_state_dict_pre_hook(look))
             self._hooks.append(root._register_state_dict_hook(partial(note_taken, reference, taken)))

@@ -81,7 +81,7 @@ def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
     engine.findings.report(
         "W24",
         f"the {type(data).__name__} continues after batch {read} of an epoch, but its {data.num_workers} workers "
-        "restart their random numbers, so augmented samples differ from those of an uninterrupted run",
+        "restart their random numbers, so samples that draw random numbers differ from those of an uninterrupted run",
         "use a DataLoader, in which each sample is seeded separately; or use num_workers=0; or save only at the end of "
         "an epoch",
         key="resumed",

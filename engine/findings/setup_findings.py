@@ -37,8 +37,9 @@ def report_untrained(engine: Engine) -> None:
     if any(parameter.requires_grad for parameter in engine.modules.parameters()):
         engine.findings.report(
             "W10",
-            f"run(max_epochs={state.max_epochs}): nothing is trained, because no update has an optimizer",
-            "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch",
+            f"run(max_epochs={state.max_epochs}): the engine trains nothing, because no update has an optimizer",
+            "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch; if "
+            "your own code changes the weights, build the Engine with allow=['W10']",
         )
 
 

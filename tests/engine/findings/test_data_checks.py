@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.findings import data_checks
+from signalfire.findings.data_checks import _report_different, _report_workers
 from signalfire.handlers import DistributedDataParallel
 from tests.kit import SGD, batches, build, finished, linear
 from tests.processes import run_together
@@ -234,3 +237,78 @@ def test_first_batches_of_other_texts_or_numbers_are_not_equal() -> None:
         for texts, part in ((("a", "b"), 0), (("a", "b"), 0), (("a", "c"), 0), (("a", "b"), 1))
     ]
     assert [one == same for one in others] == [True, False, False]
+
+
+class Collector:
+    """Has a loss once it has collected a few batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[Any] = []
+
+    def learn(self, engine: Engine, batch: Any) -> Tensor | None:
+        self.batches.append(batch)
+        if len(self.batches) < 5:
+            return None
+        return mse_loss(engine.model(batch[0]), batch[1])
+
+    def __call__(self, engine: Engine, batch: Any) -> Tensor | None:
+        if (loss := self.learn(engine, batch)) is not None:
+            return loss
+        return None
+
+
+def timed(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(*given: Any) -> Any:
+        return function(*given)
+
+    return call
+
+
+@pytest.mark.parametrize("make", [lambda: Collector().learn, Collector, lambda: timed(Collector().learn)])
+def test_a_method_an_object_or_a_wrapped_function_may_return_a_loss_later(make: Any) -> None:
+    engine = Engine(Update(function=make(), optimizer=SGD), model=linear(5, 1), seed=0)
+    engine.run(batches(3), max_epochs=2)
+    assert (engine.updates[0].steps, len(engine.findings.of_run().of("W29"))) == (2, 0)
+
+
+def test_rows_of_indices_and_a_data_set_of_batches_are_no_single_samples() -> None:
+    inputs, targets = torch.randn(12, 5), torch.randn(12, 1)
+    update = Update.from_function(lambda engine, rows: mse_loss(engine.model(inputs[rows]), targets[rows]), SGD)
+    Engine(update, model=linear(5, 1), seed=0).run(torch.arange(12).view(3, 4), max_epochs=1)
+    build(linear(5, 1)).run(TensorDataset(inputs.view(3, 4, 5), targets.view(3, 4, 1)), max_epochs=1)
+    with pytest.warns(FindingWarning, match="W23"):
+        build(linear(5, 1)).run(TensorDataset(inputs, targets), max_epochs=1)
+
+
+def test_what_collates_itself_may_take_a_batch_of_the_data_set() -> None:
+    items = TensorDataset(torch.randn(3, 4, 5), torch.randn(3, 4, 1))
+    loader = DataLoader(items, 1, shuffle=True, collate_fn=lambda given: given[0])
+    build(nn.Sequential(nn.BatchNorm1d(5), linear(5, 1))).run(loader, max_epochs=1)
+
+
+class Drawn(Dataset[Any]):
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((5,), self.generator.normal()).float(), torch.zeros(1)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_workers_draw_is_said_with_its_conditions(persistent: bool) -> None:
+    loader = DataLoader(Drawn(), 2, shuffle=True, num_workers=1, persistent_workers=persistent)
+    engine = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), seed=0)
+    with pytest.warns(FindingWarning, match="W24.*If samples draw from them without seeding them") as caught:
+        _report_workers(engine, loader)
+    assert ("in every epoch" in str(caught[0].message)) is not persistent
+
+
+def test_what_is_not_a_number_on_all_ranks_is_not_different() -> None:
+    engine = build(linear(5, 1))
+    _report_different(engine, [], [(1.0, float("nan")), (1.0, float("nan"))])
+    with pytest.warns(FindingWarning, match="W25"):
+        _report_different(engine, [], [(1.0, float("nan")), (2.0, float("nan"))])

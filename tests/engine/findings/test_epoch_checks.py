@@ -336,3 +336,78 @@ def test_a_head_of_zeros_is_the_only_part_that_the_first_step_moves() -> None:
     nn.init.zeros_(engine.model[-1].weight)
     engine.run(batches(1), max_epochs=1)
     assert not engine.findings.of_run().of("W84")
+
+
+@pytest.mark.parametrize("trained_by", ["its group", "an optimizer of the user's", "averaging"])
+def test_a_layer_of_a_later_epoch_that_something_trains_is_not_said_to_be_untrained(trained_by: str) -> None:
+    engine = build(nn.Sequential(linear(5, 8), linear(8, 1)))
+
+    def add(engine: Engine) -> None:
+        layer = linear(8, 1)
+        if trained_by == "its group":
+            engine.model[1] = layer
+            engine.optimizer.param_groups[0]["params"] = list(engine.model.parameters())
+        else:
+            engine.model[1].register_module("other", layer)
+
+    def train(engine: Engine) -> None:
+        other = getattr(engine.model[1], "other", None)
+        if other is not None and trained_by == "averaging":
+            with torch.no_grad():
+                other.weight.lerp_(engine.model[1].weight, 0.1)
+                other.bias.lerp_(engine.model[1].bias, 0.1)
+        elif other is not None:
+            other(torch.ones(1, 8)).mean().backward()
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+    engine.connect(Events.EPOCH_STARTED(once=2), add)
+    engine.connect(Events.ITERATION_COMPLETED, train)
+    engine.run(batches(), max_epochs=3)
+    assert not {"W11", "W13"} & {one.code for one in engine.findings.of_run()}
+
+
+def test_of_what_was_added_and_what_was_unfrozen_both_is_said() -> None:
+    model = nn.Sequential(linear(5, 8).requires_grad_(False), linear(8, 1))
+    engine = build(model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+
+    def change(engine: Engine) -> None:
+        model[0].requires_grad_(True)
+        model[1].register_module("other", linear(2, 2))
+
+    engine.connect(Events.EPOCH_STARTED(once=2), change)
+    with pytest.warns(FindingWarning, match="W11.*because layers were created, replaced or unfrozen"):
+        engine.run(batches(), max_epochs=2)
+
+
+class Teacher(nn.Module):
+    """A student, and a teacher that is in eval mode from the first forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = linear(5, 1), nn.Sequential(nn.Dropout(0.5), linear(5, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.teacher.eval()
+        return self.student(x) + self.teacher(x).detach()  # type: ignore[no-any-return]
+
+
+def test_eval_mode_of_what_no_optimizer_holds_or_what_knows_no_modes_is_no_mistake() -> None:
+    model = Teacher()
+    build(model, optimizer=torch.optim.SGD(model.student.parameters(), lr=0.1), allow=["C08"]).run(
+        batches(), max_epochs=2
+    )
+    engine = build(mlp(5, 8, 1))
+    engine.connect(Events.ITERATION_COMPLETED(once=2), lambda engine: engine.model.eval() and None)
+    engine.run(batches(), max_epochs=2)
+
+
+def test_a_loss_that_is_nan_within_an_epoch_is_said_to_be_that() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output[target[:, 0] > 1e9]).mean()
+
+    engine = build(linear(5, 1), loss=loss, allow=["W12"])
+    with pytest.warns(FindingWarning) as caught:
+        engine.run(batches(), max_iters=3)
+    (said,) = [str(one.message) for one in caught if "W15" in str(one.message)]
+    assert "after iteration 3, the loss of update 'main' is NaN; look for NaN in the data" in said
+    assert "NonFiniteGuard(check='both') skips the steps of such losses" in said

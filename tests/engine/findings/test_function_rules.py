@@ -102,6 +102,33 @@ def fit_a_new_one(engine: Engine) -> None:
     probe.optimizer.step()
 
 
+class ProbeOf(Probe):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def fit_one_of_the_model(engine: Engine) -> None:
+    probe = ProbeOf(engine.model)
+    probe.optimizer.step()
+
+
+optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def step_a_local_one(engine: Engine) -> None:
+    rate = engine.optimizer.param_groups[0]["lr"]
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=10 * rate)
+    optimizer.step()
+
+
+probes = {epoch: Probe() for epoch in range(3)}
+
+
+def step_one_of_the_epoch(engine: Engine) -> None:
+    probes[engine.state.epoch].optimizer.step()
+
+
 def step(engine: Engine) -> None:
     engine.updates[0].optimizer.step()  # type: ignore[union-attr]
 
@@ -121,7 +148,7 @@ class Holder:
 
 def test_an_optimizer_beside_that_of_the_engine_may_be_stepped() -> None:
     engine = build(linear(5, 1))
-    for function in (Probe().fit, fit_a_new_one):
+    for function in (Probe().fit, fit_a_new_one, fit_one_of_the_model, step_one_of_the_epoch):
         with engine.connect(Events.ITERATION_COMPLETED, function):
             assert not engine.check(batches(), max_epochs=1).of("W17")
     for function in (step, step_all, Holder(engine).step):
@@ -171,3 +198,10 @@ def test_a_handler_clips_one_of_two_networks_and_a_function_the_other() -> None:
     engine.attach(GradientClipping(max_norm=1.0, update="g"), AutoClip(update="d"))
     engine.connect(Events.GRADIENTS_READY, clip)
     assert {one.code for one in engine.check(batches(), max_epochs=1)}.isdisjoint({"C03", "C04"})
+
+
+def test_a_local_variable_is_not_the_global_one_of_its_name() -> None:
+    optimizer.param_groups[0]["params"] = list((model := linear(5, 1)).parameters())
+    engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model)
+    engine.connect(Events.EPOCH_COMPLETED, step_a_local_one)
+    assert not engine.check(batches(), max_epochs=1).of("W17")

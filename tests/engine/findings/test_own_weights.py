@@ -111,3 +111,10 @@ def test_a_state_of_an_earlier_iteration_is_not_that_of_its_time() -> None:
     engine.connect(Events.EPOCH_COMPLETED, keep)
     with pytest.warns(FindingWarning, match="W67"):
         engine.run(batches(2), max_epochs=2)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_scripted_model_which_refuses_hooks_is_looked_at_all_the_same() -> None:
+    engine = build(torch.jit.script(linear(5, 1)))  # type: ignore[no-untyped-call]
+    engine.run(batches(), max_epochs=1)
+    assert not engine.findings.of_run().of("W09")

@@ -30,7 +30,7 @@ def test_a_finding_is_a_warning_of_the_users_line_and_comes_once_a_run() -> None
     engine = untrained()
     engine.connect(Events.ITERATION_STARTED, lambda engine: engine.findings.report("W10", "again", WAY_OUT))
     for _ in range(2):
-        with pytest.warns(FindingWarning, match="W10: .*nothing is trained") as caught:
+        with pytest.warns(FindingWarning, match="W10: .*trains nothing") as caught:
             engine.run(batches(), max_epochs=2)
         assert [Path(one.filename).name for one in caught] == [Path(__file__).name]
         assert [finding.code for finding in engine.findings.of_run()] == ["W10"]
