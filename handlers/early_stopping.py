@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.authoring import Claim, Monitor, check_bool, check_every, check_int, check_number, last_epoch
+from signalfire.core.connection import Connection
 from signalfire.core.settings import is_default
 from signalfire.findings import finding
 from signalfire.findings.function_rules import is_users
@@ -296,13 +297,18 @@ def _most_values(engine: Engine, metric: str, epochs: int) -> int | None:
 
 def _writes_by_epoch(engine: Engine, producer: Handler | None) -> bool:
     """Whether a handler writes metrics only as epochs begin and end; without one, whether all code of the user's does."""
+
+    def may_write(one: Connection) -> bool:
+        of_it = is_users(one) if producer is None else one.owner == producer.name
+        return of_it and (one.writes is None or "metrics" in one.writes)
+
+    signals = [signal for signal in engine.signals.all() if any(map(may_write, signal.connections))]
+    by_epoch = {signal.event for signal in signals} <= _ONCE_AN_EPOCH
+    return by_epoch and (producer is not None or not _has_own_steps(engine))
+
+
+def _has_own_steps(engine: Engine) -> bool:
+    """Whether a forward, a loss or a step is a function of the user's, in which metrics may be written."""
     specs = [one for update in engine.updates for one in (update.spec.forward, update.spec.loss, update.spec.function)]
-    modules = [str(getattr(one, "__module__", "")) for one in specs if one is not None and producer is None]
-    written = {
-        signal.event
-        for signal in engine.signals.all()
-        for one in signal.connections
-        if (is_users(one) if producer is None else one.owner == producer.name)
-        and (one.writes is None or "metrics" in one.writes)
-    }
-    return written <= _ONCE_AN_EPOCH and all(one.startswith(("signalfire.", "torch.")) for one in modules)
+    modules = [str(getattr(one, "__module__", "")) for one in specs if one is not None]
+    return not all(one.startswith(("signalfire.", "torch.")) for one in modules)

@@ -423,11 +423,7 @@ class MetricCalls(EagerMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = [one for one in args[:2] if isinstance(one, Tensor)]
-        if (name := getattr(func, "__name__", "")) not in _SAME:
-            of_parameter = bool(given) and isinstance(given[0], nn.Parameter)  # as a temperature is
-            self._last = "" if of_parameter else name, result
-        if name in ("__getitem__", "unsqueeze") and result.dim() > args[0].dim():
-            self._unsqueezed.append(result)
+        self._note(getattr(func, "__name__", ""), given, result)
         if len(given) == 2 and isinstance(result, Tensor) and result.dim() == 2 and len(result) > 1:
             self.problems += self._pairs(given, result)
         return result
@@ -444,6 +440,13 @@ class MetricCalls(EagerMode):
                 f"{list(result.shape)}, so every sample is compared with the targets of all samples",
                 "give output and targets the same shape, for example with squeeze(-1)",
             )
+
+    def _note(self, name: str, given: list[Tensor], result: Any) -> None:
+        """Note the last function that computes something; not of a parameter alone, such as a temperature."""
+        if name not in _SAME:
+            self._last = "" if given and isinstance(given[0], nn.Parameter) else name, result
+        if name in ("__getitem__", "unsqueeze") and given and result.dim() > given[0].dim():
+            self._unsqueezed.append(result)
 
     def averages(self, function: Any, value: Any) -> Problem | None:
         """What is wrong about averaging what the function returned over batches; None if nothing is known to be."""

@@ -95,9 +95,7 @@ def _texts_in(value: Any) -> list[Any]:
 def _report_samples(engine: Engine, data: Any) -> None:
     tensors = isinstance(data, tuple) and len(data) > 1 and all(isinstance(one, Tensor) for one in data)
     whole = tensors and not _are_batches(data)
-    samples = isinstance(data, Subset) or (isinstance(data, TensorDataset) and not _holds_batches(data))
-    # Rows of whole numbers may be the indices of batches.
-    samples |= engine.training and isinstance(data, Tensor) and data.dim() < 3 and data.is_floating_point()
+    samples = _holds_samples(data) or (engine.training and _has_rows(data))
     if whole or samples or (isinstance(data, tuple) and any(isinstance(one, Dataset | DataLoader) for one in data)):
         what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
         engine.findings.report(
@@ -107,10 +105,17 @@ def _report_samples(engine: Engine, data: Any) -> None:
         )
 
 
-def _holds_batches(data: TensorDataset) -> bool:
-    """Whether the items of a data set seem to be batches: all of its tensors have a second dimension of the same length."""
+def _holds_samples(data: Any) -> bool:
+    """Whether a data set of torch's holds samples; not where all of its tensors have a second dimension of the same length."""
+    if not isinstance(data, TensorDataset):
+        return isinstance(data, Subset)
     several = len(data.tensors) > 1 and max(one.dim() for one in data.tensors) > 2
-    return several and len({one.shape[1:2] for one in data.tensors}) == 1
+    return not several or len({one.shape[1:2] for one in data.tensors}) > 1
+
+
+def _has_rows(data: Any) -> bool:
+    """Whether a tensor has rows that are samples; rows of whole numbers may be the indices of batches."""
+    return isinstance(data, Tensor) and data.dim() < 3 and data.is_floating_point()
 
 
 def _are_batches(tensors: tuple[Tensor, ...]) -> bool:
@@ -184,8 +189,7 @@ def _names_in(function: Any) -> set[str]:
 
 
 def _report_single_samples(engine: Engine, data: Any) -> None:
-    collates = isinstance(data, DataLoader) and data.collate_fn is default_collate  # another may take the only item
-    if not collates or data.batch_size != 1 or len(engine.updates[0].parameters) == 0:
+    if not _has_single_items(data) or len(engine.updates[0].parameters) == 0:
         return
     for name, root in engine.modules.items():
         for place, module in root.named_modules():
@@ -198,6 +202,11 @@ def _report_single_samples(engine: Engine, data: Any) -> None:
                     "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
                 )
                 return
+
+
+def _has_single_items(data: Any) -> bool:
+    """Whether each batch is made of one item; a collate function of the user's may take an item that is a batch."""
+    return isinstance(data, DataLoader) and data.batch_size == 1 and data.collate_fn is default_collate
 
 
 # ---- as epochs end ------------------------------------------------------------------------------------------------
@@ -304,17 +313,22 @@ def _report_no_loss(engine: Engine, began: int) -> None:
 
 def _skips_at_times(update: UpdateState) -> bool:
     """Whether what has returned None is a function of the user's that returns something else at another place."""
-    function = update.function or (update.forward if update.output is None else update.spec.loss)
-    function = unwrap(getattr(function, "loss", None) or function)
-    if not hasattr(function, "__func__") and not isinstance(function, FunctionType):  # an object that is called
-        function = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
-    function = getattr(function, "__func__", function)
+    function = _function_of(update)
     if not isinstance(function, FunctionType) or function.__module__.startswith("signalfire."):
         return False
     steps = list(dis.get_instructions(function))
     nothing = [one.opname.endswith("_CONST") and one.argval is None for one in steps]
     values = any(one.opname == "RETURN_VALUE" and not nothing[place - 1] for place, one in enumerate(steps))
     return any(nothing) and values
+
+
+def _function_of(update: UpdateState) -> Any:
+    """The plain function behind what has returned None."""
+    function = update.function or (update.forward if update.output is None else update.spec.loss)
+    function = unwrap(getattr(function, "loss", None) or function)
+    if not hasattr(function, "__func__") and not isinstance(function, FunctionType):  # an object that is called
+        function = getattr(type(function), "forward" if isinstance(function, nn.Module) else "__call__", None)
+    return getattr(function, "__func__", function)
 
 
 def _name(function: Any) -> str:

@@ -38,6 +38,21 @@ __all__ = [
 ]
 
 _INFINITY = float("inf")
+_LATE = {
+    (True, True): "requires_grad was set to True",
+    (False, False): "a layer was created or replaced",
+    (False, True): "layers were created, replaced or unfrozen",
+}
+"""Why parameters are in no optimizer, by whether all of them were unfrozen, and whether any was."""
+
+_WAYS_OUT_OF_NAN = {
+    True: "attach NonFiniteGuard() to skip such steps and report their cause; look for NaN in the data, a logarithm or "
+    "division by zero, or a learning rate that is too high",
+    False: "look for NaN in the data, or a logarithm or division by zero, such as the mean of no samples; "
+    "NonFiniteGuard(check='both') skips the steps of such losses",
+}
+"""By whether weights are NaN, or only the loss."""
+
 _NORMS = nn.modules.batchnorm._NormBase
 
 
@@ -178,25 +193,24 @@ class EpochChecks:
         """Report parameters that appeared in the model after the optimizers were built, or in place of what they hold."""
         engine, names = self.engine, names_of(self.engine)
         held = held_by_optimizers(engine)
-        unheld = [p for p in trainable(engine) if p not in held and self._unheld.get(p, p._version) == p._version]
+        unheld = [p for p in trainable(engine) if p not in held and not self._is_changed(p)]
         known = {p for p, trained in zip(self._known, self._trainable, strict=True) if trained}
         new = unheld if stale else [p for p in unheld if p not in known]
         if new:
             unfrozen = {*new} & ({*self._known} - known)
+            what = _LATE[len(unfrozen) == len(new), bool(unfrozen)]
             engine.remark(
                 "W11",
                 f"{counted(len(new), 'parameter')} of the model ({shown(new, names)}) "
                 f"{'is' if len(new) == 1 else 'are'} in no optimizer and not trained, "
-                + (
-                    "because a layer was created or replaced after the optimizer was built"
-                    if not unfrozen
-                    else "because requires_grad was set to True after the optimizer was built"
-                    if len(unfrozen) == len(new)
-                    else "because layers were created, replaced or unfrozen after the optimizer was built"
-                ),
+                f"because {what} after the optimizer was built",
                 "create all layers before run() and pass the Update an optimizer factory, such as "
                 "partial(torch.optim.AdamW, lr=1e-3); or call optimizer.add_param_group() for the new parameters",
             )
+
+    def _is_changed(self, parameter: Tensor) -> bool:
+        """Whether something beside the engine's optimizers has changed a parameter in this epoch."""
+        return self._unheld.get(parameter, parameter._version) != parameter._version
 
     def _check_modes(self) -> None:
         """Report modules that were put into another mode and left in it."""
@@ -223,8 +237,8 @@ class EpochChecks:
         names = {part: path for root in self.engine.modules.values() for path, part in root.named_modules()}
         changed = [part for part, was in zip(self._parts, self._modes, strict=True) if was and not part.training]
         untrained = {inner for part in self._parts if _untrained(part, held) for inner in part.modules()}
-        meant = [one for one in changed if one in untrained or isinstance(one, _NORMS) or not _knows_modes(one)]
-        return [names.get(part, type(part).__name__) for part in changed if part not in meant]
+        left = [one for one in changed if not isinstance(one, _NORMS) and _knows_modes(one)]
+        return [names.get(part, type(part).__name__) for part in left if part not in untrained]
 
     def _check_loss(self, update: UpdateState) -> None:
         """Look at the weights if the last loss of the epoch is NaN, as it is once they are."""
@@ -244,11 +258,7 @@ class EpochChecks:
                 "W15",
                 f"after iteration {engine.state.iteration}, "
                 + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
-                "attach NonFiniteGuard() to skip such steps and report their cause; look for NaN in the data, a "
-                "logarithm or division by zero, or a learning rate that is too high"
-                if bad
-                else "look for NaN in the data, or a logarithm or division by zero, such as the mean of no samples; "
-                "NonFiniteGuard(check='both') skips the steps of such losses",
+                _WAYS_OUT_OF_NAN[bool(bad)],
             )
 
     def _ignores_all(self, loss: Tensor) -> bool:

@@ -234,15 +234,27 @@ def _is_of_engine(
         return False
     place = len(of) - 1 - of[::-1].index(False)
     name = used[place].argval
-    if place and used[place - 1].opname in ("LOAD_GLOBAL", "LOAD_DEREF") and used[place - 1].argval in known:
-        return False  # an argument of a function of the user's, or an index of a container
-    held = known.get(name)
-    if place + 1 < len(used) and held is not None and not isinstance(held, type(it.engine)):
-        held = inspect.getattr_static(held, str(used[place + 1].argval), None)
+    held = _held_at(it, used, place, known)
+    if held is _OF_ANOTHER:
+        return False
     if name in engine or isinstance(held, type(it.engine)):
         return True
     made = (at for at, one in enumerate(used[:place]) if one.opname == "STORE_FAST" and one.argval == name)
     return any(_is_of_engine(it, used[:at], known, engine) for at in made)
+
+
+def _held_at(it: Composition, used: Sequence[dis.Instruction], place: int, known: Mapping[str, Any]) -> Any:
+    """The object of a variable, or its attribute; `_OF_ANOTHER` for an argument of a function or an index of a container."""
+    before = used[place - 1] if place else None
+    if before is not None and before.opname in ("LOAD_GLOBAL", "LOAD_DEREF") and before.argval in known:
+        return _OF_ANOTHER
+    held = known.get(used[place].argval)
+    if place + 1 < len(used) and held is not None and not isinstance(held, type(it.engine)):
+        held = inspect.getattr_static(held, str(used[place + 1].argval), None)
+    return held
+
+
+_OF_ANOTHER = object()
 
 
 def _held(holder: Any) -> Optimizer | None:
