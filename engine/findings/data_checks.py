@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["check_data", "check_epoch", "check_steps", "note_batches", "report_length"]
+__all__ = [
+    "check_data", "check_epoch", "check_steps", "note_batches", "report_different", "report_length", "report_workers",
+]  # fmt: skip
 
 _MOST_BATCHES = 200
 
@@ -41,17 +43,17 @@ def check_data(engine: Engine) -> None:
     if data is None:
         return
     if feed.contents:
-        safely(_report_different, engine, data, feed.contents)
+        safely(report_different, engine, data, feed.contents)
     elif source.policy == "own" and engine.processes.distributed and engine.training:
         _check_own(engine, data)
     safely(_report_samples, engine, data)
-    safely(_report_workers, engine, data)
+    safely(report_workers, engine, data)
     if engine.training:
         safely(_report_single_samples, engine, data)
         feed.versions = safely(_versions, data)
 
 
-def _report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None:
+def report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None:
     """Report ranks that should have the same data, and have not."""
     same = isinstance(engine.group.data, SameData)
     if any(repr(one) != repr(contents[0]) for one in contents):  # by which NaN is equal to NaN
@@ -126,7 +128,7 @@ def _are_batches(tensors: tuple[Tensor, ...]) -> bool:
     return len(tensors) > 2 or (is_readable(first) and first._base is not None and first._base is tensors[1]._base)
 
 
-def _report_workers(engine: Engine, data: Any) -> None:
+def report_workers(engine: Engine, data: Any) -> None:
     if not draws_in_workers(data):
         return
     dataset = getattr(data, "dataset", None)

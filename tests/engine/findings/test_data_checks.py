@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.findings import data_checks
-from signalfire.findings.data_checks import _report_different, _report_workers
+from signalfire.findings.data_checks import report_different, report_workers
 from signalfire.handlers import DistributedDataParallel
 from tests.kit import SGD, batches, build, finished, linear
 from tests.processes import run_together
@@ -276,9 +276,9 @@ def test_rows_of_indices_and_a_data_set_of_batches_are_no_single_samples() -> No
     inputs, targets = torch.randn(12, 5), torch.randn(12, 1)
     update = Update.from_function(lambda engine, rows: mse_loss(engine.model(inputs[rows]), targets[rows]), SGD)
     Engine(update, model=linear(5, 1), seed=0).run(torch.arange(12).view(3, 4), max_epochs=1)
-    build(linear(5, 1)).run(TensorDataset(inputs.view(3, 4, 5), targets.view(3, 4, 1)), max_epochs=1)
+    build(linear(5, 1)).run(TensorDataset(inputs.view(3, 4, 5), targets.view(3, 4, 1)), max_epochs=1)  # type: ignore[arg-type]
     with pytest.warns(FindingWarning, match="W23"):
-        build(linear(5, 1)).run(TensorDataset(inputs, targets), max_epochs=1)
+        build(linear(5, 1)).run(TensorDataset(inputs, targets), max_epochs=1)  # type: ignore[arg-type]
 
 
 def test_what_collates_itself_may_take_a_batch_of_the_data_set() -> None:
@@ -303,12 +303,12 @@ def test_what_workers_draw_is_said_with_its_conditions(persistent: bool) -> None
     loader = DataLoader(Drawn(), 2, shuffle=True, num_workers=1, persistent_workers=persistent)
     engine = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), seed=0)
     with pytest.warns(FindingWarning, match="W24.*If samples draw from them without seeding them") as caught:
-        _report_workers(engine, loader)
+        report_workers(engine, loader)
     assert ("in every epoch" in str(caught[0].message)) is not persistent
 
 
 def test_what_is_not_a_number_on_all_ranks_is_not_different() -> None:
     engine = build(linear(5, 1))
-    _report_different(engine, [], [(1.0, float("nan")), (1.0, float("nan"))])
+    report_different(engine, [], [(1.0, float("nan")), (1.0, float("nan"))])
     with pytest.warns(FindingWarning, match="W25"):
-        _report_different(engine, [], [(1.0, float("nan")), (2.0, float("nan"))])
+        report_different(engine, [], [(1.0, float("nan")), (2.0, float("nan"))])

@@ -368,7 +368,7 @@ def test_a_layer_of_a_later_epoch_that_something_trains_is_not_said_to_be_untrai
 
 def test_of_what_was_added_and_what_was_unfrozen_both_is_said() -> None:
     model = nn.Sequential(linear(5, 8).requires_grad_(False), linear(8, 1))
-    engine = build(model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+    engine = build(model, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))  # type: ignore[arg-type]
 
     def change(engine: Engine) -> None:
         model[0].requires_grad_(True)
@@ -393,7 +393,7 @@ class Teacher(nn.Module):
 
 def test_eval_mode_of_what_no_optimizer_holds_or_what_knows_no_modes_is_no_mistake() -> None:
     model = Teacher()
-    build(model, optimizer=torch.optim.SGD(model.student.parameters(), lr=0.1), allow=["C08"]).run(
+    build(model, optimizer=torch.optim.SGD(model.student.parameters(), lr=0.1), allow=["C08"]).run(  # type: ignore[arg-type]
         batches(), max_epochs=2
     )
     engine = build(mlp(5, 8, 1))
