@@ -34,8 +34,8 @@ _TEXTS = {
     "W06": "A handler monitors a metric of the training data, although validation metrics are also measured. "
     "Overfitting goes undetected.",
     "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop the run.",
-    "W08": "`min_delta` is larger than the metric itself, so no value can count as an improvement, and the run stops "
-    "early.",
+    "W08": "`min_delta` is as large as all values of the metric, so it may be too large for any value to count as an "
+    "improvement, and the run stops early.",
     "W09": "A check raised an error and was skipped. The run continues, because it does not depend on the check.",
     # W1x: steps and optimizers
     "W10": "The engine trains nothing: no `Update` has an optimizer, but `run` was called for several epochs, as in training.",
@@ -69,7 +69,7 @@ _TEXTS = {
     "unless samples are drawn at random or shared between workers.",
     "W27": "BatchNorm normalizes over the batch, but each batch has a single sample, so the batch statistics are those "
     "of this one sample.",
-    "W28": "Your code changed the batches of the data in place, so the next epoch trains on the changed batches.",
+    "W28": "Your code wrote to the batches of the data in place, so later epochs train on the batches as they are then.",
     "W29": "No optimizer step ran, because no function returned a loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming
     "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
