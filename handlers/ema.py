@@ -135,11 +135,12 @@ class EMA(AveragedWeights):
         every = int(self.every.value)
         first = max(update.steps, self.start)
         averages = self.count + (update.steps + to_come) // every - first // every
+        begun = self.start if self.count else first
         if averages > 0 and (share := self.decay ** (averages - 1)) > 0.5:
             engine.findings.report(
                 "W55",
-                f"EMA(decay={self.decay:g}): after the {averages} updates in this run, {share:.1%} of the average "
-                "still comes from the initial weights",
+                f"EMA(decay={self.decay:g}): after {averages} updates, at the end of this run, {share:.1%} of the "
+                f"average still comes from the {f'weights after step {begun}' if begun else 'initial weights'}",
                 "use a smaller decay, or warmup=True, which starts with a smaller decay",
                 self.name,
             )

@@ -81,16 +81,21 @@ class LimitBatches(Handler):
                     "detach the handler, and attach it again"
                 )
         limited = None if engine.feed.source is None else engine.feed.source.given
-        there = length_hint(limited.data, -1) if isinstance(limited, FirstBatches) else -1
-        if self.validation is None and isinstance(limited, FirstBatches) and 0 <= there <= limited.count:
-            return  # that is all of it
-        given = ", ".join(f"{name}={value!r}" for name, value in limits if value is not None)
-        engine.findings.report(
-            "W58",
-            f"LimitBatches({given}) uses only part of the data",
-            f"to use all of the data, detach {self.name!r}",
-            self.name,
-        )
+        own = "train" if engine.training else "validation"
+        if isinstance(limited, FirstBatches) and getattr(self, own) is not None:
+            self._report(engine, own, limited)
+
+    def _report(self, engine: Engine, argument: str, limited: FirstBatches) -> None:
+        there = length_hint(limited.data, -1)
+        if not 0 <= there <= limited.count:  # else that is all of it
+            used = "only part of the data" if there > 0 else f"at most {limited.count} batches"
+            engine.findings.report(
+                "W58",
+                f"LimitBatches({argument}={getattr(self, argument)!r}) uses {used}",
+                f"to use all of the data, detach {self.name!r}",
+                self.name,
+                key=argument,
+            )
 
     def limit(self, engine: Engine, data: Any) -> Any:
         """The data that the engine iterates over: the first batches of the original."""
@@ -115,4 +120,7 @@ class LimitBatches(Handler):
                     f"{where} is a fraction of the data's length, but this data ({type(data).__name__}) has no length; "
                     "pass a number of batches as an int"
                 ) from None
-        return FirstBatches(data, limit)
+        limited = FirstBatches(data, limit)
+        if self.engine is not None and self.engine is not engine:
+            self._report(self.engine, argument, limited)
+        return limited

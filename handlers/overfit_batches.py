@@ -68,7 +68,7 @@ class OverfitBatches(Handler):
             return  # that is all of it
         engine.findings.report(
             "W58",
-            f"OverfitBatches({self.count}) trains on only {self.count} of the batches",
+            f"OverfitBatches({self.count}) trains on at most {self.count} of the batches",
             f"to train on all batches, detach {self.name!r}",
             self.name,
         )

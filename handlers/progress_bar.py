@@ -431,7 +431,7 @@ class ProgressBar(Handler):
         metrics = engine.state.metrics
         known = {*metrics, *metrics.owners, *metrics.running, "loss", "smooth_loss"}
         for name in self.metrics or ():
-            if name not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
+            if metrics.under(name) not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
                 engine.findings.report(
                     "W61",
                     f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; available "

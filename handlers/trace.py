@@ -287,13 +287,13 @@ class Trace(Handler):
             writer.close()
 
     def _check_place(self) -> None:
-        """Report a file that is no longer the one at its path, whose records are lost."""
+        """Report a file that is no longer the one at its path, which later records do not reach."""
         writer, engine = self._writer, self.engine
         if writer is not None and engine is not None and not writer.in_place:
             engine.findings.report(
                 "W38",
-                f"{self.name!r}: the trace {str(writer.path)!r} was replaced or removed during this run, so its "
-                "records are lost; another process may be writing to the same path",
+                f"{self.name!r}: the trace {str(writer.path)!r} was moved, replaced or removed during this run, so "
+                "its later records are not at this path; another process may be writing to the same path",
                 "use a separate folder for each run",
                 self.name,
             )

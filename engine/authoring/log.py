@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..core.events import EventEnum, Events
+from ..core.events import EventEnum, Events, resolve
 from ..core.part import Part
 from .devices import widened
 from .plain import fields_of, plain_value
@@ -207,7 +207,7 @@ class Log(Part["Engine"]):
         if not self._receives(Events.HISTOGRAM_LOGGED, "histogram", name):
             return
         try:
-            histogram = Histogram.of(torch.as_tensor(values))
+            histogram = Histogram.of(_as_tensor(values))
         except (TypeError, ValueError, RuntimeError) as error:  # of what torch cannot count, such as a sparse tensor
             self._report("histogram", name, f"no histogram is logged: {error}", "pass a dense tensor of numbers")
             return
@@ -249,7 +249,7 @@ class Log(Part["Engine"]):
         engine = self._outer
         if engine.dry_run or self.engine.dry_run:
             return False
-        if not engine.signal(event).receivers and engine.processes.is_rank_zero:
+        if not engine.signal(event).receivers and engine.processes.is_rank_zero and not _has_disabled(engine, event):
             engine.findings.report(
                 "W39",
                 f"log.{kind}({name!r}) was called, but no attached handler receives {event}, so the value is lost",
@@ -288,6 +288,23 @@ class Log(Part["Engine"]):
         return engine
 
 
+def _has_disabled(engine: Engine, event: EventEnum) -> bool:
+    """Whether a handler that would receive an event is disabled."""
+    return any(
+        event is one
+        for handler in engine.handlers.values()
+        for subscription in (() if handler.enabled else handler.subscriptions)
+        for one, _ in ([] if isinstance(subscription.event, str) else resolve(subscription.event))
+    )
+
+
+def _as_tensor(values: Any) -> Tensor:
+    """Values as a tensor; arrays that torch cannot share, such as flipped ones, are copied."""
+    if isinstance(values, np.ndarray):
+        values = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
+    return torch.as_tensor(values)
+
+
 def _as_number(name: str, value: object) -> float:
     """An array of one real number as that number; an error for anything else."""
     if isinstance(value, np.ndarray) and value.size == 1 and value.dtype.kind in "biuf":
@@ -312,7 +329,7 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     """
     if hasattr(image, "convert"):
         image, layout = np.array(image.convert("RGB")), "HWC"
-    pixels = _as_tensor(image)
+    pixels = _as_pixels(image)
     layout = {2: "HW", 3: "CHW", 4: "NCHW"}.get(pixels.dim(), "") if layout is None else layout
     if layout not in get_args(Layout) or len(layout) != pixels.dim():
         raise ValueError(
@@ -334,9 +351,9 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     return shown.permute(1, 0, 2, 3).reshape(height, count * width, 3).numpy(), problem
 
 
-def _as_tensor(image: Any) -> Tensor:
+def _as_pixels(image: Any) -> Tensor:
     try:
-        return torch.as_tensor(image).detach().cpu()
+        return _as_tensor(image).detach().cpu()
     except TypeError as error:
         raise TypeError(f"a {type(image).__name__} cannot be read as pixels ({error})") from error
 
@@ -352,7 +369,7 @@ def _out_of_range(pixels: Tensor, real: bool) -> tuple[str, str] | None:
     return (
         f"its values range from {low:.4g} to {high:.4g}, but the expected range for {'floats' if real else 'integers'} "
         f"is 0 to {most}; values outside it are clamped",
-        "scale the image, e.g. (x - x.min()) / (x.max() - x.min())",
+        "scale the image, e.g. x / 255, or (x - x.min()) / (x.max() - x.min()) unless all values are equal",
     )
 
 

@@ -302,7 +302,7 @@ class Monitor:
         """Report a new value that was written in an earlier iteration, after this monitor had looked there."""
         now = engine.state.iteration
         written = engine.state.metrics.written.get(self.metric, now)
-        if written < now:
+        if 0 < written < now:  # before the first iteration, it is a baseline
             engine.findings.report(
                 "W41",
                 f"{self.metric!r} is written after {self.handler} reads it. In iteration {now}, {self.handler} read "

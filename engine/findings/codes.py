@@ -83,37 +83,38 @@ _TEXTS = {
     "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
     "W37": "A run ended, and its `Checkpoint` handler wrote nothing: its interval was never reached, or its metric "
     "never had a value.",
-    "W38": "The log was replaced or removed while the run was writing to it, probably by a second process that "
-    "uses the same path. The rows of this run are lost.",
+    "W38": "The log was moved, replaced or removed while the run was writing to it, for example by a second process "
+    "that uses the same path. Later rows of this run do not reach this path.",
     "W39": "Output is lost: a handler was never attached, no logger receives a logged value, or a file format cannot "
     "store part of the output.",
     # W4x: how functions and handlers are attached and connected
     "W40": "A logged value, such as an image with values out of range, cannot be written as it is.",
     "W41": "A function is never called, or called too late: a method lacks `@on(...)`, or a metric is written only "
     "after a handler that monitors the metric has read it.",
-    "W42": "A loss module has trainable parameters that no optimizer holds, so they do not train.",
+    "W42": "A loss module has trainable parameters that no optimizer of the engine holds, so the engine does not "
+    "train them.",
     "W43": "The parameters of a loss module are trained, moved and saved with those of the model.",
     "W44": "One function is connected twice, so it is called twice at each event. Running a notebook cell again is "
     "the usual cause.",
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
-    "process, so every rank writes the same files.",
+    "process, so each rank works as if it were alone: the ranks may read the same data and write the same files.",
     "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler has no "
     "`load_state_dict`, `torch.load` rejects an object, or a value that the forward pass or a handler changes is "
     "not saved.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation
-    "W50": "The evaluation samples change from one read to the next, as if random augmentation were applied to them, "
-    "so the metrics are noisy.",
+    "W50": "Reading the evaluation samples draws random numbers, as random augmentation does. If the samples depend "
+    "on them, the metrics are noisy.",
     "W51": "An evaluator measures a model other than the one being trained, so its metrics do not reflect the "
     "training.",
     "W52": "Parts of the model are in eval mode when a training run begins, so their dropout is off and their batch "
     "statistics do not update.",
-    "W53": "An evaluator measures nothing, because no metrics are attached to it.",
+    "W53": "An evaluator measures nothing, because no metrics are attached to it and no function is connected.",
     "W54": "Predictions are collected from shuffled data, so their order differs from the order of the dataset.",
-    "W55": "After this run, an average of the weights still consists mostly of the initial weights, so evaluation "
-    "metrics are worse than training metrics.",
+    "W55": "After this run, an average of the weights still consists mostly of the weights with which it started, so "
+    "evaluation metrics may be worse than training metrics.",
     "W56": "An evaluator that is run separately from the trainer, or a test of loaded weights, measures the weights of "
     "the last step instead of their averages (EMA, SWA).",
     "W57": "An evaluation runs with modules in training mode, or applies dropout. Its metrics may be random, and "
@@ -124,12 +125,13 @@ _TEXTS = {
     "differently.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar is set to show a metric that nothing measures.",
-    "W62": "A logger is attached to an evaluator, so each evaluation restarts the log.",
+    "W62": "A logger is attached to an evaluator, whose epochs and iterations restart with each evaluation, so the "
+    "rows do not tell when it ran; a trace restarts, too.",
     "W63": "The interval of a logger is longer than the run, so the logger never wrote at this interval.",
     "W64": "The accuracy never exceeded the accuracy of always predicting the most frequent class, so the model seems "
     "to learn nothing about the labels.",
-    "W65": "A loss depends on the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, so "
-    "the evaluator computes a different loss than the trainer.",
+    "W65": "A loss reads the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, so the "
+    "evaluator may compute a different loss than the trainer.",
     "W66": "Other code replaced the signal handler of `Preemption`, so a preemption signal does not save the run.",
     "W67": "`load_state_dict` received the model's own tensors. `state_dict()` returns references, so these tensors "
     "changed during training.",

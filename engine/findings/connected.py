@@ -47,7 +47,7 @@ def never_called(handler: Handler) -> tuple[str, str] | None:
     if subscribed or any(getattr(kind, name) is not getattr(Handler, name) for name in _OPTIONAL):
         return None
     return (
-        f"{kind.__name__} has no method decorated with @on(...), so it is never called",
+        f"{kind.__name__} has no method decorated with @on(...), so attaching it connects none of its methods",
         "decorate the methods that should be called, for example with @on(Events.EPOCH_COMPLETED)",
     )
 
@@ -64,8 +64,8 @@ def _without_on(kind: type, subscribed: set[str]) -> tuple[str, str] | None:
             and not _is_named(kind, name)
         ):
             return (
-                f"{kind.__name__}.{name} is never called, because it has the name of an event but is not decorated "
-                "with @on(...)",
+                f"{kind.__name__}.{name} is not called at this event, because it has the name of an event but is not "
+                "decorated with @on(...)",
                 f"put @on(Events.{label.upper()}) above the method, or rename it",
             )
     return None

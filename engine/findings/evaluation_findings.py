@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Averaging", "effect_of_training", "note_last_values", "note_scale", "report_averages_left_out", "report_drawn_samples",
-    "report_dropped_samples",
+    "Averaging", "effect_of_training", "has_other_weights", "note_last_values", "note_scale", "note_trained_call",
+    "report_averages_left_out", "report_drawn_samples", "report_dropped_samples", "report_left_in_training",
     "report_nothing_measured", "report_other_scale", "report_other_weights", "report_raw_weights", "report_training_mode",
     "report_untaken_averages", "watch_averages", "watch_weights",
 ]  # fmt: skip
@@ -67,6 +67,15 @@ class _Weights(NamedTuple):
 _seen: weakref.WeakKeyDictionary[Engine, _Weights] = weakref.WeakKeyDictionary()
 
 
+_calling_trained: weakref.WeakSet[Engine] = weakref.WeakSet()
+"""Evaluators whose forward calls a model of the engine that trains, as where another model judges its outputs."""
+
+
+def note_trained_call(evaluator: Engine) -> None:
+    """Note that the forward of an evaluator has called a model of the engine that runs it."""
+    _calling_trained.add(evaluator)
+
+
 def watch_weights(engine: Engine, evaluator: Engine) -> None:
     """Note the weights of an evaluator that shares none with the engine, so that its evaluations see whether they change."""
     _seen.pop(evaluator, None)
@@ -74,16 +83,21 @@ def watch_weights(engine: Engine, evaluator: Engine) -> None:
         _seen[evaluator] = _weights_of(engine, evaluator)
 
 
-def report_other_weights(engine: Engine, evaluator: Engine) -> None:
-    """Report an evaluator whose weights are neither those of the trainer, nor copied from them, nor changed meanwhile."""
+def has_other_weights(engine: Engine, evaluator: Engine) -> bool:
+    """Whether the weights of an evaluator are neither those of the trainer, nor copied from them, nor changed meanwhile."""
     if not engine.training or not _shares_nothing(engine, evaluator):
-        return
+        return False
     before = _seen.get(evaluator)
     now = _seen[evaluator] = _weights_of(engine, evaluator)
     own, others = _parameters(evaluator), _parameters(engine)
     if len(own) == len(others) and all(map(_are_equal, own, others)):
-        return
-    if not engine.running if before is None else before.sums == now.sums and before.iteration < now.iteration:
+        return False
+    return not engine.running if before is None else before.sums == now.sums and before.iteration < now.iteration
+
+
+def report_other_weights(engine: Engine, evaluator: Engine) -> None:
+    """Report an evaluator that has other weights, unless its forward has called the model that is trained."""
+    if evaluator not in _calling_trained:
         engine.findings.report(
             "W51",
             f"the evaluator {evaluator!r} shares no parameters with this engine's model, and the weights of the "
@@ -122,36 +136,72 @@ def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[st
     forwards = [str(getattr(one.forward, "__module__", "")) for one in evaluator.updates]
     if measured or not all(module.startswith("signalfire.") for module in forwards):
         return  # a forward of the user's own may store what it computes
+    if any(part._forward_hooks for _, part in evaluator.modules.parts()):
+        return  # so may a hook
+    unless = ", unless your loss does" if _has_own_loss(evaluator) else ""
     if not any(signal.connections for signal in evaluator.signals.all()):
         engine.findings.report(
             "W53",
-            f"the evaluator {evaluator!r} measures nothing, because no handler is attached and no function is "
-            "connected",
+            f"the evaluator {evaluator!r} measures nothing{unless}, because no "
+            "handler is attached and no function is connected",
             "attach Metrics to the evaluator, such as Metrics(loss=Average()); Metrics that are attached to the "
             "trainer measure the training",
             key=id(evaluator),
         )
 
 
-def report_training_mode(engine: Engine) -> None:
-    """Report modules in training mode at the end of an evaluation: dropout was active, or running statistics moved."""
-    if engine.training:
-        return
-    effects = {
-        f"{root}.{path}" if path else root: effect
-        for root, module in engine.modules.items()
-        for path, part in module.named_modules()
-        if part.training and (effect := effect_of_training(part))
-    }
+def _has_own_loss(evaluator: Engine) -> bool:
+    """Whether a loss of an evaluator is the user's own, which may store what it computes."""
+    losses = [getattr(one.spec.loss, "loss", one.spec.loss) for one in evaluator.updates]
+    homes = {str(getattr(loss, "__module__", "torch")).partition(".")[0] for loss in losses if loss is not None}
+    return not homes <= {"torch", "signalfire"}
+
+
+def report_training_mode(engine: Engine, ran: set[nn.Module], meant: set[nn.Module]) -> None:
+    """Report modules that were in training mode in the first batch of an evaluation, where that makes a difference.
+
+    Args:
+        engine: the evaluator.
+        ran: the modules.
+        meant: those that are in training mode on purpose, as dropout that estimates an uncertainty is.
+    """
+    for parts in (ran - meant, ran & meant):
+        effects = _effects(engine, parts)
+        if effects:
+            engine.findings.report(
+                "W57",
+                f"the module {_and_more(effects)} in training mode in the first batch of an evaluation, so "
+                f"{' and '.join(sorted({*effects.values()}))}",
+                "do not call train() or eval(), because the engine sets and restores the modes; allow W57 if this is "
+                "intended, as it is with Monte Carlo dropout",
+                key=parts <= meant,
+                severity="info" if parts <= meant else None,
+            )
+
+
+def report_left_in_training(engine: Engine, known: Collection[nn.Module]) -> None:
+    """Report modules in training mode at the end of an evaluation whose modes in its first batch are not known."""
+    unseen = () if engine.training else (part for _, part in engine.modules.parts() if part not in known)
+    effects = _effects(engine, {part for part in unseen if part.training})
     if effects:
-        first, *others = effects
-        more = f" and {len(others)} more were" if others else " was"
         engine.findings.report(
             "W57",
-            f"the module {first!r}{more} in training mode at the end of an evaluation because your code called train() "
-            f"during the evaluation, so {' and '.join(sorted({*effects.values()}))}",
+            f"the module {_and_more(effects)} in training mode at the end of an evaluation. If this was so in a "
+            f"forward pass, {' and '.join(sorted({*effects.values()}))}",
             "do not call train() or eval(), because the engine sets and restores the modes",
+            key=False,
         )
+
+
+def _effects(engine: Engine, parts: set[nn.Module]) -> dict[str, str]:
+    """What these modules do in training mode only, by their paths."""
+    named = ((path, effect_of_training(part)) for path, part in engine.modules.parts() if part in parts)
+    return {path: effect for path, effect in named if effect is not None}
+
+
+def _and_more(paths: Iterable[str]) -> str:
+    first, *others = paths
+    return f"{first!r} and {len(others)} more were" if others else f"{first!r} was"
 
 
 def effect_of_training(part: nn.Module) -> str | None:
@@ -160,7 +210,7 @@ def effect_of_training(part: nn.Module) -> str | None:
     if isinstance(part, _DropoutNd | nn.RNNBase | nn.MultiheadAttention) and isinstance(rate, float) and rate > 0:
         return "dropout was active"
     if isinstance(part, _NormBase):
-        return "batch statistics were used"
+        return "batch statistics were used" if part.track_running_stats else None  # without, they are used in both
     own = not type(part).__module__.startswith("torch.")
     return "training-mode code ran" if own and "training" in names_in(type(part).forward) else None
 
@@ -173,20 +223,19 @@ def report_dropped_samples(engine: Engine) -> None:
     if (samples := known_length(data.sampler)) is None:
         return
     dropped = samples % data.batch_size
+    last = "the last " * isinstance(data.sampler, SequentialSampler)
     if engine.training and dropped > _MUCH * samples:
-        drawn = not isinstance(data.sampler, SequentialSampler)
         engine.findings.report(
             "W59",
-            f"{'each epoch leaves out' if drawn else 'training never uses the last'} {dropped} of {samples} "
-            "samples, because the DataLoader has drop_last=True",
+            f"each epoch leaves out {last}{dropped} of {samples} samples, because the DataLoader has drop_last=True",
             "set drop_last=False, or use a smaller batch_size=",
             key=id(data),
         )
     elif dropped and not engine.training:
         engine.findings.report(
             "W59",
-            f"the evaluation leaves out the last {dropped} of {samples} samples, because the DataLoader has "
-            "drop_last=True",
+            f"the evaluation leaves out {last}{dropped} of {samples} samples, because the "
+            "DataLoader has drop_last=True",
             "set drop_last=False; metrics weight a smaller last batch by its size",
             key=id(data),
             severity="warning" if dropped > _MANY * samples else "info",
@@ -237,7 +286,7 @@ _VALUES = 100_000  # of the inputs, about so many are kept and measured
 
 def note_scale(engine: Engine, batch: Any) -> None:
     """Keep some of a training's first inputs, whose scale `report_other_scale` measures if there is an evaluation."""
-    if (inputs := _inputs_of(batch)) is not None:
+    if (inputs := _inputs_of(engine, batch)) is not None:
         _first_inputs[engine] = inputs.clone()
 
 
@@ -245,7 +294,7 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
     """Report inputs of an evaluation that are on another scale than those of the training that runs it."""
     engine = evaluator.findings.parent
     trained = None if engine is None else _scale_of_training(engine)
-    inputs = None if trained is None else _inputs_of(batch)
+    inputs = None if trained is None else _inputs_of(evaluator, batch)
     found = None if inputs is None else _scale_of(inputs)
     if trained is None or found is None or found.shape != trained.shape:
         return
@@ -256,8 +305,8 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
         evaluator.findings.report(
             "W60",
             f"the first evaluation inputs have mean {found.mean:.3g} and standard deviation {found.spread:.3g}, but "
-            f"the training inputs have mean {trained.mean:.3g} and standard deviation {trained.spread:.3g}",
-            "normalize both with the mean and standard deviation of the training inputs",
+            f"the first training inputs have mean {trained.mean:.3g} and standard deviation {trained.spread:.3g}",
+            "if they should be alike, normalize both with the mean and standard deviation of the training inputs",
         )
 
 
@@ -266,18 +315,17 @@ def _are_others(spread: float, trained: float, distance: float) -> bool:
     return not 1 / _OTHER_SCALE <= ratio <= _OTHER_SCALE or distance > _OTHER_SCALE * max(spread, trained)
 
 
-def _inputs_of(batch: Any) -> Tensor | None:
+def _inputs_of(engine: Engine, batch: Any) -> Tensor | None:
     """Some samples of the inputs of a batch, of shape (N, ...); None where their scale says nothing."""
-    first = next(iter(tensors_in(batch)), None)
-    if (
-        first is None
-        or not is_readable(first)
-        or not first.is_floating_point()
-        or first.dim() < 2
-        or first.numel() < 64
-    ):
+    update = engine.state.update
+    first = next(iter(tensors_in(batch if update.spec.input is None else update.input_in(batch))), None)
+    if first is None or not is_readable(first) or not _has_scale(first):
         return None
     return first.detach()[: max(1, _VALUES * len(first) // first.numel())]
+
+
+def _has_scale(inputs: Tensor) -> bool:
+    return inputs.is_floating_point() and inputs.dim() > 1 and inputs.numel() >= 64
 
 
 def _scale_of_training(engine: Engine) -> _Scale | None:
@@ -303,10 +351,10 @@ def report_random_samples(engine: Engine) -> None:
     if not engine.training and draws_at_random(data) and not _seeds_itself(data.dataset):
         engine.findings.report(
             "W50",
-            f"the evaluation samples ({type(data.dataset).__name__}) depend on random numbers, as if they were "
-            "augmented",
+            f"reading the evaluation samples ({type(data.dataset).__name__}) draws random numbers, as random "
+            "augmentation does, so the samples may differ each time",
             "do not apply random transforms to evaluation data; note that two splits of one dataset share its "
-            "transform",
+            "transform; allow W50 if the samples do not depend on the random numbers",
             key=id(data),
         )
 
@@ -373,8 +421,11 @@ class Averaging(Protocol):
     def engine(self) -> Engine | None: ...
     @property
     def enabled(self) -> bool: ...
-    def differs(self) -> bool:
-        """Whether there are averages that are not in place of the weights now, though an evaluation would put them there."""
+    def differs(self, parameters: set[Tensor] | None = None) -> bool:
+        """Whether there are averages that are not in place of the weights now, though an evaluation would put them there.
+
+        Only ``parameters`` are compared, if they are given.
+        """
 
 
 _averaging: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -389,12 +440,12 @@ def report_raw_weights(engine: Engine) -> None:
     """Report a run of an evaluator by itself, of weights of which a handler keeps averages."""
     if engine.training or engine.findings.is_within or not _averaging:
         return
-    own = set(map(id, _parameters(engine)))
+    own = set(_parameters(engine))
     for handler in sorted(_averaging, key=lambda one: str(one.name)):
         trainer = handler.engine
-        if trainer is None or not handler.enabled or own.isdisjoint(map(id, _parameters(trainer))):
+        if trainer is None or not handler.enabled or own.isdisjoint(_parameters(trainer)):
             continue
-        if not handler.differs():
+        if not handler.differs(own):
             continue
         engine.findings.report(
             "W56",

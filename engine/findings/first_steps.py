@@ -6,10 +6,10 @@ import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..authoring.batches import tensors_in
@@ -23,7 +23,7 @@ from ..resuming.windows import OF_MICRO_STEPS
 from .calls import FirstCalls
 from .dropout import ActiveDropout, has_other_path
 from .epoch_checks import counted, held_by_optimizers, names_of
-from .evaluation_findings import note_scale, report_other_scale
+from .evaluation_findings import note_scale, note_trained_call, report_other_scale, report_training_mode
 from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
 from .loss_graph import Problem, leaves_of, problems_of
@@ -111,10 +111,14 @@ class FirstEvaluation:
 
     Args:
         leave: called at the first batch, so that no other is looked at.
+
+    Attributes:
+        known: the modules whose modes in the forward are known.
     """
 
     def __init__(self, leave: Callable[[], None]) -> None:
         self._leave = leave
+        self.known: set[nn.Module] = set()
 
     def forward(self, engine: Engine) -> None:
         """Look at what follows, up to the loss."""
@@ -125,9 +129,20 @@ class FirstEvaluation:
 
     @contextmanager
     def _looking(self, engine: Engine, update: UpdateState) -> Iterator[None]:
-        with ActiveDropout() as dropout:
+        before = {part for _, part in engine.modules.parts() if part.training}
+        with _EvaluationForward(engine) as forward:
             yield
-        if dropout.seen and not any(part.training for _, part in engine.modules.parts()):  # else the end reports it
+        self.known = forward.known
+        engine.findings.look(self._report, engine, update, forward, before)
+
+    @staticmethod
+    def _report(engine: Engine, update: UpdateState, forward: _EvaluationForward, before: set[nn.Module]) -> None:
+        if forward.uses_trained:
+            note_trained_call(engine)
+        ran = forward.in_training
+        own = {part for part in ran if type(part).train is not nn.Module.train}
+        report_training_mode(engine, ran, own | {part for part in ran - before if not part.training})
+        if forward.seen and not ran and not any(part.training for _, part in engine.modules.parts()):
             engine.findings.report(
                 "W57",
                 f"the forward pass of update {update.name!r} applies dropout in an evaluation, because it calls a "
@@ -135,6 +150,35 @@ class FirstEvaluation:
                 "pass the mode: F.dropout(x, training=self.training); allow W57 if the randomness is intended",
                 key=update.name,
             )
+
+
+class _EvaluationForward(ActiveDropout):
+    """Notes the modes in which a forward of an evaluation computes.
+
+    Attributes:
+        known: the modules, once something is computed.
+        in_training: those that were in training mode then, or when dropout or batch statistics were computed.
+        uses_trained: whether a weight of the engine that runs the evaluator was used, which the evaluator does not have.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        trainer = engine.findings.parent
+        self._modules = {part for _, part in engine.modules.parts()}
+        self._trained = () if trainer is None else {*trainer.modules.parameters()} - {*engine.modules.parameters()}
+        self.known: set[nn.Module] = set()
+        self.in_training: set[nn.Module] = set()
+        self.uses_trained = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if not self.known or "dropout" in name or "batch_norm" in name:
+            self.known = self._modules
+            self.in_training.update(part for part in self._modules if part.training)
+        self.uses_trained = self.uses_trained or any(
+            one in self._trained for one in args if isinstance(one, nn.Parameter)
+        )
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def _is_idle(engine: Engine) -> bool:

@@ -281,21 +281,25 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
                         "W65",
                         f"in {one.handler.name!r}, the evaluator's update reads engine.state.{position} from the "
                         "engine that is passed to it, which is the evaluator. An evaluator counts from 1 in each "
-                        "evaluation, so it computes a different loss than the trainer",
-                        "read the position from trainer.state instead",
+                        "evaluation, so it may compute a different loss than the trainer",
+                        "read the position from trainer.state instead, or read it only if engine.training",
                         [one.handler.name],
                     )
 
 
 def _position_read_by(function: Any) -> str | None:
-    """Which counter of ``engine.state`` a function reads of its first argument; None if it reads none."""
+    """Which counter of ``engine.state`` a function reads of the engine that it is given; None if it reads none.
+
+    One that asks for the mode is taken to know that it is called in evaluations, and a counter in an f-string is only shown.
+    """
     code = _code_of(function)
-    if code is None or not code.co_varnames:
+    if code is None or "training" in code.co_names:
         return None
-    first = code.co_varnames[0]
+    engine = next(iter(code.co_varnames[inspect.ismethod(function) :]), None)
     steps = [(one.opname, one.argval) for one in dis.get_instructions(code) if not one.opname.startswith("CACHE")]
-    for (load, name), (_, state), (_, counter) in zip(steps, steps[1:], steps[2:], strict=False):
-        if load.startswith("LOAD_FAST") and (name, state) == (first, "state") and counter in _COUNTERS:
+    for (load, name), (_, state), (_, counter), (use, _) in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
+        reads = load.startswith("LOAD_FAST") and (name, state) == (engine, "state") and not use.startswith("FORMAT")
+        if reads and counter in _COUNTERS:
             return str(counter)
     return None
 

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.data import DistributedSampler
 
 from ..core.events import EventEnum, Events
+from ..core.words import listed
 from .epoch_checks import held_by_optimizers
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def report_parts_in_eval(engine: Engine, found: tuple[Parts, Parts] | None) -> N
             engine.findings.report(
                 "W52",
                 f"parts of the model are in eval mode and {what}: {', '.join(parts)}",
-                "to keep a part in eval mode during training, freeze it with requires_grad_(False); otherwise, call "
-                "train() before run()",
+                "to keep a part in eval mode during training, freeze it with requires_grad_(False) or, if it has no "
+                "parameters, call its eval() at EPOCH_STARTED; otherwise, call train() before run()",
                 key=what,
                 severity="warning" if parts is others and any(map(_knows_modes, parts.values())) else "info",
             )
@@ -123,15 +124,19 @@ def report_wrapped(engine: Engine) -> None:
         engine.findings.report(
             "W46",
             f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single "
-            f"process, so every rank {'' if _shares(engine) else 'reads all of the data, and '}writes checkpoints and "
-            "logs",
+            f"process, so each rank works as if it were alone{_consequences(engine)}",
             "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
         )
 
 
-def _shares(engine: Engine) -> bool:
-    """Whether a sampler of torch's gives each process its part of the data."""
-    return isinstance(getattr(engine.feed.current.data, "sampler", None), DistributedSampler)
+def _consequences(engine: Engine) -> str:
+    """What this rank does for itself: its data may be that of all, and what its handlers write may be written by all."""
+    shares = isinstance(getattr(engine.feed.current.data, "sampler", None), DistributedSampler)
+    writers = [name for name, handler in engine.handlers.items() if handler.writes and handler.enabled]
+    does = [] if shares else ["may read all of the data"]
+    if writers:
+        does.append(f"writes with {listed(map(repr, writers))}")
+    return f": this one {' and '.join(does)}" if does else ""
 
 
 def report_loss_parameters(engine: Engine) -> None:
@@ -147,10 +152,11 @@ def report_loss_parameters(engine: Engine) -> None:
         if missing:
             engine.findings.report(
                 "W42",
-                f"the loss {kind} has parameters that no optimizer holds, so they are not trained: "
-                f"{', '.join(missing)}",
-                "pass the optimizer as a factory, or include these parameters: [*model.parameters(), "
-                f"*{name}.parameters()]; if they should stay constant, call requires_grad_(False) on them",
+                f"the loss {kind} has parameters that no optimizer of the engine holds, so the engine does not train "
+                f"them: {', '.join(missing)}",
+                f"pass the optimizer as a factory, or with these parameters: [*model.parameters(), *{name}.parameters()]"
+                f"; add {name!r} to parameters=, if you pass it; if they should stay constant, call "
+                "requires_grad_(False) on them; allow W42 if your own code trains them",
                 key=name,
             )
         elif trained:

@@ -14,15 +14,16 @@ from .connected import report_double, report_handler
 from .data_checks import check_data, check_epoch, check_steps, note_batches, report_length
 from .epoch_checks import EpochChecks
 from .evaluation_findings import (
+    has_other_weights,
     note_last_values,
     report_averages_left_out,
     report_drawn_samples,
     report_dropped_samples,
+    report_left_in_training,
     report_nothing_measured,
     report_other_weights,
     report_random_samples,
     report_raw_weights,
-    report_training_mode,
     report_untaken_averages,
 )
 from .first_steps import FirstEvaluation, FirstLosses
@@ -76,6 +77,7 @@ class FindingsWatch(Service):
     def __init__(self) -> None:
         super().__init__(name="findings")
         self._unsaved = UnsavedValues()
+        self._has_other_weights = False
         self._forget()
 
     def _forget(self) -> None:
@@ -83,6 +85,7 @@ class FindingsWatch(Service):
         self._in_eval: tuple[Parts, Parts] | None = None
         self._epochs: EpochChecks | None = None
         self._schedulers: OwnSchedulers | None = None
+        self._evaluation = FirstEvaluation(self._disconnect)
         self._until_the_end: list[OwnLoads | LateScores] = []
         self._frozen: list[str] | None = None  # in the state from which the run resumes
         self._first: list[tuple[Signal, Connection]] = []
@@ -156,7 +159,7 @@ class FindingsWatch(Service):
         self._epochs, self._schedulers = EpochChecks(engine), OwnSchedulers(engine)
         self._until_the_end = [OwnLoads(engine), LateScores(engine)]
         if not engine.training:
-            self._connect(engine, Events.FORWARD_STARTED, FirstEvaluation(self._disconnect).forward, None)
+            self._connect(engine, Events.FORWARD_STARTED, self._evaluation.forward, None)
             return
         first = FirstLosses(engine, self._unsaved)
         self._connect(engine, Events.FORWARD_STARTED, first.forward, first.when)
@@ -200,13 +203,15 @@ class FindingsWatch(Service):
     @on(Lifecycle.EVALUATING)
     def look_at_evaluator(self, engine: Engine, evaluator: Engine) -> None:
         """Look at what is about to be evaluated."""
-        engine.findings.look(report_other_weights, engine, evaluator)
+        self._has_other_weights = bool(engine.findings.look(has_other_weights, engine, evaluator))
 
     @on(Lifecycle.EVALUATED)
     def look_at_evaluation(
         self, engine: Engine, evaluator: Engine, measured: dict[str, Any], seen: dict[str, int], prefix: str
     ) -> None:
         """Look at what an evaluation has measured."""
+        if self._has_other_weights:
+            engine.findings.look(report_other_weights, engine, evaluator)
         engine.findings.look(report_nothing_measured, engine, evaluator, measured)
         engine.findings.look(note_last_values, engine, evaluator, seen, prefix)
 
@@ -243,7 +248,7 @@ class FindingsWatch(Service):
         if engine.state.epoch_open:
             look(self._epochs.end_epoch, whole=False)
         look(self._epochs.finish)
-        look(report_training_mode, engine)
+        look(report_left_in_training, engine, self._evaluation.known)
         look(report_random_samples, engine)
         if engine.state.stop_reason is None:
             look(check_steps, engine, self._began)

@@ -106,7 +106,7 @@ def _report_own_parameters(engine: Engine, where: str) -> None:
     if own := own_parameters(engine):
         engine.findings.report(
             "W39",
-            f"{where}: the file contains the models, but not these parameters, which belong to no module: "
+            f"{where}: the file contains the models, but not these parameters, which belong to no module of the engine: "
             f"{', '.join(own)}",
             "make these parameters part of a model, or save them with Checkpoint or engine.weights()",
             key="own parameters",

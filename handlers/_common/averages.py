@@ -96,15 +96,15 @@ class AveragedWeights(Handler):
             self._averages.bind(engine, self.name)
         engine.regions.enter(self._averages.in_place())
 
-    def differs(self) -> bool:
-        """Whether the engine's weights differ from the averages that an evaluation would use.
+    def differs(self, parameters: set[Tensor] | None = None) -> bool:
+        """Whether the engine's weights, or these of them, differ from the averages that an evaluation would use.
 
         Averages do not count if the weights were changed after the run, by further training or a load.
         """
         engine = self.engine
         if not self.evaluate or engine is None or (not engine.running and self._versions != _versions_of(engine)):
             return False
-        return self._averages.differ_from(engine)
+        return self._averages.differ_from(engine, parameters)
 
     @on(Events.WEIGHTS_LOADED, reads=[], writes=[])
     def use_loaded_weights(self, engine: Engine) -> None:
@@ -367,14 +367,15 @@ class Averages:
             if name not in fitting:  # such as a buffer that has another shape since the last update
                 holder[key] = self.values[name].clone()
 
-    def differ_from(self, engine: Engine) -> bool:
-        """Whether there are averages to swap in, and a parameter of the engine that is not equal to its average."""
+    def differ_from(self, engine: Engine, parameters: set[Tensor] | None = None) -> bool:
+        """Whether there are averages to swap in, and one of these parameters of the engine is not equal to its average."""
         if self.swapped or self.overruled or not self.values:
             return False
         return any(
             (average := self.values.get(name)) is not None
             and (is_sharded(tensor) or not torch.equal(tensor.detach().to(average), average))
             for name, tensor in _trained(engine).items()
+            if parameters is None or tensor in parameters
         )
 
     @torch.no_grad()

@@ -115,7 +115,7 @@ class Metrics(Handler):
         self._counted = False  # whether the samples of a batch were found to be countable
         self._length: int | None = None  # of the tensors of the batch before, if its samples were not
         self._ignored: int | None = None  # the class that the update's loss ignores, if its targets are classes
-        self._chances: dict[str, _Chance] = {}  # by metric
+        self._chances: dict[tuple[Any, ...], _Chance] = {}  # by metric, data and run
         self._looked: set[Average] = set()  # whose functions were looked at
         self._averaging: dict[str, tuple[Problem, Any]] = {}  # by metric, what to report once its value has changed
         self._batches = 0  # of this epoch
@@ -435,9 +435,9 @@ class Metrics(Handler):
         if found is None or not trainer.training:
             return
         share, count = found
-        chance = self._chances.get(key)
-        if chance is None or chance.run != trainer.snapshots.run_id:
-            chance = self._chances[key] = _Chance(trainer.snapshots.run_id)
+        data = engine.feed.current.data
+        place = key, id(getattr(data, "limited_data", data)), trainer.snapshots.run_id
+        chance = self._chances.setdefault(place, _Chance())
         chance.evaluations += 1
         value, deviation = metric.compute(), (share * (1 - share) / count) ** 0.5
         chance.exceeded = chance.exceeded or value > share + deviation
@@ -447,11 +447,11 @@ class Metrics(Handler):
             engine.findings.report(
                 "W64",
                 f"in {chance.evaluations} evaluations, {key!r} has not exceeded {chance.best:.3g} (now: {value:.3g}); "
-                f"always predicting the most frequent class gives {share:.3g}, plus up to {deviation:.2g} by chance",
+                f"always predicting the most frequent class gives {share:.3g}, with a standard error of {deviation:.2g}",
                 "check that each input has the right label and that both datasets number the classes in the same "
                 "way; then check the learning rate, weight decay and clipping",
                 self.name,
-                key=key,
+                key=place,
                 severity="info" if is_balanced(trainer) else None,
             )
 
@@ -476,9 +476,8 @@ class Metrics(Handler):
 
 @dataclass
 class _Chance:
-    """The values of an accuracy in the evaluations of one run."""
+    """The values of an accuracy in the evaluations of one run on the same data."""
 
-    run: str
     evaluations: int = 0
     exceeded: bool = False
     best: float = 0.0

@@ -86,8 +86,8 @@ class TextLogger(ScalarLogger):
         if engine.findings.is_within:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that a trainer runs, so its log restarts with each "
-                "evaluation",
+                f"{self.name!r} is attached to an evaluator that a trainer runs, so its rows have the epochs and "
+                "iterations of the evaluator, which counts from 1 in each evaluation",
                 "attach it to the training engine instead; the log then also contains the evaluation results",
                 self.name,
             )
@@ -143,15 +143,16 @@ class TextLogger(ScalarLogger):
             if kept
             else f"the file has no rows before iteration {self._last_iteration}"
         )
-        self._report_gap(f"{end}, and some rows differ from the ones that the saved run wrote")
+        differs = "is shorter than" if self.path.stat().st_size < self._length else "differs from"
+        self._report_gap(f"{end}, and the file {differs} the one that the saved run wrote", "may")
         return "".join(kept)
 
-    def _report_gap(self, what: str) -> None:
+    def _report_gap(self, what: str, verb: str = "will") -> None:
         if (engine := self.engine) is not None:
             engine.findings.report(
                 "W34",
                 f"the log {str(self.path)!r} of {self.name!r} does not pick up where the loaded state left off: {what}",
-                "before resuming, restore the log of the run that saved the state; otherwise, rows will be missing",
+                f"before resuming, restore the log of the run that saved the state; otherwise, rows {verb} be missing",
                 self.name,
             )
 
@@ -163,12 +164,12 @@ class TextLogger(ScalarLogger):
         self._close()
 
     def _check_place(self) -> None:
-        """Report a file that is no longer the one at its path, so its rows are lost."""
+        """Report a file that is no longer the one at its path, so later rows do not reach it."""
         if self._file is not None and (engine := self.engine) is not None and not self._file.is_at(self.path):
             engine.findings.report(
                 "W38",
-                f"{self.name!r}: the log {str(self.path)!r} was replaced or removed during this run, so its rows are "
-                "lost; another process may be writing to the same path",
+                f"{self.name!r}: the log {str(self.path)!r} was moved, replaced or removed during this run, so its "
+                "later rows are not at this path; another process may be writing to the same path",
                 "use a separate folder for each run",
                 self.name,
             )

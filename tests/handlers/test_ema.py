@@ -666,3 +666,10 @@ def test_ctrl_c_as_the_weights_come_back_waits_until_they_are(make: Callable[[],
     assert digest(engine.model.state_dict()) == before
     with handler.in_place():
         assert digest(engine.model.state_dict()) != before
+
+
+@pytest.mark.parametrize(("start", "origin"), [(0, "initial weights"), (10, "weights after step 10")])
+def test_an_average_that_is_hardly_moved_is_said_to_consist_of_what_it_began_with(start: int, origin: str) -> None:
+    engine = trainer_of(network(), EMA(0.999, start=start))
+    with pytest.warns(FindingWarning, match=f"W55: .*at the end of this run, 9.*% of the average .* the {origin};"):
+        run(engine)

@@ -292,3 +292,22 @@ def test_it_keeps_its_promises(data: Any) -> None:
         data,
         max_epochs=3,
     )
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "reported"),
+    [(100, 50, []), (1.0, 1.0, []), (None, 50, []), (None, 1, ["validation=1"]), (2, 50, ["train=2"])],
+)
+def test_only_limits_that_leave_something_out_are_reported(train: Any, validation: Any, reported: list[str]) -> None:
+    model = network()
+    engine = engine_of(model, Validation(evaluator_of(model), batches(2)), LimitBatches(train, validation))
+    engine.run(batches(), max_epochs=1)
+    found = [one.sentence for one in engine.findings.of_run().of("W58")]
+    assert found == [f"LimitBatches({one}) uses only part of the data" for one in reported]
+
+
+def test_an_evaluation_of_less_than_the_limit_is_whole() -> None:
+    evaluator = evaluator_of(network())
+    evaluator.attach(LimitBatches(validation=50))
+    evaluator.run(batches(2))
+    assert not evaluator.findings.of_run().of("W58")

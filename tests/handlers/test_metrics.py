@@ -598,3 +598,21 @@ def test_a_threshold_is_compared_with_the_loss_only_where_it_reads_the_same_outp
             evaluator.run(data)
         (found,) = evaluator.findings.of_run().of("W05")
         assert "set threshold=-0.405, the logit of this threshold" in found.way_out
+
+
+def test_the_accuracies_of_two_data_sets_are_compared_each_with_its_own_chance() -> None:
+    """One is at that of always giving the most frequent class, as the other is, whose value is lower."""
+    model = linear(5, 3)
+    with torch.no_grad():
+        model.bias.copy_(torch.tensor([1.0, 0.0, 0.0]))
+        model.weight.zero_()
+    inputs = torch.randn(240, 5, generator=torch.Generator().manual_seed(1))
+    uneven, even = (torch.arange(240) % 3 == 2).long(), torch.arange(240) % 3
+    loss = nn.CrossEntropyLoss()
+    trainer = Engine(Update.supervised(loss, partial(torch.optim.SGD, lr=1e-6)), model=model, seed=0)
+    trainer.attach(Validation({"a": [(inputs, uneven)], "b": [(inputs, even)]}, accuracy=Accuracy()))
+    with pytest.warns(FindingWarning, match="W64"):
+        trainer.run([(inputs, even)], max_epochs=4)
+    found = [one.sentence for one in trainer.findings.of_run().of("W64")]
+    assert [one.partition("exceeded ")[2][:5] for one in found] == ["0.667", "0.333"]
+    assert all("with a standard error of 0.03" in one for one in found)

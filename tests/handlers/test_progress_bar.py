@@ -1095,3 +1095,11 @@ def test_what_the_person_chose_stays_longest(names: list[str] | None) -> None:
     engine.run(BATCHES, max_epochs=1)
     assert list(views[0].lesser) == ([] if names else ["smooth_loss", "speed"])
     assert {"speed", "val_loss"} <= set(views[0].values)
+
+
+def test_a_metric_of_a_validation_is_found_under_both_of_its_names() -> None:
+    engine = build(linear(3, 1), ProgressBar(["val/loss", "val_loss"], file=io.StringIO()))
+    data = [(inputs + 0.5, targets) for inputs, targets in BATCHES]
+    engine.attach(Validation(evaluator_of(engine.model), data, prefix="val_"))
+    engine.run(BATCHES, max_epochs=2)
+    assert not engine.findings.of_run().of("W61")

@@ -444,7 +444,7 @@ def a_trial_run_that_was_forgotten(right: bool) -> Findings:
     return engine.findings.of_run()
 
 
-@said(r"W58: .*OverfitBatches\(2\) trains on only 2 of the batches")
+@said(r"W58: .*OverfitBatches\(2\) trains on at most 2 of the batches")
 def batches_to_overfit_that_were_forgotten(right: bool) -> None:
     engine = build(net(), *([] if right else [OverfitBatches(2)]))
     seed_everything(0)

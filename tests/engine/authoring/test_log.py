@@ -16,7 +16,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from signalfire import Engine, Events, Phase, Update
+from signalfire import Engine, Events, Handler, Phase, Update, on
 from signalfire.authoring.log import Entry, Histogram, as_pixels
 from signalfire.findings import FindingWarning
 from signalfire.handlers import Average, CSVLogger, EarlyStopping, History, Metrics, Validation
@@ -425,3 +425,40 @@ def test_an_array_of_one_number_is_a_number_and_a_complex_one_is_not() -> None:
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: engine.log("two", torch.tensor(1j)))
     with pytest.raises(TypeError, match="is complex; log its real part"):
         engine.run(kit.batches(2), max_epochs=2, check=False)
+
+
+def test_flipped_and_big_endian_arrays_are_copied() -> None:
+    engine = build(mlp(5, 8, 1))
+    found = entries(engine)
+
+    @engine.on(Events.COMPLETED)
+    def log(engine: Engine) -> None:
+        image = np.zeros((2, 2, 3), np.uint8)
+        image[..., 0] = 255
+        engine.log.image("image", image[..., ::-1], layout="HWC")
+        engine.log.image("other", np.ones((2, 2), ">f4"))
+        engine.log.histogram("histogram", np.arange(10.0)[::-1])
+
+    engine.run(batches(1), max_epochs=1)
+    assert [entry.name for entry in found] == ["image", "other", "histogram"]
+    assert found[0].value[0, 0].tolist() == [0, 0, 255]
+    assert found[2].value.total == 45
+
+
+class Texts(Handler):
+    """Receives texts."""
+
+    @on(Events.TEXT_LOGGED)
+    def receive(self, engine: Engine) -> None:
+        pass
+
+
+def test_what_a_disabled_handler_would_write_is_not_reported_as_lost() -> None:
+    engine = build(mlp(5, 8, 1))
+    engine.attach(Texts())
+    engine.connect(Events.COMPLETED, lambda engine: engine.log.text("a", "b"))
+    with engine.without("texts"):
+        engine.run(batches(1), max_epochs=1)
+    engine.detach("texts")
+    with pytest.warns(FindingWarning, match="W39"):
+        engine.run(batches(1), max_epochs=2)

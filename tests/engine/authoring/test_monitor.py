@@ -186,3 +186,10 @@ def test_what_a_handler_of_the_users_measures_is_not_said_to_be_of_the_training(
     engine = build(linear(5, 1), Probe(), Validation(batches(2, seed=1)), EarlyStopping("loss"))
     engine.run(batches(2), max_epochs=1)
     assert not engine.findings.of_run().of("W06")
+
+
+def test_a_baseline_from_before_the_first_iteration_is_not_late() -> None:
+    engine = build(linear(5, 1), EarlyStopping("score", mode="max", patience=3))
+    engine.connect(Events.EPOCH_STARTED(once=1) | Events.EPOCH_COMPLETED, lambda engine: engine.log("score", 1.0))
+    engine.run(batches(2), max_epochs=2)
+    assert not engine.findings.of_run().of("W41")

@@ -67,3 +67,21 @@ def test_a_decorator_that_hides_on_is_named_and_below_on_it_hides_nothing(decora
     assert not calls
     build(linear(5, 1), Shown()).run(batches(2), max_epochs=2)
     assert len(calls) == 2
+
+
+class Counter(Handler):
+    """Has a method that is connected from outside."""
+
+    calls = 0
+
+    def count(self, engine: Engine) -> None:
+        self.calls += 1
+
+
+def test_a_method_that_is_connected_from_outside_is_called() -> None:
+    engine, counter = build(linear(5, 1)), Counter()
+    with pytest.warns(FindingWarning, match="W41: Counter has no method decorated .* connects none of its methods"):
+        engine.attach(counter)
+    engine.connect(Events.EPOCH_COMPLETED, counter.count)
+    engine.run(batches(2), max_epochs=2)
+    assert counter.calls == 2

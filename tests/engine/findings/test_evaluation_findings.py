@@ -257,3 +257,100 @@ def test_the_scale_of_sparse_inputs_is_not_measured() -> None:
     engine = Engine(Update.from_function(step, SGD), model=linear(8, 1))
     engine.run(data, max_epochs=1)
     assert not engine.findings.of_run().of("W09")
+
+
+def test_modes_that_the_first_forward_does_not_have_are_not_reported() -> None:
+    model = network(nn.Dropout(), nn.BatchNorm1d(8))
+
+    def forward(engine: Engine, batch: Any) -> Tensor:  # as a loop of one's own does
+        engine.model.eval()
+        output: Tensor = engine.model(batch[0])
+        engine.model.train()
+        return output
+
+    Engine(Update(forward), model=model).run(batches(2))
+    evaluator = evaluator_of(model)
+    evaluator.connect(Events.EPOCH_COMPLETED, lambda engine: model.train() and None)
+    evaluator.run(batches(2))
+    evaluator = evaluator_of(network(nn.BatchNorm1d(8, track_running_stats=False)))
+    evaluator.connect(Events.EPOCH_STARTED, lambda engine: engine.model.train() and None)
+    evaluator.run(batches(2))
+
+
+class Sampled(nn.Dropout):
+    """Stays in training mode."""
+
+    def train(self, mode: bool = True) -> Sampled:
+        return super().train(True)
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, Sampled])
+def test_dropout_that_is_put_in_training_mode_for_the_forward_alone_or_stays_in_it_is_listed(kind: Any) -> None:
+    model = network(kind())
+
+    def sample(engine: Engine, batch: Any) -> Tensor:
+        model[1].train()
+        outputs = torch.stack([engine.model(batch[0]) for _ in range(3)])
+        model[1].eval()
+        return outputs.mean(0)
+
+    evaluator = Engine(Update(sample), model=model)
+    evaluator.run(batches(2))
+    [found] = evaluator.findings.of_run().of("W57")
+    assert found.severity == "info"
+    assert found.sentence.startswith("the module 'model.1' was in training mode in the first batch of an evaluation")
+
+
+def test_an_evaluator_that_calls_the_trained_model_measures_it() -> None:
+    generator = linear(5, 1)
+    engine = build(generator)
+    judge = Engine(Update(lambda engine, batch: engine.model(generator(batch[0]))), model=linear(1, 1))
+    judge.connect(Events.ITERATION_COMPLETED, lambda engine: None)
+    engine.attach(Validation(judge, batches(2), prefix="judged_"))
+    engine.run(batches(), max_epochs=2)
+    assert not engine.findings.of_run().of("W51")
+
+
+def own_loss(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def test_a_hook_or_a_loss_of_the_users_own_may_store_what_it_sees() -> None:
+    model = network()
+    engine, storing = build(model), Engine(Update.supervised(own_loss), model=model)
+    with pytest.warns(FindingWarning, match="W53: .* measures nothing, unless your loss does, because"):
+        engine.evaluate(storing, batches(2))
+    hook = model[0].register_forward_hook(lambda module, inputs, output: None)
+    engine.evaluate(storing, batches(2))
+    hook.remove()
+
+
+def test_only_averages_of_what_is_evaluated_count() -> None:
+    model = network(nn.ReLU())
+    model[0].requires_grad_(False)
+    engine = build(model, EMA(0.5))
+    engine.run(batches(), max_epochs=1)
+    Engine(Update.prediction(), model=model[:2]).run(batches(2))
+    with pytest.warns(FindingWarning, match="W56"):
+        Engine(Update.prediction(), model=model[1:]).run([torch.randn(4, 8)])
+    assert engine.handlers["ema"].enabled
+
+
+@pytest.mark.parametrize(("shuffle", "what"), [(True, "leaves out 4 of 84"), (False, "leaves out the last 4 of 84")])
+def test_a_shuffled_loader_leaves_out_other_samples_than_the_last(shuffle: bool, what: str) -> None:
+    evaluator = evaluator_of(network())
+    data = TensorDataset(torch.zeros(84, 5), torch.zeros(84, 1))
+    with pytest.warns(FindingWarning, match=what):
+        evaluator.run(DataLoader(data, batch_size=8, shuffle=shuffle, drop_last=True))
+
+
+@pytest.mark.parametrize(("place", "reported"), [("x", False), ("time", True)])
+def test_the_scale_of_inputs_is_that_of_the_place_where_they_are(place: str, reported: bool) -> None:
+    def part(begin: float) -> Any:
+        return [{"time": torch.rand(16, 5) + begin, "x": torch.randn(16, 5), "y": torch.zeros(16, 1)}]
+
+    update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=1e-6, input=place, target="y")
+    engine = Engine(update, model=linear(5, 1), seed=0)
+    engine.attach(Validation(part(100.0)))
+    with pytest.warns(FindingWarning, match="but the first training inputs") if reported else nullcontext():
+        engine.run(part(0.0), max_epochs=1)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 from torch.nn.utils import clip_grad_norm_
 
 from signalfire import AnyEvent, Engine, EventEnum, Events, Update
-from signalfire.handlers import AutoClip, GradientAccumulation, GradientClipping
+from signalfire.handlers import AutoClip, GradientAccumulation, GradientClipping, Validation
 from tests.kit import SGD, batches, build, linear
 
 
@@ -205,3 +206,46 @@ def test_a_local_variable_is_not_the_global_one_of_its_name() -> None:
     engine = Engine(Update.supervised(nn.functional.mse_loss, optimizer), model=model)
     engine.connect(Events.EPOCH_COMPLETED, step_a_local_one)
     assert not engine.check(batches(), max_epochs=1).of("W17")
+
+
+def ramped(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+    return mse_loss(output, batch[1]) + engine.state.iteration / 100 * output.square().mean()
+
+
+def printed(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+    loss = mse_loss(output, batch[1])
+    if not loss.isfinite():
+        raise RuntimeError(f"the loss of iteration {engine.state.iteration} is {loss}")
+    return loss
+
+
+def ramped_in_training(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+    weight = engine.state.iteration / 100 if engine.training else 1.0
+    return mse_loss(output, batch[1]) + weight * output.square().mean()
+
+
+class Task:
+    """Reads the position of the trainer, and not of the engine that is passed to it."""
+
+    state: Any = None
+
+    def loss(self, engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return mse_loss(output, batch[1]) + float(self.state.iteration) / 100 * output.square().mean()
+
+    def wrong(self, engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        return mse_loss(output, batch[1]) + engine.state.iteration / 100 * output.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "reported"),
+    [(ramped, 1), (Task().wrong, 1), (printed, 0), (ramped_in_training, 0), (Task().loss, 0)],
+)
+def test_a_loss_that_shows_the_position_or_asks_for_the_mode_or_reads_that_of_the_trainer_is_right(
+    loss: Any, reported: int
+) -> None:
+    update = Update(lambda engine, batch: engine.model(batch[0]), loss, SGD)
+    engine = Engine(update, model=linear(5, 1), seed=0)
+    engine.attach(Validation(batches(1)))
+    found = engine.check(batches(), max_epochs=1).of("W65")
+    assert len(found) == reported
+    assert all("so it may compute a different loss" in one.sentence for one in found)

@@ -155,7 +155,14 @@ LOOKS: list[tuple[Any, str]] = [
                 "OwnSchedulers",
                 "OwnLoads",
             ),
-            *("LateScores", "FirstLosses", "report_training_mode", "report_random_samples", "check_steps", "note_run"),
+            *(
+                "LateScores",
+                "FirstLosses",
+                "report_left_in_training",
+                "report_random_samples",
+                "check_steps",
+                "note_run",
+            ),
         )
     ),
     (Guards, "_check_losses"),

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from signalfire import FindingWarning
-from tests.kit import build, evaluator_of, linear
+from signalfire import Engine, FindingWarning, Update
+from signalfire.findings import Findings
+from signalfire.handlers import CSVLogger
+from tests.kit import batches, build, evaluator_of, linear, mlp
 
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_loader_that_gives_each_process_its_part_is_not_said_to_give_all(
-    shared: bool, monkeypatch: pytest.MonkeyPatch
+    shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     launched = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     for name, value in launched.items():
@@ -27,8 +34,35 @@ def test_a_loader_that_gives_each_process_its_part_is_not_said_to_give_all(
         loader = DataLoader(data, 2, sampler=DistributedSampler(data) if shared else None)
         with pytest.warns(FindingWarning, match="W46") as caught:
             evaluator_of(model).run(loader)
-        assert ("reads all of the data" in str(caught[0].message)) is not shared
+        assert ("as if it were alone: this one may read all of the data" in str(caught[0].message)) is not shared
+        evaluator = evaluator_of(model)
+        evaluator.attach(CSVLogger(tmp_path / "log.csv"))
+        with pytest.warns(FindingWarning, match=r"W46: .* alone: this one .*writes with 'csv_logger'"):
+            evaluator.run(loader)
         assert not build(model).check(loader).of("C30")  # the gradients of the processes are averaged
         assert len(build(linear(5, 1)).check(loader).of("C30")) == 1
     finally:
         dist.destroy_process_group()
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return (self.scale * (output - target)).square().mean()
+
+
+def test_the_way_out_for_the_parameters_of_a_loss_names_what_chooses_them() -> None:
+    def found(parameters: Any) -> Findings:
+        update = Update.supervised(Scaled(), SGD, lr=0.1, parameters=parameters)
+        engine = Engine(update, model=mlp(5, 8, 1), seed=0, allow=["C08", "W11"])
+        engine.run(batches(1), max_epochs=1)
+        return engine.findings.of_run().of("W42")
+
+    with pytest.warns(FindingWarning, match="no optimizer of the engine holds.* add 'loss' to parameters="):
+        assert len(found("1")) == 1
+    assert not found(["1", "loss"])

@@ -466,3 +466,40 @@ def test_times_are_written_if_wanted(kind: Logger, tmp_path: Path) -> None:
         times = [json.loads(line)["time"] for line in lines]
     assert times == sorted(times)
     assert times[0] > 1.7e9
+
+
+def test_a_log_that_lost_its_end_is_shorter_and_differs_in_no_row(kind: Logger, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    whole, saved = uninterrupted(kind, path)
+    file = next(file for iteration, file in saved if iteration == 7)
+    kept = [
+        line
+        for line in whole.splitlines(keepends=True)
+        if kind is CSVLogger or kind("x").iteration_of(line.decode()) < 7
+    ]
+    path.write_bytes(b"".join(kept[:8] if kind is CSVLogger else kept))
+    engine = engine_of(kind(path, every="1it"))
+    engine.load_state_dict(loaded(file))
+    with pytest.warns(FindingWarning, match="W34.*and the file is shorter than the one .* rows may be missing"):
+        engine.run(batches(), max_epochs=2)
+
+
+def test_a_log_that_is_moved_at_the_end_keeps_its_rows(kind: Logger, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    engine = engine_of(kind(path, every="1it"))
+    engine.connect(Events.COMPLETED, lambda engine: path.rename(tmp_path / "final") and None)
+    with pytest.warns(FindingWarning, match="W38.* moved, replaced or removed .* later rows are not at this path"):
+        engine.run(batches(), max_epochs=1)
+    assert (tmp_path / "final").read_bytes()
+
+
+def test_the_rows_of_an_evaluators_log_have_its_position(kind: Logger, tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    model = linear(5, 2)
+    evaluator = evaluator_of(model)
+    evaluator.attach(kind(path))
+    engine = kit.build(model, Validation(evaluator, batches()[:2], every="2it"))
+    with pytest.warns(FindingWarning, match="W62.* rows have the epochs and iterations of the evaluator"):
+        engine.run(batches(), max_epochs=1)
+    rows = [line for line in path.read_text().splitlines(keepends=True) if "loss" in line]
+    assert {kind("x").iteration_of(row) for row in rows} == {2}
