@@ -162,7 +162,7 @@ class Handler:
     _initial: dict[str, Any] | None = None  # its state when it was first attached
     _arguments: Mapping[str, Any] = {}
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+    def __new__(cls, /, *args: Any, **kwargs: Any) -> Self:
         handler = super().__new__(cls)
         handler._arguments = plain_arguments(cls, args, kwargs)
         if kwargs and not handler._arguments:

@@ -383,7 +383,7 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
             f"the state contains the weight averages of the handler {name!r}, but the weights of the last step are "
             "loaded",
             "to evaluate a checkpoint with its averages, write trainer.test(data, weights=path), with a trainer that "
-            "has this handler; or load trainer.weights() instead of the state",
+            "has this handler; or load trainer.weights() instead of the state; allow W56 if the handler has evaluate=False",
             name,
         )
 

@@ -68,16 +68,22 @@ def _report_unloadable(engine: Engine, state: Mapping[str, Any]) -> None:
         return  # whoever writes the state gets this error
     content.seek(0)
     if refused := sorted(get_unsafe_globals_in_checkpoint(content)):
-        place, kind = next(((place, kind) for place, kind in _types(state) if kind in refused), ("", refused[0]))
         engine.remark(
             "W47",
-            f"the state holds a {kind} ({place}), which torch.load rejects, so no run can resume from this state",
+            f"the state holds a {_first_of(state, refused)}, which torch.load rejects, so no run can resume from this state",
             f"if you trust {', '.join(refused)}, pass it to torch.serialization.add_safe_globals before the run, and "
             "again before resuming"
             if _loads(content, refused)
             else "use only lists, tuples, dicts, numbers, strings and tensors",
             key="unloadable",
         )
+
+
+def _first_of(state: Mapping[str, Any], refused: list[str]) -> str:
+    """The first refused object of a state: its type and its place, or a type if the place is not found."""
+    own = [name for name in refused if not name.startswith("builtins.")]  # of these, only the classes are refused
+    found = (f"{kind} ({place})" for place, kind in _types(state) if kind in own)
+    return next(found, (own or refused)[0])
 
 
 def _loads(content: io.BytesIO, refused: list[str]) -> bool:
@@ -93,11 +99,10 @@ def _loads(content: io.BytesIO, refused: list[str]) -> bool:
 
 def _types(value: Any, place: str = "") -> Iterator[tuple[str, str]]:
     """The places in a state, and the types of what is there."""
+    yield place, f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, Mapping):
         for key, item in value.items():
             yield from _types(item, f"{place}.{key}" if place else str(key))
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from _types(item, f"{place}[{number}]")
-    else:
-        yield place, f"{type(value).__module__}.{type(value).__qualname__}"

@@ -78,12 +78,14 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         ways_out.append(
             "register the buffers with persistent=True"
             if of_models
-            else "pass the loss to the engine: Engine(model={'model': model, 'criterion': loss})"
+            else "pass the loss to the engine: Engine(Update(lambda engine, batch: engine.model['model'](batch[0]), "
+            "...), model={'model': model, 'criterion': loss})"
         )
     if attributes:
         what.append(f"the attributes {listed(attributes)}")
         ways_out.append(
-            "make each attribute a buffer (register_buffer), or save it with get_extra_state and set_extra_state"
+            "make each attribute a buffer of a module (register_buffer), or let the module save it with get_extra_state "
+            "and set_extra_state"
         )
     yield finding(
         "W47",

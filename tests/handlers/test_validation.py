@@ -735,3 +735,8 @@ def test_a_run_resumes_with_the_other_spelling_of_its_monitor(before: str, now: 
     second.load_state_dict(first.state_dict())
     second.run(labelled(1), max_epochs=2)
     assert "W32" not in {one.code for one in second.findings.of_run()}
+
+
+def test_a_metric_may_be_named_as_the_class_of_a_constructor_is() -> None:
+    engine = build(network(), Validation(batches(1, seed=1), cls=Average(nn.functional.l1_loss)))
+    assert "val_cls" in engine.run(batches(1), max_epochs=1).metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 import warnings
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -359,3 +360,73 @@ def test_a_subclass_of_an_included_handler_is_the_users(tmp_path: Path) -> None:
     engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path), CountedClipping(max_norm=1.0))
     with pytest.warns(FindingWarning, match="W47: 'counted_clipping' changes self.clipped"):
         engine.run(BATCHES, max_epochs=1)
+
+
+class Counting(Handler):
+    """Saves a dictionary of a kind that torch.load refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Any = defaultdict(int)
+
+    @on(Events.ITERATION_COMPLETED)
+    def count(self, engine: Engine) -> None:
+        self.counts[len(engine.state.batch)] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.counts.update(state["counts"])
+
+
+def test_an_object_that_cannot_be_loaded_is_named_with_its_place(tmp_path: Path) -> None:
+    engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path, every="1ep"), Counting())
+    with pytest.warns(FindingWarning, match=r"holds a collections.defaultdict \(handlers.counting.counts\), which"):
+        engine.run(BATCHES, max_epochs=1)
+
+
+class Following(Handler):
+    """Sets its count from the position where a run starts."""
+
+    seen = 0
+
+    @on(Events.STARTED | Events.CHECKPOINT_LOADED)
+    def begin(self, engine: Engine) -> None:
+        self.seen = engine.state.iteration
+
+    @on(Events.ITERATION_COMPLETED)
+    def add(self, engine: Engine) -> None:
+        self.seen += 1
+
+
+def test_a_value_that_a_method_sets_again_may_be_that_of_the_resumed_run(tmp_path: Path) -> None:
+    engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path, every="2it"), Following())
+    with pytest.warns(FindingWarning, match="changes self.seen, .* so unless a method sets them again, a resumed run"):
+        engine.run(BATCHES, max_epochs=1)
+
+
+class Centered(nn.Module):
+    """A loss with a moving center."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.center.lerp_(output.mean(0), 0.1)
+        return mse_loss(output - self.center, target)
+
+
+def test_the_way_out_for_the_buffers_of_a_loss_saves_them(tmp_path: Path) -> None:
+    model, loss = nn.Linear(4, 1), Centered()
+    with pytest.warns(FindingWarning, match=r"engine.model\['model'\]\(batch\[0\]\), ...\), model=\{'model': model"):
+        kit.build(model, Checkpoint(tmp_path / "a", every="1ep"), loss=loss).run(BATCHES, max_epochs=1)
+    update = Update(lambda engine, batch: engine.model["model"](batch[0]), lambda _, o, batch: loss(o, batch[1]), SGD)
+    engine = Engine(update, model={"model": model, "criterion": loss}, seed=0)
+    engine.attach(Checkpoint(tmp_path / "b", every="1ep"))
+    engine.run(BATCHES, max_epochs=1)
+    assert "center" in Checkpoint.load(tmp_path / "b")["modules"]["criterion"]
