@@ -172,7 +172,7 @@ class Seeding(Drawing):
 @pytest.mark.parametrize(("data", "reported"), [(Drawing(), True), (Seeding(), False)])
 def test_samples_of_a_data_set_that_seeds_numpy_itself_are_no_random_ones(data: Dataset[Any], reported: bool) -> None:
     evaluator = evaluator_of(network())
-    with pytest.warns(FindingWarning, match="W50") if reported else nullcontext():
+    with pytest.warns(FindingWarning, match="W50: reading .* draws random numbers") if reported else nullcontext():
         evaluator.run(DataLoader(data, 2))
 
 
@@ -342,6 +342,12 @@ def test_a_shuffled_loader_leaves_out_other_samples_than_the_last(shuffle: bool,
     data = TensorDataset(torch.zeros(84, 5), torch.zeros(84, 1))
     with pytest.warns(FindingWarning, match=what):
         evaluator.run(DataLoader(data, batch_size=8, shuffle=shuffle, drop_last=True))
+    engine = build(linear(5, 1))
+    engine.run(DataLoader(data, batch_size=80, shuffle=shuffle, drop_last=True), max_epochs=1)
+    assert not engine.findings.of_run().of("W59")
+    engine.run(DataLoader(data, batch_size=70, shuffle=shuffle, drop_last=True), max_epochs=2)
+    [found] = engine.findings.of_run().of("W59")
+    assert found.sentence.startswith(f"each epoch {what.replace('4 of 84', '14 of 84')} samples")
 
 
 @pytest.mark.parametrize(("place", "reported"), [("x", False), ("time", True)])

@@ -14,7 +14,7 @@ from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from signalfire import Engine, FindingWarning, Update
+from signalfire import Engine, Events, FindingWarning, Update
 from signalfire.findings import Findings
 from signalfire.handlers import CSVLogger
 from tests.kit import batches, build, evaluator_of, linear, mlp
@@ -66,3 +66,15 @@ def test_the_way_out_for_the_parameters_of_a_loss_names_what_chooses_them() -> N
     with pytest.warns(FindingWarning, match="no optimizer of the engine holds.* add 'loss' to parameters="):
         assert len(found("1")) == 1
     assert not found(["1", "loss"])
+
+
+def test_dropout_is_kept_in_eval_mode_as_the_way_out_says() -> None:
+    model = mlp(5, 8, 1, nn.Dropout())
+    model[1].eval()
+    with pytest.warns(FindingWarning, match=r"W52: .* or, if it has no parameters, call its eval\(\) at EPOCH_STARTED"):
+        build(model).run(batches(1), max_epochs=1)
+    engine, modes = build(mlp(5, 8, 1, nn.Dropout())), set[bool]()
+    engine.connect(Events.EPOCH_STARTED, lambda engine: engine.model[1].eval() and None)
+    engine.connect(Events.FORWARD_COMPLETED, lambda engine: modes.add(engine.model[1].training))
+    engine.run(batches(2), max_epochs=2)
+    assert modes == {False}

@@ -468,7 +468,7 @@ def test_weights_without_a_place_for_the_temperature_say_so() -> None:
 def test_an_exported_file_of_the_model_lacks_the_temperature_and_says_so(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     engine, _ = with_temperature(built=True)
-    with pytest.warns(FindingWarning, match="W39: .* belong to no module: parameter 0 of update 'main'"):
+    with pytest.warns(FindingWarning, match="W39: .* belong to no module of the engine: parameter 0 of update 'main'"):
         export_weights(engine, tmp_path / "model.safetensors")
 
 
