@@ -165,7 +165,8 @@ class _EvaluationForward(ActiveDropout):
         super().__init__()
         trainer = engine.findings.parent
         self._modules = {part for _, part in engine.modules.parts()}
-        self._trained = () if trainer is None else {*trainer.modules.parameters()} - {*engine.modules.parameters()}
+        others = [] if trainer is None else list(trainer.modules.parameters())
+        self._trained = set(others) - set(engine.modules.parameters())
         self.known: set[nn.Module] = set()
         self.in_training: set[nn.Module] = set()
         self.uses_trained = False
