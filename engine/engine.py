@@ -202,7 +202,7 @@ class Engine(Kernel):
             metrics, named: metrics to measure besides the loss, in place of the validation's metrics; as for `Validation`.
 
         Raises:
-            ValueError: without a `Validation`, or for "best" if no or several `Checkpoint` handlers have a monitor.
+            ValueError: without a `Validation` or metrics, or for "best" if no or several `Checkpoint` handlers have a monitor.
             RuntimeError: during a run.
         """
         from .weights.chosen import test  # what reads checkpoints is loaded only where one is read

@@ -11,10 +11,12 @@ from signalfire import AnyEvent, Engine, EventEnum, Events, Handler, Interval, P
 from signalfire.authoring import check_bool, check_every, check_int, check_name, did_you_mean
 from signalfire.findings.evaluation_findings import watch_weights
 from signalfire.runs.evaluation import check_evaluable, sanity_check
+from signalfire.updates.places import described
 
 from ._common.batches import check_data
 from ._common.measures import Average
-from ._common.metrics import Metrics, is_of_loss
+from ._common.metric_names import Metric, is_of_loss, shown
+from ._common.metrics import Metrics
 from ._common.updates import only_update
 
 __all__ = ["Validation"]
@@ -289,13 +291,16 @@ def _data_sets(where: str, data: Any) -> dict[str, Any]:
 
 
 def _checked_evaluator(evaluator: Any) -> Engine:
-    if not isinstance(evaluator, Engine) or evaluator.training:
-        shown = "an engine that trains" if isinstance(evaluator, Engine) else f"a {type(evaluator).__name__}"
-        raise ValueError(
-            f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
-            "`update.evaluation()`, which has no optimizer"
-        )
-    return evaluator
+    if isinstance(evaluator, Engine) and not evaluator.training:
+        return evaluator
+    shown, more = "an engine that trains", ""
+    if not isinstance(evaluator, Engine):
+        shown = described(evaluator)
+        more = "; or pass only the data by position, and metrics by keyword: Validation(data, accuracy=Accuracy())"
+    raise ValueError(
+        f"Validation(evaluator={shown}): the evaluator must be an Engine that does not train; build it with "
+        f"`update.evaluation()`, which has no optimizer{more}"
+    )
 
 
 _ARGUMENTS = ("evaluator", "data", "metrics", "update", "every", "prefix", "at_start", "sanity", "inherit", "name")
@@ -326,9 +331,10 @@ def _checked_metrics(where: str, arguments: Sequence[str], metrics: Any, named: 
 def _refuse_no_metrics(where: str, arguments: Sequence[str], named: Mapping[str, Any]) -> None:
     """Raise TypeError for a keyword that is no metric, and perhaps a misspelt argument."""
     for key, value in named.items():
-        if isinstance(value, _NO_METRICS) or value is None:
+        if isinstance(value, _NO_METRICS) or not (callable(value) or isinstance(value, Metric)):
             hint = did_you_mean(key, arguments) or f"; the arguments are {', '.join(arguments)}"
-            raise TypeError(f"{where}({key}={value!r}): {key}= is not an argument, and {value!r} is not a metric{hint}")
+            given = shown(value)
+            raise TypeError(f"{where}({key}={given}): {key}= is not an argument, and {given} is not a metric{hint}")
 
 
 def _refuse_another_loss(where: str, metrics: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ def test(
     """Measure data as a validation does, with the weights of a checkpoint; see `Engine.test`."""
     if engine.running:
         raise RuntimeError("test() was called during a run; call engine.evaluate(evaluator, data) instead")
-    measures = _validation_of(engine, validation)
+    measures = _validation_of(engine, validation, data, given=bool(metrics) or bool(named))
     evaluator = measures.evaluator_for(engine, metrics, named)
     data_sets = measures.data_sets_of(data)
     path = None if weights is None else _path_of(engine, weights)
@@ -60,8 +61,8 @@ def read_state(path: str | os.PathLike[str], where: str) -> dict[str, Any]:
     return load(path, name=None, where=f"{where}: {os.fspath(path)!r}", files=Files())
 
 
-def _validation_of(engine: Engine, name: str | None) -> Any:
-    """The handler that knows what is measured."""
+def _validation_of(engine: Engine, name: str | None, data: Any, *, given: bool) -> Any:
+    """The handler that knows what is measured; one that is not attached where none is, but metrics are given."""
     known = {key: one for key, one in engine.handlers.items() if hasattr(type(one), "evaluator_for")}
     found = {key: one for key, one in known.items() if one.enabled}
     if name is None and len(found) == 1:
@@ -73,17 +74,25 @@ def _validation_of(engine: Engine, name: str | None) -> Any:
         raise ValueError(
             f"test(validation={name!r}): {why}; available validations: {', '.join(map(repr, found)) or 'none'}"
         )
-    raise ValueError(_none_or_several(list(found)))
+    if not found and given and len(engine.updates) == 1:
+        return import_module("signalfire.handlers").Validation(data)  # by name: the rooms of the engine know no handler
+    raise ValueError(_none_or_several(engine, list(found), given=given))
 
 
-def _none_or_several(names: list[str]) -> str:
+def _none_or_several(engine: Engine, names: list[str], *, given: bool) -> str:
     """What is wrong where no validation, or several of these names, could say what is measured."""
     if names:
         shown = ", ".join(map(repr, names))
         return f"test(): several validations are attached: {shown}; choose one of them, such as validation={names[0]!r}"
+    if given:
+        return (
+            f"test(): the engine has several updates ({', '.join(one.name for one in engine.updates)}), and no "
+            "Validation is attached that chooses one; attach Validation(data, update=...)"
+        )
     return (
-        "test(): no Validation is attached, so nothing defines what to measure; attach Validation(data, "
-        "accuracy=Accuracy()), or build an evaluator and call engine.evaluate(evaluator, data)"
+        "test(): no Validation is attached, so nothing defines what to measure; pass metrics to test(), such as "
+        "accuracy=Accuracy(), attach Validation(data, accuracy=Accuracy()), or build an evaluator and call "
+        "engine.evaluate(evaluator, data)"
     )
 
 
@@ -121,10 +130,11 @@ def _only_one_that_chooses(engine: Engine) -> Any:
 
 def _existing(weights: str | os.PathLike[str]) -> Path:
     """The path of a checkpoint; a word that is no path may be a slip."""
-    if isinstance(weights, str) and not os.path.lexists(weights):
+    path = Path(weights).expanduser()
+    if isinstance(weights, str) and not os.path.lexists(path):
         way_out = did_you_mean(weights, ["best"]) or "; pass 'best', a Checkpoint handler, or the path of a checkpoint"
         raise FileNotFoundError(f"test(weights={weights!r}): no such checkpoint{way_out}")
-    return Path(weights)
+    return path
 
 
 def _chooses(handler: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import numpy as np
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from signalfire import Engine
 from signalfire.authoring import map_leaves
+from signalfire.updates.places import described
 
 from .measures import Average
 
-__all__ = ["Metric", "copied", "is_of_loss", "named_metrics", "output_and_target", "plain"]
+__all__ = ["Metric", "copied", "is_of_loss", "named_metrics", "output_and_target", "plain", "shown"]
 
 
 @runtime_checkable
@@ -62,10 +63,15 @@ def _as_metric(key: str, metric: Any) -> Any:
         raise TypeError(f"Metrics({key}={metric.__name__}): expected an instance; write {metric.__name__}()")
     if not isinstance(metric, Metric) and not callable(metric):
         raise TypeError(
-            f"Metrics({key}={metric!r}): expected an object with the methods reset, update and compute, such as a "
+            f"Metrics({key}={shown(metric)}): expected an object with the methods reset, update and compute, such as a "
             "torchmetrics metric, or a function that maps (output, target) to the batch mean"
         )
     return metric if isinstance(metric, Metric) else Average(metric)
+
+
+def shown(value: Any) -> str:
+    """What was given in place of a metric, in an error: data by its class and size, since tensors are long."""
+    return described(value) if isinstance(value, Iterable) and not isinstance(value, str) else repr(value)
 
 
 def copied(item: Any) -> Any:

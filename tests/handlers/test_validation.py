@@ -569,11 +569,26 @@ def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
         ({"evaluate": None}, r"evaluate= is not an argument, and None is not a metric; did you mean 'evaluator'\?"),
         ({"accuracy": Accuracy}, r"accuracy=Accuracy\): expected an instance; write Accuracy\(\)"),
         ({"accuracy": 3}, r"accuracy= is not an argument, and 3 is not a metric"),
+        (
+            {"dataset": [torch.zeros(999)]},
+            r"^Validation\(dataset=a list of length 1\): dataset= is not an argument, and a list of length 1 is not a "
+            r"metric; did you mean 'data'\?$",
+        ),
+        ({"test": torch.zeros(999)}, r"^Validation\(test=a tensor of shape \(999,\)\): test= is not an argument"),
     ],
 )
 def test_what_is_neither_an_argument_nor_a_metric_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Validation(labelled(1), **arguments)
+
+
+@pytest.mark.parametrize("metrics", [Accuracy(), {"accuracy": Accuracy()}])
+def test_metrics_by_position_are_told_from_an_evaluator(metrics: Any) -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"evaluator=a list of length 2\): .*by position, and metrics by keyword: Validation\(data, accuracy=",
+    ):
+        Validation(labelled(2), metrics)  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize("argument", ["accuracy", "update"])

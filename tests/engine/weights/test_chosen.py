@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,29 @@ def test_what_is_measured_comes_from_one_validation() -> None:
         Engine(Update.prediction(), model=mlp(5, 8, 3)).test(TEST)
     with pytest.raises(TypeError, match=r"test\(acuracy=3\)"):
         engine.test(TEST, validation="other", acuracy=3)
+
+
+def test_metrics_that_are_given_need_no_validation(tmp_path: Path) -> None:
+    engine = trainer_of(Checkpoint(tmp_path, monitor="val_loss"))
+    engine.run(labelled(4), max_epochs=2)
+    expected = engine.test({"a": TEST}, weights="best")
+    engine.detach("validation")
+    assert engine.test({"a": TEST}, weights="best", accuracy=Accuracy()) == expected
+    with pytest.raises(ValueError, match=r"nothing defines what to measure; pass metrics to test\(\)"):
+        engine.test(TEST)
+    with pytest.raises(TypeError, match=r"^test\(weigths='best'\): weigths= is not an argument.*did you mean 'weights'"):
+        engine.test(TEST, weigths="best")
+    update = engine.updates[0].spec
+    two = Engine([update, replace(update, name="second")], model=engine.model)
+    with pytest.raises(ValueError, match=r"several updates \(main, second\), and no Validation .*, update=\.\.\.\)"):
+        two.test(TEST, accuracy=Accuracy())
+
+
+def test_a_path_in_the_home_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    engine = trainer_of(Checkpoint("~/runs", monitor="val_loss"))
+    engine.run(labelled(4), max_epochs=2)
+    assert engine.test(TEST, weights="~/runs") == engine.test(TEST, weights=engine[Checkpoint].last)
 
 
 def test_the_long_form_is_measured_by_its_evaluator() -> None:
