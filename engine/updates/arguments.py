@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,9 +35,10 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
         return optimizer
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
     if optimizer is None:
-        hint = did_you_mean(next(iter(options)), own)
+        hints = (did_you_mean(name, ["optimizer", *own]) for name in options)
         raise TypeError(
-            f"{where}: {given} needs an optimizer; pass the optimizer's class, such as torch.optim.AdamW{hint}"
+            f"{where}: {given} needs an optimizer; pass the optimizer's class, such as torch.optim.AdamW"
+            f"{next(filter(None, hints), '')}"
         )
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Mapping | Sequence)):
         raise TypeError(
@@ -52,14 +54,25 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
 
 
 def _check_options(where: str, optimizer: Any, options: Iterable[str], own: Iterable[str]) -> None:
-    """Raise TypeError for an option that a factory does not have."""
-    names = _options_of(optimizer)
-    unknown = None if names is None else next((name for name in options if name not in names), None)
-    if unknown is None:
-        return
-    there = f"the options are {', '.join(names)}" if names else "the factory takes no options; set them in the factory"
-    hint = did_you_mean(unknown, [*own, *(names or ())]) or f"; {there}"
-    raise TypeError(f"{where}: {unknown}= is neither an option of {_name_of(optimizer)} nor an argument{hint}")
+    """Raise TypeError for an option that a factory does not have, or that is surely a slip of an argument."""
+    names, takes_others = _options_of(optimizer)
+    unknown = [name for name in options if name not in names]
+    if takes_others:
+        _refuse_slips(where, optimizer, unknown, own)
+    elif unknown:
+        there = ", ".join(names)
+        there = f"the options are {there}" if names else "the factory takes no options; set them in the factory"
+        hint = did_you_mean(unknown[0], [*own, *names]) or f"; {there}"
+        raise TypeError(f"{where}: {unknown[0]}= is neither an option of {_name_of(optimizer)} nor an argument{hint}")
+
+
+def _refuse_slips(where: str, optimizer: Any, options: Iterable[str], own: Iterable[str]) -> None:
+    """Raise TypeError for an option that is almost the name of an argument."""
+    for name in options:
+        if meant := difflib.get_close_matches(name, own, n=1, cutoff=0.8):
+            kind = _name_of(optimizer)
+            other = f" For an option of {kind}, write partial({kind}, {name}=...)" if callable(optimizer) else ""
+            raise TypeError(f"{where}: {name}= is not an argument; did you mean {meant[0]!r}?{other}")
 
 
 def _why_not_a_factory(optimizer: Any) -> str | None:
@@ -71,17 +84,16 @@ def _why_not_a_factory(optimizer: Any) -> str | None:
     return None
 
 
-def _options_of(optimizer: Any) -> list[str] | None:
-    """The names of the options that a factory takes; None where it takes any, or does not say."""
-    if optimizer is None or isinstance(optimizer, Optimizer) or not callable(optimizer):
-        return None
+def _options_of(optimizer: Any) -> tuple[list[str], bool]:
+    """The names of the options that a factory takes, and whether it takes any others, or does not say."""
+    if isinstance(optimizer, Optimizer):
+        return [], True
     try:
         parameters = list(inspect.signature(optimizer, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):
-        return None
-    if any(one.kind is one.VAR_KEYWORD for one in parameters):
-        return None
-    return [one.name for one in parameters[1:]]
+        return [], True
+    others = [one.name for one in parameters if one.kind is one.VAR_KEYWORD]
+    return [one.name for one in parameters[1:] if one.name not in others], bool(others)
 
 
 def _name_of(optimizer: Any) -> str:

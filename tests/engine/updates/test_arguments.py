@@ -19,6 +19,13 @@ from tests.kit import batches, linear, mlp
 BUILT = SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
+class WithAny(SGD):
+    """An optimizer that takes any option."""
+
+    def __init__(self, params: Any, nane: str = "", **options: Any) -> None:
+        super().__init__(params, lr=options["lr"])
+
+
 def weights(update: Update) -> Any:
     engine = Engine(update, model=linear(5, 1), seed=0)
     engine.run(batches(3), max_epochs=2)
@@ -67,12 +74,30 @@ def test_an_optimizers_class_with_options_is_the_partial_of_it() -> None:
         (BUILT, {"lr": 0.2}, "lr=0.2 cannot be combined with an optimizer that is already built"),
         (partial(SGD, lr=0.1), {"lr": 0.2}, "lr= is passed twice"),
         ({"a": SGD, "b": SGD}, {"lr": 0.2}, "lr=0.2 cannot be combined with several optimizers"),
+        (BUILT, {"nme": "x"}, "nme= is not an argument; did you mean 'name'?"),
+        (BUILT, {"parameter": "all"}, "parameter= is not an argument; did you mean 'parameters'?"),
+        (
+            WithAny,
+            {"lr": 0.1, "nme": "x"},
+            "nme= is not an argument; did you mean 'name'? For an option of WithAny, write partial(WithAny, nme=...)",
+        ),
     ],
 )
 def test_options_that_nobody_takes_are_refused(optimizer: Any, options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError) as error:
         Update.supervised(F.mse_loss, optimizer, **options)
     assert str(error.value).startswith(f"Update.supervised: {message}")
+
+
+@pytest.mark.parametrize("slip", ["optimiser", "optim", "optimzer"])
+def test_the_optimizer_by_a_wrong_name(slip: str) -> None:
+    arguments: dict[str, Any] = {"lr": 0.1, slip: SGD}
+    with pytest.raises(TypeError, match=r"needs an optimizer; .*; did you mean 'optimizer'\?$"):
+        Update.supervised(F.mse_loss, **arguments)
+
+
+def test_a_class_that_takes_any_option_gets_its_own() -> None:
+    assert Update.supervised(F.mse_loss, WithAny, lr=0.1, nane="x", foo=3).name == "main"
 
 
 @pytest.mark.parametrize(
