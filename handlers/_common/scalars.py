@@ -210,10 +210,9 @@ def _tags_of_losses(engine: Engine) -> list[str]:
 def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
     groups = [] if update.optimizer is None else update.optimizer.param_groups
     tag = "lr" if len(engine.updates) == 1 else f"lr/{update.name}"
-    if len(groups) == 1:
-        rate = groups[0]["lr"]
-        return {} if rate is None else {tag: float(rate)}  # Adafactor finds its rates itself where the group's is None
-    names = [group.get("name") for group in groups]
-    own = all(names) and len({*names}) == len(names)
-    rates = {f"{tag}/{names[i] if own else f'group{i}'}": group["lr"] for i, group in enumerate(groups)}
-    return {name: float(rate) for name, rate in rates.items() if rate is not None}
+    names = [group.get("name") or f"group{i}" for i, group in enumerate(groups)]
+    if len({*names}) < len(names):
+        names = [f"group{i}" for i in range(len(groups))]
+    unnamed = len(groups) == 1 and not groups[0].get("name")
+    rates = zip(names, (group["lr"] for group in groups), strict=True)  # None where Adafactor finds the rate itself
+    return {tag if unnamed else f"{tag}/{name}": float(rate) for name, rate in rates if rate is not None}

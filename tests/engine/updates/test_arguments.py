@@ -177,20 +177,48 @@ def test_two_updates_that_train_all_of_several_modules_are_refused_unless_it_is_
         Engine(updates, model=modules)
 
 
-def test_rates_of_groups_with_names_are_logged_by_them(tmp_path: Any) -> None:
-    def named(engine: Engine) -> list[dict[str, Any]]:
-        first, last = engine.model[0], engine.model[1]
-        return [
-            {"params": first.parameters(), "lr": 0.25, "name": "backbone"},
-            {"params": last.parameters(), "name": "head"},
-        ]
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["backbone", "head"], ["lr/backbone", "lr/head"]),
+        (["backbone", None], ["lr/backbone", "lr/group1"]),
+        ([None, None], ["lr/group0", "lr/group1"]),
+        (["same", "same"], ["lr/group0", "lr/group1"]),
+        (["group1", None], ["lr/group0", "lr/group1"]),
+        (["backbone"], ["lr/backbone"]),
+        ([None], ["lr"]),
+    ],
+)
+def test_rates_of_groups_with_names_are_logged_by_them(
+    names: list[str | None], expected: list[str], tmp_path: Any
+) -> None:
+    def groups(engine: Engine) -> list[dict[str, Any]]:
+        named = [{} if name is None else {"name": name} for name in names]
+        return [{"params": engine.model[i].parameters(), "lr": 0.5**i} | named[i] for i in range(len(names))]
 
-    engine = Engine(Update.supervised(F.mse_loss, SGD, lr=0.5, parameters=named), model=mlp(5, 4, 1))
+    engine = Engine(Update.supervised(F.mse_loss, SGD, parameters=groups), model=mlp(5, 4, 1), allow=["C08"])
     engine.attach(CSVLogger(tmp_path / "log.csv", every="1it"))
     engine.run(batches(1), max_epochs=1)
     rows = (tmp_path / "log.csv").read_text().splitlines()
-    assert "1,1,1,lr/backbone,0.25" in rows
-    assert "1,1,1,lr/head,0.5" in rows
+    assert [row for row in rows if ",lr" in row] == [f"1,1,1,{name},{0.5**i}" for i, name in enumerate(expected)]
+
+
+def test_the_rate_of_a_named_group_of_one_of_several_updates(tmp_path: Any) -> None:
+    updates = [
+        Update.from_function(loss_of_both, SGD, lr=0.5, name="d", parameters="head"),
+        Update.from_function(
+            loss_of_both,
+            SGD,
+            lr=0.5,
+            name="g",
+            parameters=lambda engine: [{"params": engine.modules["encoder"].parameters(), "name": "body"}],
+        ),
+    ]
+    engine = Engine(updates, model={"encoder": linear(5, 3), "head": linear(3, 1)})
+    engine.attach(CSVLogger(tmp_path / "log.csv", every="1it"))
+    engine.run(batches(1), max_epochs=1)
+    names = [row.split(",")[3] for row in (tmp_path / "log.csv").read_text().splitlines()]
+    assert [name for name in names if name.startswith("lr")] == ["lr/d", "lr/g/body"]
 
 
 def test_updates_over_several_modules_are_not_refused_where_functions_choose_the_parameters_or_nothing_trains() -> None:

@@ -137,7 +137,9 @@ def test_metrics_that_are_given_need_no_validation(tmp_path: Path) -> None:
     assert engine.test({"a": TEST}, weights="best", accuracy=Accuracy()) == expected
     with pytest.raises(ValueError, match=r"nothing defines what to measure; pass metrics to test\(\)"):
         engine.test(TEST)
-    with pytest.raises(TypeError, match=r"^test\(weigths='best'\): weigths= is not an argument.*did you mean 'weights'"):
+    with pytest.raises(
+        TypeError, match=r"^test\(weigths='best'\): weigths= is not an argument.*did you mean 'weights'"
+    ):
         engine.test(TEST, weigths="best")
     update = engine.updates[0].spec
     two = Engine([update, replace(update, name="second")], model=engine.model)
