@@ -305,6 +305,7 @@ def _checked_evaluator(evaluator: Any) -> Engine:
 
 _ARGUMENTS = ("evaluator", "data", "metrics", "update", "every", "prefix", "at_start", "sanity", "inherit", "name")
 _ARGUMENTS_OF_TEST = ("data", "weights", "validation", "inherit", "metrics")
+_ELSEWHERE = {"check_val_every_n_epoch": "every", "eval_steps": "every", "val_check_interval": "every"}
 _NO_METRICS = (EventEnum, AnyEvent, Interval, str, int, float, Engine)
 
 
@@ -332,7 +333,7 @@ def _refuse_no_metrics(where: str, arguments: Sequence[str], named: Mapping[str,
     """Raise TypeError for a keyword that is no metric, and perhaps a misspelt argument."""
     for key, value in named.items():
         if isinstance(value, _NO_METRICS) or not (callable(value) or isinstance(value, Metric)):
-            hint = did_you_mean(key, arguments) or f"; the arguments are {', '.join(arguments)}"
+            hint = did_you_mean(_ELSEWHERE.get(key, key), arguments) or f"; the arguments are {', '.join(arguments)}"
             given = shown(value)
             raise TypeError(f"{where}({key}={given}): {key}= is not an argument, and {given} is not a metric{hint}")
 

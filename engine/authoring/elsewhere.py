@@ -41,20 +41,27 @@ ENGINE = {
     "epoch": "engine.state.epoch",
     "fire_event": "engine.fire(event)",
     "fit": "engine.run(data, max_epochs=...)",
+    "freeze": "engine.attach(Freezing(parts))",
+    "global_rank": "engine.processes.rank",
     "global_step": "engine.state.iteration, or engine.updates[0].steps",
     "has_event_handler": "engine.has(function, event)",
+    "is_global_zero": "engine.processes.rank == 0",
     "iteration": "engine.state.iteration",
     "load": "engine.attach(Checkpoint(folder, resume=True)), or engine.load_weights(path)",
     "load_checkpoint": "engine.attach(Checkpoint(folder, resume=True)), or engine.load_weights(path)",
+    "local_rank": "engine.processes.local_rank",
     "log_dict": "engine.log({name: value})",
-    "logger": "engine.find(CSVLogger), once one is attached",
+    "logger": "engine[CSVLogger], once one is attached",
     "loggers": "engine.handlers",
     "logged_metrics": "engine.state.metrics",
+    "lr_find": "find_learning_rate, in signalfire.tuning",
+    "max_epochs": "engine.state.max_epochs",
     "metrics": "engine.state.metrics",
     "optimizers": "engine.optimizer, or engine.updates",
     "predict": "engine.attach(Predictions())",
     "remove_event_handler": "engine.detach(function)",
     "remove_handler": "engine.detach(handler)",
+    "resume": "engine.attach(Checkpoint(folder, resume=True))",
     "save": "engine.attach(Checkpoint(folder)), or torch.save(engine.state_dict(), path)",
     "save_checkpoint": "engine.attach(Checkpoint(folder)), or torch.save(engine.state_dict(), path)",
     "save_model": "engine.attach(Checkpoint(folder, weights_only=True)), or engine.weights()",
@@ -63,14 +70,18 @@ ENGINE = {
     "stop": "engine.terminate(reason)",
     "to": "engine.attach(DeviceTransfer(device))",
     "train": "engine.run(data, max_epochs=...)",
+    "tune": "find_learning_rate or find_batch_size, in signalfire.tuning",
     "validate": "engine.attach(Validation(data)), or engine.test(data)",
+    "world_size": "engine.processes.world_size",
 }
 """Attributes of an engine."""
 
 RUN = {
     "accelerator": "attach DeviceTransfer(device)",
+    "batch_size": "set it in your DataLoader",
     "callbacks": "attach the handlers: engine.attach(...)",
     "accumulate_grad_batches": "attach GradientAccumulation(steps)",
+    "check_val_every_n_epoch": 'attach Validation(data, every="2ep")',
     "ckpt_path": "attach Checkpoint(folder, resume=True)",
     "dataloader": "pass the data as the first argument: run(data, ...)",
     "epochs": "write max_epochs=",
@@ -93,6 +104,7 @@ RUN = {
     "num_train_epochs": "write max_epochs=",
     "overfit_batches": "attach OverfitBatches(...)",
     "precision": "attach MixedPrecision(), or TruePrecision()",
+    "resume": "attach Checkpoint(folder, resume=True)",
     "resume_from_checkpoint": "attach Checkpoint(folder, resume=True)",
     "steps": "write max_steps=",
     "strategy": "attach DistributedDataParallel(), or FullyShardedDataParallel()",
@@ -100,11 +112,13 @@ RUN = {
     "train_dataloader": "pass the data as the first argument: run(data, ...)",
     "train_dataloaders": "pass the data as the first argument: run(data, ...)",
     "train_loader": "pass the data as the first argument: run(data, ...)",
+    "val_check_interval": 'attach Validation(data, every="0.5ep")',
     "val_data": "attach Validation(data)",
     "val_dataloader": "attach Validation(data)",
     "val_dataloaders": "attach Validation(data)",
     "val_loader": "attach Validation(data)",
     "validation_data": "attach Validation(data)",
+    "verbose": "attach ProgressBar()",
 }
 """Arguments of `Engine.run`."""
 
@@ -135,12 +149,14 @@ CONSTRUCTOR = {
 CLASSES = {
     "Callback": "Handler",
     "CheckpointCallback": "Checkpoint",
+    "create_supervised_trainer": "Engine(Update.supervised(loss, optimizer), model=model)",
     "Learner": "Engine",
     "LightningModule": "Update",
     "Trainer": "Engine",
     "TrainerCallback": "Handler",
     "manual_seed": "seed_everything",
     "set_seed": "seed_everything",
+    "TrainingArguments": "arguments of engine.run(data, max_epochs=...), and handlers",
 }
 """Classes and functions of the package."""
 
@@ -150,8 +166,11 @@ BOUNDS = ("max_epochs", "max_iters", "max_steps", "max_time", "min_epochs", "min
 HANDLERS = {
     "AMP": "MixedPrecision",
     "BackboneFinetuning": "Freezing",
+    "create_supervised_evaluator": "Validation",
     "DDP": "DistributedDataParallel",
     "DeviceStatsMonitor": "DeviceStatistics",
+    "EarlyStoppingCallback": "EarlyStopping",
+    "EMAHandler": "EMA",
     "ExponentialMovingAverage": "EMA",
     "FSDP": "FullyShardedDataParallel",
     "GradientAccumulationScheduler": "GradientAccumulation",
@@ -160,6 +179,7 @@ HANDLERS = {
     "LearningRateMonitor": "a logger such as CSVLogger, which writes the learning rates",
     "LearningRateScheduler": "LRScheduling",
     "ModelCheckpoint": "Checkpoint",
+    "ModelEMA": "EMA",
     "Precision": "MixedPrecision, or TruePrecision",
     "ReduceLROnPlateau": "LRScheduling, with torch's ReduceLROnPlateau",
     "RichProgressBar": "ProgressBar",
@@ -169,6 +189,7 @@ HANDLERS = {
     "TerminateOnNaN": "NonFiniteGuard",
     "TerminateOnNan": "NonFiniteGuard",
     "Timer": "run(..., max_time=)",
+    "WandbCallback": "WandbLogger",
 }
 """Classes of handlers."""
 

@@ -60,7 +60,7 @@ class Filter:
         return ", ".join(parts)
 
 
-_LAST = {"BEGIN": "STARTED", "START": "STARTED", "END": "COMPLETED"}  # what other engines call the words of an event
+_LAST = {"BEGIN": "STARTED", "START": "STARTED", "END": "COMPLETED", "FINISHED": "COMPLETED"}  # words of other engines
 _FIRST = {"BATCH": "ITERATION", "STEP": "ITERATION", "EVAL": "EVALUATION", "EVALUATE": "EVALUATION", "TEST": "EVALUATION",
           "VAL": "EVALUATION", "VALIDATE": "EVALUATION", "VALIDATION": "EVALUATION"}  # fmt: skip
 

@@ -77,8 +77,8 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
         if name.startswith("_"):
             raise AttributeError(name)
         raise AttributeError(
-            f"engine.handlers has no attribute {name!r}; find a handler by its name, engine.handlers[{name!r}], or by "
-            "its class, engine.find(EMA)"
+            f"engine.handlers has no attribute {name!r}; find a handler by its name, engine[{name!r}], or by its class, "
+            "engine[EMA]"
         )
 
     def __iter__(self) -> Iterator[str]:
@@ -214,9 +214,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
     def of_class(self, kind: type[H]) -> H:
         """The one attached handler of a class; see `Engine.find`."""
         if not isinstance(kind, type):
-            raise TypeError(
-                f"find({kind!r}): expected a class of handlers; to find by name, use engine.handlers[{kind!r}]"
-            )
+            raise TypeError(f"find({kind!r}): expected a class of handlers; to find by name, use engine[{kind!r}]")
         found = [handler for handler in self.values() if isinstance(handler, kind)]
         if len(found) == 1:
             return found[0]
@@ -227,7 +225,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             )
         names = ", ".join(repr(handler.name) for handler in found)
         raise KeyError(f"find({kind.__name__}): {len(found)} handlers of this class are attached: {names}; "
-                       "choose one by name: engine.handlers[name]")  # fmt: skip
+                       "choose one by name: engine[name]")  # fmt: skip
 
     def _earlier(self, kind: type) -> str:
         """A hint at a handler whose class was defined again since, by a notebook's cell or a reloaded module."""
@@ -238,7 +236,7 @@ class Registry(Mapping[str, Handler], Part["Kernel"]):
             ):
                 return (
                     f"; {name!r} is an instance of an earlier definition of {kind.__name__}; attach an instance of "
-                    f"the new class instead, or find the old handler by name: engine.handlers[{name!r}]"
+                    f"the new class instead, or find the old handler by name: engine[{name!r}]"
                 )
         return ""
 

@@ -6,6 +6,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -35,10 +36,9 @@ def with_options(where: str, optimizer: Any, options: Mapping[str, Any], own: It
         return optimizer
     given = ", ".join(f"{name}={value!r}" for name, value in options.items())
     if optimizer is None:
-        hints = (did_you_mean(name, ["optimizer", *own]) for name in options)
+        hint = next(filter(None, map(did_you_mean, options, repeat(["optimizer", *own]))), "")
         raise TypeError(
-            f"{where}: {given} needs an optimizer; pass the optimizer's class, such as torch.optim.AdamW"
-            f"{next(filter(None, hints), '')}"
+            f"{where}: {given} needs an optimizer; pass the optimizer's class, such as torch.optim.AdamW{hint}"
         )
     if isinstance(optimizer, str) or not (callable(optimizer) or isinstance(optimizer, Optimizer | Mapping | Sequence)):
         raise TypeError(

@@ -65,18 +65,22 @@ def _validation_of(engine: Engine, name: str | None, data: Any, *, given: bool) 
     """The handler that knows what is measured; one that is not attached where none is, but metrics are given."""
     known = {key: one for key, one in engine.handlers.items() if hasattr(type(one), "evaluator_for")}
     found = {key: one for key, one in known.items() if one.enabled}
-    if name is None and len(found) == 1:
-        return next(iter(found.values()))
-    if name in found:
-        return found[name]
     if name is not None:
-        why = "this Validation is disabled" if name in known else "no Validation has this name"
-        raise ValueError(
-            f"test(validation={name!r}): {why}; available validations: {', '.join(map(repr, found)) or 'none'}"
-        )
+        return _validation_called(name, known, found)
+    if len(found) == 1:
+        return next(iter(found.values()))
     if not found and given and len(engine.updates) == 1:
         return import_module("signalfire.handlers").Validation(data)  # by name: the rooms of the engine know no handler
     raise ValueError(_none_or_several(engine, list(found), given=given))
+
+
+def _validation_called(name: str, known: Mapping[str, Any], enabled: Mapping[str, Any]) -> Any:
+    if name in enabled:
+        return enabled[name]
+    why = "this Validation is disabled" if name in known else "no Validation has this name"
+    raise ValueError(
+        f"test(validation={name!r}): {why}; available validations: {', '.join(map(repr, enabled)) or 'none'}"
+    )
 
 
 def _none_or_several(engine: Engine, names: list[str], *, given: bool) -> str:

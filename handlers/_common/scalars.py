@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from signalfire import AnyEvent, Engine, Events, Handler, Interval, Phase, UpdateState, on
@@ -210,9 +210,14 @@ def _tags_of_losses(engine: Engine) -> list[str]:
 def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
     groups = [] if update.optimizer is None else update.optimizer.param_groups
     tag = "lr" if len(engine.updates) == 1 else f"lr/{update.name}"
-    names = [group.get("name") or f"group{i}" for i, group in enumerate(groups)]
-    if len({*names}) < len(names):
-        names = [f"group{i}" for i in range(len(groups))]
-    unnamed = len(groups) == 1 and not groups[0].get("name")
-    rates = zip(names, (group["lr"] for group in groups), strict=True)  # None where Adafactor finds the rate itself
-    return {tag if unnamed else f"{tag}/{name}": float(rate) for name, rate in rates if rate is not None}
+    rates = zip(_names_of(groups), (group["lr"] for group in groups), strict=True)  # None: Adafactor finds it itself
+    return {f"{tag}/{name}" if name else tag: float(rate) for name, rate in rates if rate is not None}
+
+
+def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The name of each group, or else its number; a single one without a name needs none."""
+    if len(groups) == 1:
+        return [groups[0].get("name") or ""]
+    numbers = [f"group{i}" for i in range(len(groups))]
+    names = [group.get("name") or number for group, number in zip(groups, numbers, strict=True)]
+    return names if len({*names}) == len(names) else numbers

@@ -574,6 +574,8 @@ def test_an_update_without_a_loss_is_measured_by_its_metrics_only() -> None:
             r"^Validation\(dataset=a list of length 1\): dataset= is not an argument, and a list of length 1 is not a "
             r"metric; did you mean 'data'\?$",
         ),
+        ({"val_check_interval": 0.5}, r"and 0\.5 is not a metric; did you mean 'every'\?$"),
+        ({"check_val_every_n_epoch": 2}, r"and 2 is not a metric; did you mean 'every'\?$"),
         ({"test": torch.zeros(999)}, r"^Validation\(test=a tensor of shape \(999,\)\): test= is not an argument"),
     ],
 )

@@ -201,7 +201,7 @@ def a_misspelt_name_of_a_handler(right: bool) -> None:
     build(linear(5, 1), History()).handlers["history" if right else "historry"]
 
 
-@mistake(AttributeError, r"engine.handlers\['ema'\]")
+@mistake(AttributeError, r"find a handler by its name, engine\['ema'\]")
 def a_handler_as_an_attribute(right: bool) -> None:
     handlers = build(linear(5, 1), EMA()).handlers
     handlers["ema"] if right else handlers.ema
