@@ -46,7 +46,9 @@ SEEDS, EPOCHS, BATCH, RATE = 8, 30, 100, 1e-2
 
 @cache
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """4,000 training samples and 1,000 test samples; generated once per process."""
+    """4,000 training samples, and the 1,000 test samples of the data set as validation
+    samples; generated once per process.
+    """
     data = make_dataset(get_dataset_args())
     train = TensorDataset(
         torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"])
@@ -73,7 +75,7 @@ def build(
     """The trainer for one seed, and a function that runs it. The study calls it for
     each run, in a worker process.
     """
-    train_data, test_data = load_data()
+    train_data, validation_data = load_data()
     seed_everything(seed)
     model = build_model()
     update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
@@ -81,7 +83,7 @@ def build(
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
         Validation(
-            DataLoader(test_data, batch_size=1000),
+            DataLoader(validation_data, batch_size=1000),
             accuracy=Accuracy(),
             every=f"{epochs}ep",
         ),  # once, at the end

@@ -111,11 +111,11 @@ def main() -> None:
         ),
     )
     trainer = Engine(update, model=model, seed=config.seed)
-    train, test = load_batches(config)
+    train, validation = load_batches(config)
     trainer.attach(
         GradientClipping(max_norm=1.0),
         LRScheduling({"matrices": CosineAnnealingLR, "rest": CosineAnnealingLR}),
-        Validation(test, accuracy=Accuracy()),
+        Validation(validation, accuracy=Accuracy()),
         Checkpoint(config.folder, hyperparameters=config),
     )
     state = trainer.run(train, max_epochs=config.epochs)

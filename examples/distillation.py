@@ -47,7 +47,9 @@ TEMPERATURE, WEIGHT = 4.0, 0.9
 
 @cache
 def load_data() -> tuple[TensorDataset, TensorDataset]:
-    """4,000 training samples and 1,000 test samples; generated once per process."""
+    """4,000 training samples, and the 1,000 test samples of the data set as validation
+    samples; generated once per process.
+    """
     data = make_dataset(get_dataset_args())
     train = TensorDataset(
         torch.tensor(data["x"], dtype=torch.float32), torch.tensor(data["y"])
@@ -87,7 +89,7 @@ class ResidualMLP(nn.Module):
 
 
 def build_trainer(model: nn.Module, seed: int, epochs: int) -> Engine:
-    """A trainer that measures the accuracy on the test samples once, at the end."""
+    """A trainer that measures the validation accuracy once, at the end."""
     update = Update.supervised(F.cross_entropy, torch.optim.Adam, lr=RATE)
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(

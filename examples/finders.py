@@ -6,7 +6,7 @@ before training it.
 
 The sweep and the trials leave no trace: the trainings that follow are the same without
 them. Each multiple of the suggested rate is trained for 1,000 steps from the same
-weights, and evaluated on the test samples.
+weights, and evaluated on the test samples of the data set as validation data.
 
 Source: Greydanus and Kobak, "Scaling Down Deep Learning with MNIST-1D" (ICML 2024),
 https://arxiv.org/abs/2011.14439; Smith, "Cyclical Learning Rates for Training Neural
@@ -62,13 +62,16 @@ def build(seed: int, rate: float) -> Engine:
 
 
 def accuracy_of(
-    seed: int, rate: float, train: TensorDataset, test: TensorDataset
+    seed: int, rate: float, train: TensorDataset, validation: TensorDataset
 ) -> float:
-    """The accuracy on the test samples after a training with this rate, in percent."""
+    """The accuracy on the validation samples after a training with this rate, in
+    percent."""
     engine = build(seed, rate)
     engine.attach(
         Validation(
-            DataLoader(test, batch_size=500), accuracy=Accuracy(), every=f"{STEPS}st"
+            DataLoader(validation, batch_size=500),
+            accuracy=Accuracy(),
+            every=f"{STEPS}st",
         )
     )
     state = engine.run(
@@ -94,7 +97,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    train, test = load_data()
+    train, validation = load_data()
     engine = build(arguments.seed, 1e-3)
 
     curve = find_learning_rate(
@@ -113,7 +116,7 @@ def main() -> None:
     )
     for multiple in arguments.rates:
         rate = multiple * curve.suggestion()
-        accuracy = accuracy_of(arguments.seed, rate, train, test)
+        accuracy = accuracy_of(arguments.seed, rate, train, validation)
         print(f"learning rate {rate:.3g}, {STEPS} steps: accuracy {accuracy:.1f} %")
 
 

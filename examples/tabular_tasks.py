@@ -7,7 +7,7 @@ three tasks of scikit-learn.
 
 A network with one hidden layer classifies 8x8 digits, wines and tumours, with and
 without `SharpnessAwareMinimization`, ten seeds each. A seed draws the split into
-training and test samples, the initial weights and the order of the samples; both
+training and validation samples, the initial weights and the order of the samples; both
 variants of a seed share all three, so that differences are compared seed by seed. The
 perturbation of 0.05 is the paper's and is not tuned. The number of epochs is the same,
 so that the variant computes twice as many gradients.
@@ -62,11 +62,11 @@ def load(task: str) -> tuple[Tensor, Tensor]:
 
 
 def split(task: str, seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """A fifth of the samples for training and the others for the test, standardized by
-    those for training.
+    """A fifth of the samples for training and the others for validation, standardized
+    by those for training.
     """
     inputs, targets = load(task)
-    train, test = train_test_split(
+    train, validation = train_test_split(
         torch.arange(len(targets)), train_size=0.2, random_state=seed, stratify=targets
     )
     mean, spread = inputs[train].mean(0), inputs[train].std(0)
@@ -74,7 +74,7 @@ def split(task: str, seed: int) -> tuple[TensorDataset, TensorDataset]:
         spread > 0, spread, 1.0
     )  # some pixels are the same in all samples
     return TensorDataset(scaled[train], targets[train]), TensorDataset(
-        scaled[test], targets[test]
+        scaled[validation], targets[validation]
     )
 
 
@@ -90,7 +90,7 @@ def build(
     """The trainer of one run, and a function that runs it. The study calls it for each
     task, variant and seed.
     """
-    train, test = split(task, seed)
+    train, validation = split(task, seed)
     classes = int(load(task)[1].max()) + 1
     model = nn.Sequential(
         nn.Linear(train.tensors[0].shape[1], HIDDEN),
@@ -101,11 +101,10 @@ def build(
     trainer = Engine(update, model=model, seed=seed)
     trainer.attach(
         Validation(
-            DataLoader(test, batch_size=1000),
+            DataLoader(validation, batch_size=1000),
             accuracy=Accuracy(),
             loss=Average(F.cross_entropy),
             every=f"{epochs}ep",
-            prefix="test_",
         ),
         SharpnessAwareMinimization(rho=RHO),
     )
@@ -150,7 +149,7 @@ def main() -> None:
     torch.set_num_threads(1)  # threads are slower than one for networks of this size
     study = Study(
         partial(build, epochs=arguments.epochs),
-        metric="test_accuracy",
+        metric="val_accuracy",
         mode="max",
         seeds=range(arguments.seeds),
         tasks={task: {"task": task} for task in LOADERS},
@@ -165,7 +164,7 @@ def main() -> None:
     print(*report.sentences(), sep="\n")
     print("\nAccuracy and loss of each task, adjusted over both:")
     for task, own in report.tasks.items():
-        print(f"\n{task}\n{own.metrics({'test_accuracy': 'max', 'test_loss': 'min'})}")
+        print(f"\n{task}\n{own.metrics({'val_accuracy': 'max', 'val_loss': 'min'})}")
     report.plot_profiles(arguments.folder / "profiles.png")
     report.plot_aggregates(arguments.folder / "aggregates.png")
     print(

@@ -65,7 +65,7 @@ class ActivationCheckpointing(Handler):
         ...     model = torch.nn.Sequential(inner, torch.nn.Linear(2, 1))
         ...     engine, calls = Engine(update, model=model, seed=0), []
         ...     _ = model[0][0].register_forward_pre_hook(lambda *_: calls.append(1))
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     _ = engine.run([(torch.ones(4, 2), torch.ones(4, 1))], max_epochs=3)
         ...     return len(calls)
         >>> count(), count(ActivationCheckpointing("0"))  # calls in three iterations

@@ -54,7 +54,7 @@ class AdaptiveGradientClipping(Handler):
         ...     model = torch.nn.Linear(1, 2, bias=False)
         ...     model.weight.data = torch.tensor([[1.0], [10.0]])
         ...     engine = Engine(update, model=model, seed=0)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     _ = engine.run([(torch.ones(1, 1), torch.tensor([[-3.0, 6.0]]))], max_epochs=1)
         ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
         >>> # Gradients of 4 and 4 are clipped to 0.1 and 1.

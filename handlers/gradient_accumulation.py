@@ -38,7 +38,7 @@ class GradientAccumulation(Handler):
         ...     model = torch.nn.Linear(1, 1, bias=False)
         ...     _ = torch.nn.init.zeros_(model.weight)
         ...     engine = Engine(update, model=model, seed=0)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     data = [(torch.ones(1, 1), torch.full((1, 1), target)) for target in (1.0, 3.0)]
         ...     _ = engine.run(data, max_epochs=1)
         ...     return engine.find_update().steps, model.weight.item()

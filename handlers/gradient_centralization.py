@@ -47,7 +47,7 @@ class GradientCentralization(Handler):
         ...     model = torch.nn.Linear(2, 1, bias=False)
         ...     _ = torch.nn.init.zeros_(model.weight)
         ...     engine = Engine(update, model=model, seed=0)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     _ = engine.run([(torch.tensor([[1.0, 3.0]]), torch.tensor([[0.5]]))], max_epochs=1)
         ...     return model.weight.tolist()
         >>> # The gradient is (-1, -3), and less its mean (1, -1).

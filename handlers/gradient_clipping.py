@@ -40,7 +40,7 @@ class GradientClipping(Handler):
         ...     model = torch.nn.Linear(2, 1, bias=False)
         ...     _ = torch.nn.init.zeros_(model.weight)
         ...     engine = Engine(update, model=model, seed=0)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     _ = engine.run([(torch.tensor([[3.0, 4.0]]), torch.tensor([[0.5]]))], max_epochs=1)
         ...     return [round(one, 2) for one in model.weight.flatten().tolist()]
         >>> # The gradient is (-3, -4), whose norm is 5.

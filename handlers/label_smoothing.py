@@ -49,7 +49,7 @@ class LabelSmoothing(Handler):
         ...     model = torch.nn.Linear(1, 2)
         ...     _ = torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
         ...     engine = Engine(update, model=model, seed=0)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     data = [(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long))]
         ...     _ = engine.run(data, max_epochs=1)
         ...     return [round(one, 2) for one in model.bias.tolist()]

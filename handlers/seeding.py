@@ -27,7 +27,7 @@ class Seeding(Handler):
         >>> def first_draw(*handlers):
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=7)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     drawn = []
         ...     draw = lambda engine: drawn.append(torch.rand(1).item())
         ...     _ = engine.connect(Events.FORWARD_STARTED, draw)

@@ -53,7 +53,7 @@ class SharpnessAwareMinimization(Handler):
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.25)
         ...     engine = Engine(update, model=torch.nn.Linear(1, 1, bias=False))
         ...     _ = torch.nn.init.ones_(engine.model.weight)
-        ...     _ = engine.attach(*handlers)
+        ...     _ = engine.attach(handlers)
         ...     _ = engine.run([(torch.ones(4, 1), torch.zeros(4, 1))], max_epochs=1)
         ...     return engine.model.weight.item()
         >>> # The gradient is 2 at a weight of 1, and 3 at 1.5.

@@ -206,7 +206,7 @@ def test_the_command_of_the_guide_trains_its_script_on_two_nodes(tmp_path: Path)
     ended = [launcher.communicate(timeout=LIMIT) for launcher in launchers]
     assert all(launcher.returncode == 0 for launcher in launchers), ended[0][1] + ended[1][1]
     printed = ended[0][0] + ended[1][0]  # by rank 0 alone
-    form = r"(\d+) steps, ([\d.]+)% of the test digits\n"
+    form = r"(\d+) steps, ([\d.]+)% of the validation digits\n"
     (steps, accuracy), (steps_of_one, accuracy_of_one) = (
         re.fullmatch(form, text).groups()  # type: ignore[union-attr]
         for text in (printed, shown)

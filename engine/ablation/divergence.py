@@ -133,7 +133,7 @@ def divergence(
         ...     torch.manual_seed(0)
         ...     update = Update.supervised(torch.nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
         ...     engine = Engine(update, model=torch.nn.Linear(2, 1), seed=0)
-        ...     engine.attach(*handlers)
+        ...     engine.attach(handlers)
         ...     return engine
         >>> data = [(torch.ones(4, 2), torch.ones(4, 1))]
         >>> found = divergence(

@@ -39,8 +39,8 @@ def report_untrained(engine: Engine) -> None:
         engine.findings.report(
             "W10",
             f"run(max_epochs={state.max_epochs}): the engine trains nothing, because no update has an optimizer",
-            "give the Update an optimizer, such as partial(torch.optim.AdamW, lr=1e-3); to evaluate, run one epoch; if "
-            "your own code changes the weights, build the Engine with allow=['W10']",
+            "give the Update an optimizer: Update.supervised(loss, torch.optim.AdamW, lr=1e-3); to evaluate, run one "
+            "epoch; if your own code changes the weights, build the Engine with allow=['W10']",
         )
 
 

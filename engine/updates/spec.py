@@ -104,7 +104,7 @@ class Update:
         for argument in ("forward", "loss", "optimizer", "parameters", "function"):
             value = getattr(self, argument)
             if value is not None and not callable(value) and not isinstance(value, Optimizer):
-                hint = "; pass a factory: partial(torch.optim.SGD, lr=0.1)" if argument == "optimizer" else ""
+                hint = "; pass the optimizer's class, such as torch.optim.SGD" if argument == "optimizer" else ""
                 raise TypeError(f"{where}: {argument}={value!r} is not callable{hint}")
         for argument, places in (("forward", 2), ("loss", 3), ("function", 2)):
             if (value := getattr(self, argument)) is not None:

@@ -43,7 +43,7 @@ def build(seed: int, epochs: int = EPOCHS) -> tuple[Engine, Callable[[Engine], o
     update = Update.supervised(nn.functional.cross_entropy, torch.optim.Adam, lr=3e-2)
     trainer = Engine(update, model=make_model(), seed=seed)
     trainer.attach(Validation([make_data(500, seed=1)], accuracy=Accuracy()), EMA(0.95), LossSpikes())
-    trainer.attach(DeviceTransfer(DEVICE), *([MixedPrecision("bf16")] if DEVICE == "cuda" else []))
+    trainer.attach(DeviceTransfer(DEVICE), [MixedPrecision("bf16")] if DEVICE == "cuda" else [])
     data: Iterable[Any] = DataLoader(TensorDataset(*make_data(1000, seed=0)), batch_size=BATCH, shuffle=True)
     return trainer, lambda engine: engine.run(data, max_epochs=epochs)
 

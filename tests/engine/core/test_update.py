@@ -330,7 +330,7 @@ BUILT = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
         ({"forward": forward, "loss": "mse"}, "loss='mse' is not callable"),
         (
             {"forward": forward, "loss": loss_of, "optimizer": 0.1},
-            r"optimizer=0.1 is not callable; pass a factory",
+            r"optimizer=0.1 is not callable; pass the optimizer's class",
         ),
         ({"function": forward, "optimizer": SGD, "parameters": 3}, r"parameters=3; expected the name of a module"),
         ({"forward": forward, "optimizer": SGD}, "an update with an optimizer needs a loss"),
