@@ -17,7 +17,7 @@ from ..authoring.devices import is_readable
 from .dropout import EagerMode
 from .function_rules import codes_of, names_in
 from .loss_graph import Problem, are_scaled, factor_in, note_operands
-from .target_counts import Mean, mean_over
+from .target_counts import Mean, has_values_in_rows, is_among, mean_over, rows_of
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -209,7 +209,7 @@ class FirstCalls(EagerMode):
         """Targets that the batch has among its inputs as well."""
         targets = {id(one) for one in self._targets}
         inputs = [one for one in tensors_in(self._engine.state.batch) if id(one) not in targets]
-        if any(_is_among(inputs, one) or self._is_repeated(one) for one in self._targets):
+        if any(is_among(inputs, one) or self._is_repeated(one) for one in self._targets):
             yield (
                 "W98",
                 "the targets are equal to an input of the same batch, so a model that copies this input has a loss of "
@@ -219,7 +219,7 @@ class FirstCalls(EagerMode):
             )
 
     def _is_repeated(self, target: Tensor) -> bool:
-        return sum(one is target for one in tensors_in(self._engine.state.batch)) > 1 and _has_values_in_rows(target)
+        return sum(one is target for one in tensors_in(self._engine.state.batch)) > 1 and has_values_in_rows(target)
 
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
         """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
@@ -228,7 +228,7 @@ class FirstCalls(EagerMode):
             for _, part in self._engine.modules.parts()
             if isinstance(part, nn.Embedding) and part.padding_idx is not None and part.num_embeddings == classes
         }
-        rows = _rows(target, self._engine.state.batch)
+        rows = rows_of(target, self._engine.state.batch)
         for index in padding - {ignored}:
             if weight is not None and not weight[index]:
                 continue
@@ -319,24 +319,6 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
     **dict.fromkeys(("add", "__add__", "__radd__"), FirstCalls._sum),
 }
 """What looks at a call, by the name of torch's function."""
-
-
-def _is_among(inputs: list[Tensor], target: Tensor) -> bool:
-    alike = (one for one in inputs if one.shape == target.shape and one.dtype == target.dtype)
-    return _has_values_in_rows(target) and any(torch.equal(one, target) for one in alike)
-
-
-def _has_values_in_rows(target: Tensor) -> bool:
-    return target.dim() > 1 and bool((target != target.flatten()[0]).any())
-
-
-def _rows(target: Tensor, batch: Any) -> Tensor:
-    """Targets with a row for each sequence, also those that a loss received flat; only one if the sequences are not known."""
-    if target.dim() > 1:
-        return target
-    found = [one for one in tensors_in(batch) if one.dim() == 2]
-    steps = [number for one in found for number in (one.shape[1], one.shape[1] - 1) if len(one) * number == len(target)]
-    return target.view(-1, steps[0]) if steps and steps[0] > 1 else target[:1]
 
 
 def _moves(before: list[int], after: list[int]) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_data", "check_epoch", "check_steps", "note_batches", "report_different", "report_length", "report_workers",
+    "values_of_first_batch",
 ]  # fmt: skip
 
 _MOST_BATCHES = 200
@@ -69,7 +70,7 @@ def report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None
 
 def _check_own(engine: Engine, data: Any) -> None:
     """Compare the first batches of ranks that bring their own data; one collective a run."""
-    content = engine.findings.look(_values_of_first_batch, data)
+    content = engine.findings.look(values_of_first_batch, data)
     others = engine.processes.gather(content)
     if content and all(one == others[0] for one in others):
         engine.findings.report(
@@ -80,7 +81,7 @@ def _check_own(engine: Engine, data: Any) -> None:
         )
 
 
-def _values_of_first_batch(data: Any) -> list[Any]:
+def values_of_first_batch(data: Any) -> list[Any]:
     """The sums of its tensors, and its texts and numbers."""
     batch = first_batch(data)
     sums = [one for one in tensors_in(batch) if one.device.type != "meta" and not one.is_complex()]

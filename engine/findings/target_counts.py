@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
+from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
 from .dropout import EagerMode
 from .loss_graph import factor_in
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["Mean", "TargetCalls", "TargetCounts", "are_averaged", "mean_over", "terms_of"]
+__all__ = [
+    "Mean", "TargetCalls", "TargetCounts", "are_averaged", "has_values_in_rows", "is_among", "mean_over", "rows_of", "terms_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -152,3 +156,23 @@ class TargetCounts:
             f"{number})",
             key=update.name,
         )
+
+
+def is_among(inputs: list[Tensor], target: Tensor) -> bool:
+    """Whether targets with several values are equal to one of these tensors."""
+    alike = (one for one in inputs if one.shape == target.shape and one.dtype == target.dtype)
+    return has_values_in_rows(target) and any(torch.equal(one, target) for one in alike)
+
+
+def has_values_in_rows(target: Tensor) -> bool:
+    """Whether targets have rows, and more than one value."""
+    return target.dim() > 1 and bool((target != target.flatten()[0]).any())
+
+
+def rows_of(target: Tensor, batch: Any) -> Tensor:
+    """Targets with a row for each sequence, also those that a loss received flat; only one if the sequences are not known."""
+    if target.dim() > 1:
+        return target
+    found = [one for one in tensors_in(batch) if one.dim() == 2]
+    steps = [number for one in found for number in (one.shape[1], one.shape[1] - 1) if len(one) * number == len(target)]
+    return target.view(-1, steps[0]) if steps and steps[0] > 1 else target[:1]

@@ -120,7 +120,7 @@ def test_the_short_form_of_a_validation_continues_such_a_run(version: str, monit
     assert found["monitor"]["seen"] == expected["monitor"]["seen"]
     assert found["best"] == pytest.approx(expected["best"], rel=1e-5)
     assert engine.state.metrics.serials == {"val_error": EPOCHS, "val_loss": EPOCHS - 1}
-    assert len(engine["history"]["val_error"]) == EPOCHS  # type: ignore[index]
+    assert len(engine["history"]["val_error"]) == EPOCHS
 
 
 @pytest.mark.filterwarnings("ignore:the run resumes from .* in a different environment")  # such as on another processor

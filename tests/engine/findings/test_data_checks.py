@@ -14,8 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from signalfire import Engine, Events, FindingWarning, Update
-from signalfire.findings import data_checks
-from signalfire.findings.data_checks import report_different, report_workers
+from signalfire.findings.data_checks import report_different, report_workers, values_of_first_batch
 from signalfire.handlers import DistributedDataParallel
 from tests.kit import SGD, batches, build, finished, linear
 from tests.processes import run_together
@@ -233,7 +232,7 @@ def test_a_function_that_collects_batches_first_may_return_a_loss_later(whole: b
 def test_first_batches_of_other_texts_or_numbers_are_not_equal() -> None:
     labels = torch.tensor([0, 1])
     same, *others = [
-        data_checks._values_of_first_batch([{"texts": texts, "labels": labels, "part": part}])
+        values_of_first_batch([{"texts": texts, "labels": labels, "part": part}])
         for texts, part in ((("a", "b"), 0), (("a", "b"), 0), (("a", "c"), 0), (("a", "b"), 1))
     ]
     assert [one == same for one in others] == [True, False, False]

@@ -115,6 +115,6 @@ def test_a_state_of_an_earlier_iteration_is_not_that_of_its_time() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_scripted_model_which_refuses_hooks_is_looked_at_all_the_same() -> None:
-    engine = build(torch.jit.script(linear(5, 1)))  # type: ignore[no-untyped-call]
+    engine = build(torch.jit.script(linear(5, 1)))
     engine.run(batches(), max_epochs=1)
     assert not engine.findings.of_run().of("W09")

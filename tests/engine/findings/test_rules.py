@@ -336,7 +336,7 @@ def test_a_model_or_a_loss_of_the_users_may_write_a_monitored_metric() -> None:
 class Several(Average):
     """A metric of two values."""
 
-    def compute(self) -> dict[str, float]:  # type: ignore[override]
+    def compute(self) -> dict[str, float]:
         return {"low": 1.0, "high": 2.0}
 
 
@@ -420,10 +420,10 @@ SAMPLES = TensorDataset(torch.randn(20, 5), torch.randn(20, 1))
     ],
 )
 def test_samplers_may_split_one_dataset(sampler: Any) -> None:
-    size = {} if "batch_sampler" in sampler else {"batch_size": 4}
+    options: Any = sampler if "batch_sampler" in sampler else sampler | {"batch_size": 4}
     held_out = DataLoader(SAMPLES, 4, sampler=SubsetRandomSampler(range(12, 20)))
     engine = build(mlp(5, 8, 1), Validation(held_out), EarlyStopping("val_loss"))
-    found = codes(engine, DataLoader(SAMPLES, **size, **sampler), max_epochs=2)
+    found = codes(engine, DataLoader(SAMPLES, **options), max_epochs=2)
     assert found.keys().isdisjoint({"C13", "C14"})
 
 

@@ -46,11 +46,11 @@ def test_a_run_goes_on_where_its_metrics_are_called_otherwise(
     second.load_state_dict(first.state_dict())
     second.run(TRAINING, max_epochs=20)
     assert second.state.epoch == straight.state.epoch
-    assert second["early_stopping"].best == straight["early_stopping"].best  # type: ignore[attr-defined]
+    assert second["early_stopping"].best == straight["early_stopping"].best
     kept, expected = (sorted(path.name for path in (tmp_path / one).iterdir()) for one in ("resumed", "straight"))
     assert [name.partition("-epoch")[2] for name in kept] == [name.partition("-epoch")[2] for name in expected]
     name = now if now.startswith("val_") else f"val_{now.removeprefix('val/')}".replace("/", "_")
-    assert second["history"][name] == straight["history"][before]  # type: ignore[index]
+    assert second["history"][name] == straight["history"][before]
 
 
 def test_a_metric_of_the_training_does_not_become_one_of_a_validation() -> None:
