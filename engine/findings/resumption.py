@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..core.events import Events
 from ..core.words import listed
 from ..data.held_generators import draws_in_workers
 from ..data.loading import draws_nothing
 from ..data.streamed import inner, keeps_position
 from ..models.modules import bare_name
 from ..resuming.state_parts import composition, frozen_names
+from .function_rules import called_by, names_in
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -59,13 +61,39 @@ def report_resume(engine: Engine, saved: Mapping[str, Any], allowed: frozenset[s
     for update in engine.updates:  # what was saved is what applies from now on
         update.options = before.get("options", {}).get(update.name, update.options)
     if differences:
-        engine.findings.report(
-            "W32",
-            f"the setup differs from the setup of the run that saved the state: {'; '.join(differences)}",
+        _report_differences(
+            engine,
+            differences,
             "use the same setup; to change an optimizer option, set it in optimizer.param_groups at CHECKPOINT_LOADED; "
             "or start a new run with the saved weights: engine.load_weights(state)",
+            meant=_functions_follow(engine),
         )
     _report_draws_in_workers(engine, saved)
+
+
+def _report_differences(
+    engine: Engine, differences: list[str], way_out: str, *, meant: bool, key: str | None = None
+) -> None:
+    """Report what differs in a resumed run; as information if functions of the user's may change it before it matters."""
+    engine.findings.report(
+        "W32",
+        "before your functions run, " * meant
+        + f"the setup differs from the setup of the run that saved the state: {'; '.join(differences)}",
+        way_out,
+        key=key,
+        severity="info" if meant else None,
+    )
+
+
+def _functions_follow(engine: Engine) -> bool:
+    """Whether functions of the user's may change the setup before the first batch of a resumed run."""
+    events = Events.CHECKPOINT_LOADED, Events.EPOCH_STARTED
+    return any(one.owner is None for event in events for one in engine.signal(event).connections)
+
+
+def _toggles(engine: Engine) -> bool:
+    """Whether the step freezes and unfreezes parameters, as of a critic while the generator is trained."""
+    return any({"requires_grad", "requires_grad_"} & names_in(one) for one in called_by(engine))
 
 
 def _report_draws_in_workers(engine: Engine, saved: Mapping[str, Any]) -> None:
@@ -180,13 +208,13 @@ def report_frozen(engine: Engine, before: list[str]) -> None:
         before: the names of those that were frozen.
     """
     if different := _different_frozen(engine, before):
-        engine.findings.report(
-            "W32",
-            f"the setup differs from the setup of the run that saved the state: {'; '.join(different)}",
-            "freeze and unfreeze parameters before the run, or with Freezing; or do so at every EPOCH_STARTED, based "
-            "on the epoch number",
-            key="frozen",
+        only_trained = not any(one.startswith("now frozen") for one in different)  # which a new epoch may begin with
+        way_out = (
+            "freeze and unfreeze parameters before the run, or with Freezing; or do so at every EPOCH_STARTED, based on "
+            "the epoch number"
         )
+        meant = _toggles(engine) or (only_trained and _functions_follow(engine))
+        _report_differences(engine, different, way_out, meant=meant, key="frozen")
 
 
 def _different_frozen(engine: Engine, before: list[str]) -> list[str]:

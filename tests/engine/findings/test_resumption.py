@@ -378,3 +378,31 @@ def test_a_stateful_loader_resumes_exactly_or_says_so(workers: int) -> None:
         resumed.run(loader(), max_epochs=2)
     if workers == 0:
         assert_same(resumed.model, engine.model)
+
+
+def toggled(engine: Engine, batch: Any) -> torch.Tensor:
+    engine.model[0].requires_grad_(engine.state.iteration % 2 == 0)
+    return mse_loss(engine.model(batch[0]), batch[1])
+
+
+def lower_the_rate(engine: Engine) -> None:
+    engine.optimizer.param_groups[0]["lr"] = 0.05
+
+
+def test_what_functions_of_the_users_change_before_it_matters_is_information() -> None:
+    engine = trained()
+    engine.run(batches(4), max_epochs=1)
+    other = trained(lr=0.05)
+    other.connect(Events.CHECKPOINT_LOADED, lower_the_rate)
+    other.load_state_dict(engine.state_dict())
+    other.run(batches(4), max_epochs=2)
+    [found] = other.findings.of_run().of("W32")
+    assert (found.severity, found.sentence[:34]) == ("info", "before your functions run, the set")
+
+
+def test_a_step_that_freezes_and_unfreezes_resumes_with_what_it_froze_last() -> None:
+    engines = [Engine(Update.from_function(toggled, SGD, lr=0.1), model=mlp(5, 8, 1), seed=0) for _ in range(2)]
+    engines[0].run(batches(3), max_epochs=1)
+    engines[1].load_state_dict(engines[0].state_dict())
+    engines[1].run(batches(3), max_epochs=2)
+    assert [one.severity for one in engines[1].findings.of_run().of("W32")] == ["info"]
