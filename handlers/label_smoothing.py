@@ -11,7 +11,7 @@ from torch import Tensor
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import Capture, Claim, check_name, check_number
 from signalfire.findings import Finding, finding
-from signalfire.findings.loss_graph import functions_of
+from signalfire.findings.loss_nodes import functions_of
 
 from ._common.loss_terms import check_losses
 from ._common.ranks import SMOOTH_LOSS

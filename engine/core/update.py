@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -50,8 +51,9 @@ class UpdateState:
 
     __slots__ = (
         "_asked",
+        "_lists",
         "_parameters",
-        "_parameters_of",
+        "_sizes",
         "again",
         "backward_loss",
         "can_skip",
@@ -94,7 +96,8 @@ class UpdateState:
         self.sync_gradients = True
         self.share: float = ONE
         self._parameters: list[Tensor] = []
-        self._parameters_of: list[tuple[int, int]] = []
+        self._lists: list[Any] = []  # of the groups, whose tensors these are, with their sizes
+        self._sizes: list[int] = []
         self._asked: list[tuple[Callable[..., None], tuple[Tensor, ...], bool]] = []
         self.restart()
 
@@ -153,7 +156,7 @@ class UpdateState:
         self.optimizer = optimizer
         self.options = _options(optimizer)
         self.kind = None if optimizer is None else kind_of(optimizer)
-        self._parameters_of = []
+        self._sizes = []
 
     @property
     def loss(self) -> Tensor | None:
@@ -169,19 +172,21 @@ class UpdateState:
         """The optimizer's parameters, over all of its groups."""
         if self.optimizer is None:
             return []
-        lists = [(id(group["params"]), len(group["params"])) for group in self.optimizer.param_groups]
-        if lists != self._parameters_of:  # a group was added, as gradual unfreezing does, or replaced
+        groups = self.optimizer.param_groups
+        pairs = zip_longest(groups, self._lists, fillvalue={"params": ()})
+        sizes = [len(group["params"]) if group["params"] is known else -1 for group, known in pairs]
+        if sizes != self._sizes:  # a group was added, as gradual unfreezing does, or replaced
             several = getattr(self.optimizer, "parameters", None)  # of several that step together
-            groups = self.optimizer.param_groups
             self._parameters = several if several is not None else [p for group in groups for p in group["params"]]
-            self._parameters_of = lists
+            self._lists = [group["params"] for group in groups]
+            self._sizes = [len(one) for one in self._lists]
         return self._parameters
 
     def order_parameters(self, parameters: Iterable[Tensor]) -> None:
         """Put the parameters of several optimizers in the order of the model."""
         if (order := getattr(self.optimizer, "order_like", None)) is not None:
             order(parameters)
-            self._parameters_of = []
+            self._sizes = []
 
     def samples_in(self, batch: Any) -> int:
         """The number of samples in a batch; see `Update.samples_in`."""

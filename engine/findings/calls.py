@@ -16,7 +16,8 @@ from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
 from .dropout import EagerMode
 from .function_rules import codes_of, names_in
-from .loss_graph import Problem, are_scaled, factor_in, note_operands
+from .loss_graph import Problem, note_operands
+from .loss_nodes import are_scaled, is_term_of, note_factor
 from .target_counts import Mean, has_values_in_rows, is_among, mean_over, rows_of
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class FirstCalls(EagerMode):
         if not all(_has_values(one) for one in tensors_in((args, named, result))):
             return
         self._note_sequences(name, args, result)
+        note_factor(args, result)
         if (look := _LOOKS.get(name)) is not None:
             self.problems += look(self, args, named, result)
         elif name == "grad":
@@ -153,7 +155,7 @@ class FirstCalls(EagerMode):
     def found(self, loss: Tensor | None) -> list[Problem]:
         """What looked wrong on the way to this loss."""
         steps = [problem for one in self._recurrent for problem in _steps_without_others(one)]
-        constant = [value for total, value in self._constant if loss is not None and factor_in(loss, total) is not None]
+        constant = [value for total, value in self._constant if loss is not None and is_term_of(total, loss)]
         terms = [_term_without_gradient(value) for value in constant[:1]]
         state = self._engine.state
         return [

@@ -19,7 +19,7 @@ from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
 from .evaluation_findings import effect_of_training
-from .loss_graph import ignored_by
+from .loss_nodes import ignored_by
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState

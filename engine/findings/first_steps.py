@@ -26,7 +26,8 @@ from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, note_trained_call, report_other_scale, report_training_mode
 from .given_gradients import GivenGradients
 from .layouts import looking_for_mixed_up_layouts, samples_of
-from .loss_graph import Problem, leaves_of, problems_of
+from .loss_graph import Problem, problems_of
+from .loss_nodes import leaves_of
 from .parameter_rules import ends_frozen
 from .taken_states import UnsavedValues
 from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged, terms_of

@@ -7,40 +7,21 @@ A few of its nodes tell what no shape and no dtype does: that a cross entropy wa
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Problem",
-    "are_scaled",
-    "factor_in",
-    "functions_of",
-    "ignored_by",
-    "leaves_of",
-    "note_operands",
-    "problems_of",
-]
+from .loss_nodes import ELEMENTWISE, SCALES, child_of, kind_of_node, nodes_of, number_of, saved_at, shape_of, signed
+
+__all__ = ["Problem", "note_operands", "problems_of"]
 
 Problem = tuple[str, str, str]
 """The code of a finding, its sentence, and the fix."""
 
-_MOST_NODES = 64  # from the loss backwards; what a loss function adds is among the first
 _SAMPLES = 64  # of a batch whose values are looked at
-_SAME_VALUES = frozenset(
-    f"{name}Backward0"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "T", "Transpose", "Permute", "Slice", "Select"),
-        *("ToCopy", "Clone", "Expand", "Alias", "Index"),
-    )
-)
 _PROBABILITIES = {"SoftmaxBackward0": "softmax", "SigmoidBackward0": "sigmoid"}
-_ELEMENTWISE = frozenset(("SubBackward0", "RsubBackward1", "MulBackward0", "AddBackward0", "DivBackward0"))
-_LINEAR = _ELEMENTWISE | {"NegBackward0"}
 _RANGES = {"TanhBackward0": ("tanh", -1.0, 1.0), "ReluBackward0": ("relu", 0.0, float("inf"))} | {
     node: (name, 0.0, 1.0) for node, name in _PROBABILITIES.items()
 }
@@ -83,19 +64,19 @@ def problems_of(
     yield from _summed(loss.grad_fn, window, samples)
     yield from _single_class(loss.grad_fn)
     scored = set()  # what a negative log-likelihood receives
-    for node in _nodes(loss.grad_fn):
+    for node in nodes_of(loss.grad_fn):
         name = node.name()
         if name == "LogSoftmaxBackward0":
             yield from _log_softmax(node, scored=node in scored)
         elif name in ("NllLossBackward0", "NllLoss2DBackward0"):
-            scored.add(_child(node))
+            scored.add(child_of(node))
             yield from _nll_loss(node)
         elif name == "BinaryCrossEntropyWithLogitsBackward0":
             yield from _takes_logits(node, "binary_cross_entropy_with_logits")
             yield from _targets(node, "binary_cross_entropy_with_logits", 0.0, 1.0)
         elif name == "SoftMarginLossBackward0":
             yield from _targets(node, "soft_margin_loss", -1.0, 1.0)
-        elif name in _PROBABILITIES and _child(node).name() == name:
+        elif name in _PROBABILITIES and child_of(node).name() == name:
             yield (
                 "W72",
                 f"{_PROBABILITIES[name]} is applied twice in a row, in the loss or right before it",
@@ -103,169 +84,34 @@ def problems_of(
             )
         elif name in _DISTANCES:
             yield from _out_of_reach(node)
-        elif name in _ELEMENTWISE:
+        elif name in ELEMENTWISE:
             yield from _broadcast(node)
-
-
-def functions_of(loss: Tensor) -> set[str]:
-    """The functions of torch nearest to a loss, by the names of their nodes, such as "MseLoss" and "LogSoftmax".
-
-    Example:
-        >>> sorted(
-        ...     functions_of(
-        ...         torch.nn.functional.mse_loss(torch.zeros(2, requires_grad=True), torch.ones(2))
-        ...     )
-        ... )
-        ['MseLoss', 'torch::autograd::AccumulateGrad']
-    """
-    return set() if loss.grad_fn is None else {_kind(node) for node in _nodes(loss.grad_fn)}
-
-
-def ignored_by(loss: Tensor) -> int | None:
-    """The class that a negative log-likelihood nearest to a loss ignores; None without one.
-
-    Example:
-        >>> ignored_by(
-        ...     torch.nn.functional.cross_entropy(
-        ...         torch.ones(1, 2, requires_grad=True), torch.zeros(1).long()
-        ...     )
-        ... )
-        -100
-    """
-    nodes = _nodes(loss.grad_fn) if loss.grad_fn is not None else ()
-    found = (getattr(node, "_saved_ignore_index", None) for node in nodes)
-    return next((_signed(index) for index in found if index is not None), None)
-
-
-def leaves_of(loss: Tensor) -> list[Tensor]:
-    """The tensors that the backward of a loss gives gradients to; of a very large graph, those nearest to the loss.
-
-    Example:
-        >>> one = torch.ones(1, requires_grad=True)
-        >>> leaves_of((one * one).sum()) == [one]
-        True
-    """
-    queue: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
-    seen, leaves = set(queue), []
-    for node in islice(queue, _LARGEST_GRAPH):  # grows meanwhile
-        if (leaf := getattr(node, "variable", None)) is not None:
-            leaves.append(leaf)
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen:
-                seen.add(child)
-                queue.append(child)
-    return leaves
-
-
-_LARGEST_GRAPH = 20_000
-
-
-def factor_in(loss: Tensor, term: Tensor) -> float | None:
-    """The factor of a number in a loss that is a sum of numbers, weighted or not; None if the number is no part of it.
-
-    Example:
-        >>> term = torch.ones((), requires_grad=True) * 2
-        >>> factor_in(0.5 * term + 1, term), factor_in((term * torch.ones(2)).sum(), term)
-        (0.5, None)
-    """
-    queue: list[tuple[Any, float]] = [] if loss.grad_fn is None else [(loss.grad_fn, 1.0)]
-    for node, factor in islice(queue, _MOST_NODES):  # grows meanwhile
-        if node is term.grad_fn:
-            return factor
-        queue += [(one, factor * _scale(node)) for one in _summands(node)]
-    return None
-
-
-def _summands(node: Any) -> list[Any]:
-    """The numbers that a node adds up, or scales; of a product of two that are trained, each is the weight of the other."""
-    if node.name() not in _LINEAR | _SAME_VALUES:
-        return []
-    numbers = [one for one, place in node.next_functions if one is not None and _shape(one, place) == ()]
-    return [] if node.name() in _SCALES and len(numbers) > 1 else numbers
-
-
-def _scale(node: Any) -> float:
-    """What the first operand of a node is multiplied with; 1 if the node does not scale it."""
-    factors = [_saved(node, name) for name in ("other", "self")] if node.name() in _SCALES else []
-    scale = next((float(one) for one in factors if one is not None and one.dim() == 0), 1.0)
-    return 1.0 / scale if scale and node.name() == "DivBackward0" else scale
-
-
-def are_scaled(scores: Tensor) -> bool:
-    """Whether scores are multiplied with a number, or divided by a temperature, so that they are meant to be large.
-
-    Example:
-        >>> cosines = torch.ones(2, 3, requires_grad=True) * torch.ones(3)
-        >>> are_scaled(cosines), are_scaled((cosines / 0.07).T)
-        (False, True)
-    """
-    node: Any = scores.grad_fn
-    if node is None:
-        return False
-    node = _child(node) if node.name() in _SAME_VALUES else node
-    factors = [_saved(node, name) for name in ("self", "other")] if node.name() in _SCALES else []
-    return any(one is not None and one.dim() == 0 for one in factors)
 
 
 def note_operands(args: Any, result: Any) -> None:
     """Note the shapes of operands at the node of their result, which shows only those that have a gradient."""
     node = getattr(result, "grad_fn", None)
-    if node is not None and result.dim() == 2 and node.name() in _ELEMENTWISE:
+    if node is not None and result.dim() == 2 and node.name() in ELEMENTWISE:
         node.metadata[_OPERANDS] = sorted(tuple(one.shape) for one in args if isinstance(one, Tensor))
 
 
 _OPERANDS = "signalfire operands"
-_SCALES = frozenset(("MulBackward0", "DivBackward0"))
-
-
-def _nodes(root: Any) -> Iterator[Any]:
-    """The nodes nearest to the loss, each once."""
-    queue, seen = [root], {root}
-    for node in queue:
-        yield node
-        for child, _ in node.next_functions:
-            if child is not None and child not in seen and len(queue) < _MOST_NODES:
-                seen.add(child)
-                queue.append(child)
-
-
-class _Leaf:
-    """What stands in for a node that is not there."""
-
-    next_functions: tuple[Any, ...] = ()
-
-    def name(self) -> str:
-        return ""
-
-
-def _child(node: Any) -> Any:
-    """The node from which the first operand comes, past those that only give it another shape or dtype."""
-    while node.next_functions and (child := node.next_functions[0][0]) is not None:
-        if child.name() not in _SAME_VALUES:
-            return child
-        node = child
-    return _Leaf()
-
-
-def _kind(node: Any) -> str:
-    """The function of torch that made a node."""
-    return re.sub(r"Backward\d+$", "", node.name())
 
 
 def _log_softmax(node: Any, *, scored: bool) -> Iterator[Problem]:
     """What a log_softmax receives; unless a loss scores its classes, only a softmax is surely wrong there."""
     if not scored:
-        if _kind(_child(node)) == "Softmax":
+        if kind_of_node(child_of(node)) == "Softmax":
             yield from _takes_logits(node, "log_softmax")
         return
     yield from _takes_logits(node, "cross_entropy, which applies log_softmax first,")
-    if _child(node).name() == "ReluBackward0":
+    if child_of(node).name() == "ReluBackward0":
         yield (
             "W72",
             "cross_entropy receives the output of relu, so the logits cannot be negative",
             "remove the relu after the last layer",
         )
-    if (result := _saved(node, "result")) is None or not result.dim():
+    if (result := saved_at(node, "result")) is None or not result.dim():
         return
     # One score for each sample is a list, and has no classes.
     if result.dim() == 2 and _dimension(node) == 0 and result.shape[1] not in (1, result.shape[0]):
@@ -281,8 +127,8 @@ def _single_class(root: Any) -> Iterator[Problem]:
     """A loss that is nothing but a cross entropy of one class; that of one sample may have one pair, or one option."""
     node = root
     while node.name() in _OF_A_CROSS_ENTROPY:
-        node = _child(node)
-    result = _saved(node, "result") if _kind(node) == "LogSoftmax" else None
+        node = child_of(node)
+    result = saved_at(node, "result") if kind_of_node(node) == "LogSoftmax" else None
     if result is not None and result.numel() > 1 and result.shape[_dimension(node)] == 1:
         yield (
             "W79",
@@ -294,15 +140,11 @@ def _single_class(root: Any) -> Iterator[Problem]:
 
 def _dimension(node: Any) -> int:
     """The saved dimension, which torch gives as an unsigned number."""
-    return _signed(node._saved_dim)
-
-
-def _signed(number: int) -> int:
-    return number if number < 2**63 else number - 2**64
+    return signed(node._saved_dim)
 
 
 def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
-    if (found := _PROBABILITIES.get(_child(node).name())) is not None:
+    if (found := _PROBABILITIES.get(child_of(node).name())) is not None:
         yield (
             "W72",
             f"{function} expects logits, but receives the probabilities that {found} returns",
@@ -311,10 +153,10 @@ def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
 
 
 def _nll_loss(node: Any) -> Iterator[Problem]:
-    scores = _saved(node, "self")
-    child = _child(node)
-    weighted = child.name() == "MulBackward0" and _child(child).name() == "LogSoftmaxBackward0"  # as with rewards
-    if scores is None or weighted or _kind(child) in ("LogSoftmax", "Log", "LogSigmoid"):
+    scores = saved_at(node, "self")
+    child = child_of(node)
+    weighted = child.name() == "MulBackward0" and child_of(child).name() == "LogSoftmaxBackward0"  # as with rewards
+    if scores is None or weighted or kind_of_node(child) in ("LogSoftmax", "Log", "LogSigmoid"):
         return
     classes = 1 if scores.dim() > 1 else 0
     sums = scores[:_SAMPLES].detach().float().exp().sum(classes)
@@ -328,7 +170,7 @@ def _nll_loss(node: Any) -> Iterator[Problem]:
 
 
 def _out_of_reach(node: Any) -> Iterator[Problem]:
-    target, last = _saved(node, "target"), _RANGES.get(_child(node).name())
+    target, last = saved_at(node, "target"), _RANGES.get(child_of(node).name())
     if target is None or last is None or target.numel() == 0 or _may_be_masked(node):
         return
     function, least, most = last
@@ -336,7 +178,7 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
     if smallest < least - 1e-3 or largest > most + 1e-3:
         yield (
             "W77",
-            f"{_kind(node)} compares the output of {function}, which lies between {least:g} and {most:g}, with values "
+            f"{kind_of_node(node)} compares the output of {function}, which lies between {least:g} and {most:g}, with values "
             f"that lie between {smallest:.4g} and {largest:.4g} in the first batch",
             f"remove this {function}, or scale the targets",
         )
@@ -344,7 +186,7 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
 
 def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Problem]:
     """Targets outside of a range; for a loss of margins, which takes -1 and 1, zeros as well."""
-    target = _saved(node, "target")
+    target = saved_at(node, "target")
     if target is None or target.numel() == 0 or _may_be_masked(node):
         return
     values = target.detach().float()
@@ -358,7 +200,7 @@ def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Pr
 
 def _may_be_masked(node: Any) -> bool:
     """Whether a loss function leaves its values, or weights them: those of missing targets may be left out."""
-    return getattr(node, "_saved_reduction", None) == _NONE or _saved(node, "weight") is not None
+    return getattr(node, "_saved_reduction", None) == _NONE or saved_at(node, "weight") is not None
 
 
 def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
@@ -367,7 +209,7 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
         return
     factor = None
     if node.name() == "MulBackward0":
-        factor, node = _number(_saved(node, "other")), _child(node)
+        factor, node = number_of(saved_at(node, "other")), child_of(node)
     if _sums(node, samples) and not (factor is not None and _makes_a_mean(node, factor, samples)):
         yield (
             "W83",
@@ -383,12 +225,12 @@ def _sums(node: Any, samples: int) -> bool:
         return True
     sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
     over_samples = node.name() == "SumBackward0" and len(sizes) > 0 and int(sizes[0]) == samples > 1
-    return over_samples and not _is_mean(_child(node)) and not _has_weights_of_one(_child(node))
+    return over_samples and not _is_mean(child_of(node)) and not _has_weights_of_one(child_of(node))
 
 
 def _makes_a_mean(node: Any, factor: float, samples: int) -> bool:
     """Whether a sum is multiplied with one over the number of samples, or of values."""
-    given = _saved(node, "self")
+    given = saved_at(node, "self")
     values = math.prod(map(int, getattr(node, "_saved_self_sym_sizes", ()))) if given is None else given.numel()
     return any(math.isclose(factor * count, 1.0) for count in (samples, values))
 
@@ -396,12 +238,14 @@ def _makes_a_mean(node: Any, factor: float, samples: int) -> bool:
 def _is_mean(node: Any) -> bool:
     """Whether a node is a mean over the samples."""
     sizes = getattr(node, "_saved_self_sym_sizes", ())
-    return _kind(node) == "Mean" and any(_signed(one) in (0, -len(sizes)) for one in getattr(node, "_saved_dim", ()))
+    return kind_of_node(node) == "Mean" and any(
+        signed(one) in (0, -len(sizes)) for one in getattr(node, "_saved_dim", ())
+    )
 
 
 def _has_weights_of_one(node: Any) -> bool:
     """Whether values are multiplied with constant weights whose sum is 1."""
-    weights = [_saved(node, name) for name in ("self", "other")] if node.name() == "MulBackward0" else []
+    weights = [saved_at(node, name) for name in ("self", "other")] if node.name() == "MulBackward0" else []
     constant = [one for one in weights if one is not None and one.dim() and not one.requires_grad]
     return any(abs(float(one.sum()) - 1.0) < 1e-3 for one in constant)
 
@@ -412,11 +256,11 @@ _NONE, _SUM = 0, 2  # what torch's kernels call reduction="none" and reduction="
 def _broadcast(node: Any) -> Iterator[Problem]:
     """An output of shape [N] or [N, 1] that meets something constant of the other one of these shapes."""
     operands = [(child, place) for child, place in node.next_functions if child is not None]
-    own = _shape(node, 0)
+    own = shape_of(node, 0)
     if len(operands) != 1 or own[:1] < (2,) or node.metadata.get(_OPERANDS) != [own[:1], (own[0], 1)]:
         return  # with [1, N], or a mask of pairs, each sample is meant to meet all
     child, place = operands[0]
-    before = _shape(child, place)
+    before = shape_of(child, place)
     if child.name() == "UnsqueezeBackward0":  # as in output[:, None]
         return
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
@@ -429,9 +273,9 @@ def _broadcast(node: Any) -> Iterator[Problem]:
 
 
 def _negated(node: Any) -> Iterator[Problem]:
-    factor = _number(_saved(node, "other")) if node.name() == "MulBackward0" else None
-    child = _child(node)
-    kind = _kind(child)
+    factor = number_of(saved_at(node, "other")) if node.name() == "MulBackward0" else None
+    child = child_of(node)
+    kind = kind_of_node(child)
     if factor is not None and kind == "NllLoss" and (factor != -1 or _is_of_one_target(child)):
         return  # the reward of an action
     negative = node.name() == "NegBackward0" or (factor is not None and factor < 0)
@@ -444,18 +288,18 @@ def _negated(node: Any) -> Iterator[Problem]:
 
 
 def _is_of_one_target(node: Any) -> bool:
-    target = _saved(node, "target")
+    target = saved_at(node, "target")
     return target is not None and target.numel() == 1
 
 
 def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
-    if window < 2 or node.name() not in _SCALES:
+    if window < 2 or node.name() not in SCALES:
         return
-    number, child = _number(_saved(node, "other")), _child(node)
-    child = _child(child) if _kind(child) == "Neg" else child
-    if number is None or _kind(child) in ("Add", "Sum", ""):  # the mean of several terms, or of the batch
+    number, child = number_of(saved_at(node, "other")), child_of(node)
+    child = child_of(child) if kind_of_node(child) == "Neg" else child
+    if number is None or kind_of_node(child) in ("Add", "Sum", ""):  # the mean of several terms, or of the batch
         return
-    if not received and _may_be_weighted(node, _kind(child), window):
+    if not received and _may_be_weighted(node, kind_of_node(child), window):
         return
     factor = number if node.name() == "DivBackward0" else 1.0 / (number or float("inf"))
     if abs(factor - window) < 1e-6:
@@ -472,28 +316,3 @@ def _may_be_weighted(node: Any, kind: str, window: int) -> bool:
     if kind in _NEVER_NEGATIVE:
         return kind == "MseLoss" and window == 2
     return window == 2 or node.name() == "MulBackward0"
-
-
-def _number(operand: Tensor | None) -> float | None:
-    """The number that a loss was multiplied with or divided by; None for a tensor.
-
-    A number becomes a tensor of one of these types; what is float32 is a tensor already, such as a gradient scaler's scale.
-    """
-    if operand is None or operand.dtype not in (torch.int64, torch.float64) or operand.dim():
-        return None
-    return float(operand) if operand.device.type == "cpu" else None
-
-
-def _shape(node: Any, place: int) -> tuple[int, ...]:
-    """The shape of one of a node's results."""
-    metadata = getattr(node, "_input_metadata", ())
-    return tuple(int(size) for size in metadata[place].shape) if place < len(metadata) else ()
-
-
-def _saved(node: Any, name: str) -> Tensor | None:
-    """A tensor that a node saved for its backward; None if it has none, or if a backward has freed it."""
-    try:
-        value = getattr(node, f"_saved_{name}", None)
-    except RuntimeError:
-        return None
-    return value if isinstance(value, Tensor) else None

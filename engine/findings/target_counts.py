@@ -13,7 +13,7 @@ from torch import Tensor
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
 from .dropout import EagerMode
-from .loss_graph import factor_in
+from .loss_nodes import factor_in, note_factor
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -95,6 +95,8 @@ class TargetCalls(EagerMode):
         result = func(*args, **named)
         if getattr(func, "__name__", "") in ("cross_entropy", "nll_loss"):
             self._engine.findings.look(self._note, args, named, result)
+        elif isinstance(result, Tensor):
+            note_factor(args, result)
         return result
 
     def _note(self, args: Any, named: Any, result: Tensor) -> None:
@@ -106,7 +108,8 @@ def _differ(one: Mean, other: Mean, weight: float, own: float) -> bool:
     """Whether two means count otherwise than by their numbers of targets, with which the loss may multiply them itself."""
     numbers = one.number * own, other.number * weight
     scaled = numbers[0] * other.factor, numbers[1] * one.factor
-    return min(numbers) > 0 and not any(math.isclose(*several, rel_tol=1e-3) for several in (numbers, scaled))
+    known = min(numbers) > 0 and not math.isnan(sum(scaled))
+    return known and not any(math.isclose(*several, rel_tol=1e-3) for several in (numbers, scaled))
 
 
 class TargetCounts:

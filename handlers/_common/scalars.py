@@ -210,14 +210,16 @@ def _tags_of_losses(engine: Engine) -> list[str]:
 def _rates(engine: Engine, update: UpdateState) -> dict[str, float]:
     groups = [] if update.optimizer is None else update.optimizer.param_groups
     tag = "lr" if len(engine.updates) == 1 else f"lr/{update.name}"
-    rates = zip(_names_of(groups), (group["lr"] for group in groups), strict=True)  # None: Adafactor finds it itself
-    return {f"{tag}/{name}" if name else tag: float(rate) for name, rate in rates if rate is not None}
+    if len(groups) == 1:
+        group = groups[0]
+        rate, name = group["lr"], "name" in group and group["name"]  # None: Adafactor finds its rates itself
+        return {} if rate is None else {f"{tag}/{name}" if name else tag: float(rate)}
+    named = zip(_names_of(groups), groups, strict=True)
+    return {f"{tag}/{name}": float(group["lr"]) for name, group in named if group["lr"] is not None}
 
 
 def _names_of(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The name of each group, or else its number; a single one without a name needs none."""
-    if len(groups) == 1:
-        return [groups[0].get("name") or ""]
+    """The name of each of several groups, or else its number."""
     numbers = [f"group{i}" for i in range(len(groups))]
     names = [group.get("name") or number for group, number in zip(groups, numbers, strict=True)]
     return names if len({*names}) == len(names) else numbers

@@ -20,7 +20,7 @@ from signalfire.authoring import as_signed, is_readable, tensors_in, widened
 from signalfire.authoring.batches import parts
 from signalfire.distributed import is_sharded, local_part
 from signalfire.findings.epoch_checks import held_by_optimizers, names_of
-from signalfire.findings.loss_graph import functions_of
+from signalfire.findings.loss_nodes import functions_of
 from signalfire.models.modules import frozen_copies, untrained_copies
 
 __all__ = [

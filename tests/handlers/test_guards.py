@@ -609,7 +609,7 @@ def test_statistics_of_two_models_with_equal_names_are_told_apart() -> None:
     def forward(engine: Engine, batch: Any) -> Tensor:
         return models["one"].train()(batch[0]) + models["other"](batch[0])  # type: ignore[no-any-return]
 
-    engine = Engine(Update(forward), model=models)
+    engine = Engine(Update(forward), model=models, allow=["W57"])
     engine.attach(Guards())
     with pytest.warns(FindingWarning, match=r"G08: the running statistics of 'one\.1' change"):
         engine.run(batches())

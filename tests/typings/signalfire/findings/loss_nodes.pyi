@@ -1,0 +1,1 @@
+from engine.findings.loss_nodes import *
