@@ -99,8 +99,8 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     return finding(
         "C05",
-        f"{run.handler!r}: {_name(scheduler)} counts {run.counted} and is stepped {run.total} times in a run that is "
-        f"not stopped earlier, so the learning rate ends at {left:.0e} times its initial value",
+        f"{run.handler!r}: {_name(scheduler)} counts {run.counted} and is stepped up to {run.total} times, which leaves "
+        f"{left:.0e} of the initial learning rate",
         "step the scheduler once per epoch with LRScheduling(..., every='1ep'), or specify its arguments in optimizer "
         "steps"
         if run.unit == "st"
