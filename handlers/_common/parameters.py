@@ -109,14 +109,12 @@ def alike(gradients: Sequence[Tensor]) -> bool:
     """Whether one foreach kernel takes them all: dense tensors of one device and dtype that need no gradient."""
     first = gradients[0]
     device, dtype = first.device, first.dtype
-    return all(
-        type(one) is Tensor
-        and one.dtype is dtype
-        and one.device == device
-        and one.layout is torch.strided
-        and not one.requires_grad
-        for one in gradients
-    )
+    for one in gradients:  # without a generator, which takes a call for each of them
+        if type(one) is not Tensor or one.dtype is not dtype or one.device != device:
+            return False
+        if one.layout is not torch.strided or one.requires_grad:
+            return False
+    return True
 
 
 def total_norm(gradients: list[Tensor], norm_type: float = 2.0) -> Tensor:
