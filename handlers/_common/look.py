@@ -22,8 +22,8 @@ from .watching import statistics_of, trained_elsewhere
 __all__ = ["LOOKS_AT", "Look", "looking"]
 
 LOOKS_AT = (
-    "batch", "output", "loss", "gradients", "trainable", "weights", "modes", "modules", "optimizer", "step", "window", "bounds",
-    "processes",
+    "batch", "output", "loss", "gradients", "trainable", "weights", "buffers", "modes", "modules", "optimizer", "step", "window",
+    "bounds", "processes",
 )  # fmt: skip
 """The values that a check of a training iteration reads."""
 

@@ -187,7 +187,6 @@ NOT_RECORDED = {
     **{("Trace", name): {"rates", "groups"} for name in ("begin", "record_iteration", "record_epoch")},
     # By receivers that these connect, which are called through the guard of looks.
     ("Guards", "look"): {"loss", "output"},
-    ("Guards", "look_at_evaluation"): {"buffers", "modules"},
 }
 
 
