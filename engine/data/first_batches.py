@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..authoring.randomness import unchanged_random_state
-from .held_generators import held_generators, set_state, state_of
-from .loading import generators_of
-from .streamed import END, inner
-
-__all__ = ["FirstBatches", "has_no_batch"]
+__all__ = ["FirstBatches"]
 
 
 class FirstBatches:
@@ -49,36 +44,3 @@ class FirstBatches:
             if taken == count:
                 batches = None  # stops a DataLoader's workers now, not when this generator is freed
             yield batch
-
-
-def has_no_batch(data: Any) -> bool:
-    """Whether data without a length has no batch, which is read as if it had not been.
-
-    The states of random generators are put back, and the attributes of the data and its data set. Data of which a batch cannot
-    be read like this counts as data with batches: iterators and what holds one, data that keeps its own position, data with
-    workers, and data that raises an error.
-    """
-    whole = inner(data)
-    attributes = [vars(one) for one in (whole, getattr(whole, "dataset", None)) if hasattr(one, "__dict__")]
-    if not _can_be_read_again(whole, attributes):
-        return False
-    before = [(one, dict(one)) for one in attributes]
-    states = [(one, state_of(one)) for one in held_generators(whole).values()]
-    try:
-        with unchanged_random_state(*generators_of(whole)):
-            return next(iter(data), END) is END
-    except Exception:
-        return False
-    finally:
-        for generator, state in states:
-            set_state(generator, state)
-        for own, former in before:
-            own.clear()
-            own.update(former)
-
-
-def _can_be_read_again(data: Any, attributes: list[dict[str, Any]]) -> bool:
-    if isinstance(data, Iterator) or any(isinstance(value, Iterator) for own in attributes for value in own.values()):
-        return False
-    keeping = (one for one in (data, getattr(data, "dataset", None)) if callable(getattr(one, "load_state_dict", None)))
-    return not getattr(data, "num_workers", 0) and next(keeping, None) is None

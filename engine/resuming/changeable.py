@@ -36,6 +36,7 @@ __all__ = [
     "GENERATORS",
     "Holder",
     "Unsaved",
+    "attributes_of",
     "buffer_names",
     "copy_of",
     "given_parameters",
@@ -45,6 +46,7 @@ __all__ = [
     "is_own_parameter",
     "own_name",
     "own_parameters",
+    "unchanged_attributes",
     "unsaved_buffers",
 ]
 
@@ -305,6 +307,16 @@ class Unsaved:
 
     def __repr__(self) -> str:
         return "Unsaved()"
+
+
+@contextmanager
+def unchanged_attributes(item: Any) -> Iterator[None]:
+    """Put back what an object holds in its attributes at the end of the ``with`` block."""
+    kept = {key: _Kept(value) for key, value in attributes_of(item).items()}
+    try:
+        yield
+    finally:
+        _put_attributes_back(item, kept)
 
 
 def _kept_buffers(module: nn.Module, *, saved: bool) -> dict[str, _Kept]:

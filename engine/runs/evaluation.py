@@ -13,11 +13,12 @@ from ..core.connection import Connection, Phase
 from ..core.events import EventEnum, Events, Lifecycle
 from ..core.handler import Handler
 from ..core.modes import Modes
-from ..data.first_batches import FirstBatches, has_no_batch
+from ..data.first_batches import FirstBatches
 from ..data.loading import generators_of
 from ..data.source import DataError
 from ..models.streams import begin_stream
 from ..updates.optimizer_modes import weights_to_evaluate
+from .empty_data import has_no_batch
 
 if TYPE_CHECKING:
     from ..engine import Engine

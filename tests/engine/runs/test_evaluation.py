@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -353,6 +354,30 @@ class Once(Stream):
         yield from self.rest
 
 
+class Queued(Stream):
+    """Data that takes each batch out of a queue."""
+
+    def __init__(self) -> None:
+        self.waiting: SimpleQueue[Any] = SimpleQueue()
+        for batch in batches(2):
+            self.waiting.put(batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while not self.waiting.empty():
+            yield self.waiting.get()
+
+
+class Recording(Stream):
+    """Data that depends on how often it was read, according to a list."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.read.append(len(self.read))
+        yield torch.full((4, 5), float(len(self.read))), torch.zeros(4, 1)
+
+
 @pytest.mark.parametrize("data_of", [lambda: DataLoader(Stream(0), 2), lambda: Stream(0)])
 def test_data_without_a_length_that_has_no_batch_is_refused_as_the_run_starts(data_of: Any) -> None:
     trainer = build(network(), Validation({"far": data_of()}))
@@ -363,7 +388,9 @@ def test_data_without_a_length_that_has_no_batch_is_refused_as_the_run_starts(da
     assert trainer.state.iteration == 0
 
 
-@pytest.mark.parametrize("data_of", [lambda: DataLoader(Stream(4), 2), lambda: Stream(4, (2,)), Once])
+@pytest.mark.parametrize(
+    "data_of", [lambda: DataLoader(Stream(4), 2), lambda: Stream(4, (2,)), Once, Queued, Recording]
+)
 def test_looking_for_a_first_batch_leaves_no_trace(data_of: Any) -> None:
     found = []
     for looks in (False, True):
@@ -377,7 +404,7 @@ def test_looking_for_a_first_batch_leaves_no_trace(data_of: Any) -> None:
             trainer.on(Events.EPOCH_COMPLETED)(
                 lambda engine, to=evaluator, data=validation.data: engine.evaluate(to, data, prefix="val_")
             )
-        trainer.run(batches(1), max_epochs=1 if data_of is Once else 2)
+        trainer.run(batches(1), max_epochs=1 if data_of in (Once, Queued) else 2)
         found.append((trainer.state.metrics["val_loss"], torch.rand(1)))
     assert found[0] == found[1]
 

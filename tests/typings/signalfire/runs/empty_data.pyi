@@ -1,0 +1,1 @@
+from engine.runs.empty_data import *
