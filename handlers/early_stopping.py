@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.authoring import Claim, Monitor, check_bool, check_every, check_int, check_number, last_epoch
+from signalfire.authoring.functions import is_users
 from signalfire.core.connection import Connection
 from signalfire.core.settings import is_default
 from signalfire.findings import finding
-from signalfire.findings.function_rules import is_users
 from signalfire.resuming.keys import UNSAVED
 
 from ._common.ranks import CHECK_METRIC, KEEP_BEST
@@ -299,7 +299,7 @@ def _writes_by_epoch(engine: Engine, producer: Handler | None) -> bool:
     """Whether a handler writes metrics only as epochs begin and end; without one, whether all code of the user's does."""
 
     def may_write(one: Connection) -> bool:
-        of_it = is_users(one) if producer is None else one.owner == producer.name
+        of_it = is_users(one.receiver) if producer is None else one.owner == producer.name
         return of_it and (one.writes is None or "metrics" in one.writes)
 
     signals = [signal for signal in engine.signals.all() if any(map(may_write, signal.connections))]

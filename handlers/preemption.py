@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.authoring import check_int, check_number, warn
+from signalfire.authoring.functions import names_in
 from signalfire.findings import finding
-from signalfire.findings.function_rules import names_in
 
 __all__ = ["Preemption"]
 

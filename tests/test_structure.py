@@ -263,7 +263,7 @@ def test_every_module_has_a_stub_for_checkers_and_no_stub_is_left_over() -> None
 
 # How complex functions and methods are, by radon: how many above 15, how many above 20, and the sum of what is above 10. These
 # bounds are lowered with each function that becomes simpler, and never raised.
-MOST_ABOVE_15, MOST_ABOVE_20, MOST_IN_ALL = 8, 0, 643
+MOST_ABOVE_15, MOST_ABOVE_20, MOST_IN_ALL = 8, 0, 639
 
 
 @pytest.mark.moderate

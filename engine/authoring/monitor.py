@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.state import Direction, as_number
 from .checks import check_bool, check_choice, check_number, did_you_mean
+from .functions import may_log
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -135,9 +136,7 @@ def is_announced(engine: Engine, metric: str) -> bool:
 
 def users_may_write(engine: Engine) -> bool:
     """Whether code of the user's runs in the engine that may write metrics: receivers, handlers, forwards and losses."""
-    functions = [f for u in engine.updates for f in (u.spec.forward, u.spec.loss, u.spec.function) if f is not None]
-    modules = [str(getattr(function, "__module__", "")) for function in functions]
-    if any(not module.startswith(("signalfire.", "torch.")) for module in modules):
+    if may_log(engine):
         return True
     if any(one.owner is None for signal in engine.signals.all() for one in signal.connections):
         return True

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
+from ..authoring.functions import codes_of, names_in
 from .dropout import EagerMode
-from .function_rules import codes_of, names_in
 from .loss_graph import Problem, note_operands
 from .loss_nodes import are_scaled, is_term_of, note_factor
 from .target_counts import Mean, has_values_in_rows, is_among, mean_over, rows_of

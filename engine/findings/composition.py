@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..authoring.functions import is_users, may_log
 from ..authoring.monitor import Monitor
 from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Composition", "Evaluation", "first_batch", "in_training", "is_meant", "is_ours", "own_generators", "unchanged_generators",
+    "Composition", "Evaluation", "first_batch", "in_training", "is_meant", "own_generators", "unchanged_generators",
 ]  # fmt: skip
 
 
@@ -122,11 +123,9 @@ class Composition:
     def may_write_metrics(self) -> bool:
         """Whether a receiver, forward or loss of the user's may write metrics that nobody announces."""
         connections = [one for engine in self.engines for signal in engine.signals.all() for one in signal.connections]
-        specs = [update.spec for engine in self.engines for update in engine.updates]
-        functions = [function for one in specs for function in (one.forward, one.loss, one.function)]
-        return any(
-            one.writes is None or ("metrics" in one.writes and not is_ours(one.receiver)) for one in connections
-        ) or any(one is not None and not is_ours(one) for one in functions)
+        return any(map(may_log, self.engines)) or any(
+            one.writes is None or ("metrics" in one.writes and is_users(one.receiver)) for one in connections
+        )
 
     # ---- evaluations and data -------------------------------------------------------------------------------------
 
@@ -185,7 +184,7 @@ class Composition:
         return found
 
     @cached_property
-    def trained_elsewhere(self) -> set[Tensor]:
+    def trained_by_user(self) -> set[Tensor]:
         """Parameters that an optimizer of the user's holds, which a connected function uses, or which a hook steps."""
         found = {one for one in self.parameters if getattr(one, "_post_accumulate_grad_hooks", None)}
         for one in self.functions:
@@ -273,9 +272,3 @@ def is_meant(evaluator: Engine) -> bool:
     roots = list(evaluator.modules.values())
     frozen = not any(p.requires_grad for root in roots for p in root.parameters())
     return frozen or any(isinstance(root, AveragedModel) for root in roots)
-
-
-def is_ours(function: Any) -> bool:
-    """Whether a function is one of this package, and not of the user's."""
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return module.startswith("signalfire")

@@ -6,10 +6,10 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from ..authoring.functions import names_in
 from ..core.connection import Connection
 from ..core.events import Events
 from ..core.handler import Handler
-from .function_rules import names_in
 
 if TYPE_CHECKING:
     from ..engine import Engine

@@ -20,10 +20,11 @@ from torch.utils.data import (
 )
 
 from ..authoring.batches import parts, tensors_in
+from ..authoring.functions import called_by, is_users, names_in
 from ..core.events import Events
 from ..data.held_generators import draws_in_workers
-from .composition import Composition, Evaluation, first_batch, in_training, is_meant, is_ours, own_generators
-from .function_rules import called_by, is_users_own, keeps_something, names_in
+from .composition import Composition, Evaluation, first_batch, in_training, is_meant, own_generators
+from .function_rules import may_store
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
@@ -37,22 +38,13 @@ def evaluations_that_measure_nothing(it: Composition) -> Iterator[Finding]:
         evaluator = one.evaluator
         if len(evaluator.handlers) or any(signal.connections for signal in evaluator.signals.all()):
             continue
-        if not _may_store(evaluator):
+        if not may_store(evaluator):
             yield finding(
                 "C20",
                 f"{one.handler.name!r} runs an evaluator without handlers, so the evaluation measures nothing",
                 "attach Metrics to the evaluator: evaluator.attach(Metrics(loss=Average()))",
                 [one.handler.name],
             )
-
-
-def _may_store(evaluator: Engine) -> bool:
-    """Whether a function, a loss, a module or a hook of the user's may store what it computes."""
-    own = [
-        one for update in evaluator.updates for one in (update.spec.function, update.spec.forward) if one is not None
-    ]
-    hooks = any(part._forward_hooks for root in evaluator.modules.values() for part in root.modules())
-    return hooks or not all(map(is_ours, own)) or any(map(keeps_something, called_by(evaluator)))
 
 
 def _of_evaluators(it: Composition) -> list[Evaluation]:
@@ -175,7 +167,7 @@ def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
 
 def _is_one_for_all(it: Composition) -> bool:
     """Whether the data is one batch from which functions of the user's may choose, such as a graph and nodes of it."""
-    return type(it.data) is list and len(it.data) == 1 and any(map(is_users_own, called_by(it.engine)))
+    return type(it.data) is list and len(it.data) == 1 and any(map(is_users, called_by(it.engine)))
 
 
 def _count_shared(own: set[int], data: Any) -> int:
@@ -330,7 +322,7 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
 
 def _moves_batches(it: Composition) -> bool:
     """Whether a function of the user's names a device or a move, so that it may put batches where they belong."""
-    functions = [one for one in (*called_by(it.engine), *(one.receiver for one in it.connections)) if is_users_own(one)]
+    functions = [one for one in (*called_by(it.engine), *(one.receiver for one in it.connections)) if is_users(one)]
     return any(name in ("cpu", "cuda", "to") or "device" in name for one in functions for name in names_in(one))
 
 

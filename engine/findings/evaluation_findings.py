@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, Subse
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
+from ..authoring.functions import names_in
 from ..data.extent import known_length
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
 from .composition import is_meant
-from .function_rules import names_in
+from .function_rules import may_store
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -133,28 +134,17 @@ def _are_equal(one: Tensor, other: Tensor) -> bool:
 
 def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[str, Any]) -> None:
     """Report an evaluation without any metric, of an evaluator in which nothing listens either."""
-    forwards = [str(getattr(one.forward, "__module__", "")) for one in evaluator.updates]
-    if measured or not all(module.startswith("signalfire.") for module in forwards):
-        return  # a forward of the user's own may store what it computes
-    if any(part._forward_hooks for _, part in evaluator.modules.parts()):
-        return  # so may a hook
-    unless = ", unless your loss does" if _has_own_loss(evaluator) else ""
+    if measured or may_store(evaluator):
+        return
     if not any(signal.connections for signal in evaluator.signals.all()):
         engine.findings.report(
             "W53",
-            f"the evaluator {evaluator!r} measures nothing{unless}, because no "
+            f"the evaluator {evaluator!r} measures nothing, because no "
             "handler is attached and no function is connected",
             "attach Metrics to the evaluator, such as Metrics(loss=Average()); Metrics that are attached to the "
             "trainer measure the training",
             key=id(evaluator),
         )
-
-
-def _has_own_loss(evaluator: Engine) -> bool:
-    """Whether a loss of an evaluator is the user's own, which may store what it computes."""
-    losses = [getattr(one.spec.loss, "loss", one.spec.loss) for one in evaluator.updates]
-    homes = {str(getattr(loss, "__module__", "torch")).partition(".")[0] for loss in losses if loss is not None}
-    return not homes <= {"torch", "signalfire"}
 
 
 def report_training_mode(engine: Engine, ran: set[nn.Module], meant: set[nn.Module]) -> None:

@@ -6,12 +6,13 @@ import dis
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from ..authoring.functions import called_by, code_of, is_users, names_in
 from ..core.connection import Connection
 from ..core.events import Events
 from .composition import Composition, in_training
@@ -20,7 +21,7 @@ from .reports import Finding, finding
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["OF_FUNCTIONS", "called_by", "codes_of", "is_users", "is_users_own", "keeps_something", "names_in"]
+__all__ = ["OF_FUNCTIONS", "may_store"]
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
@@ -71,43 +72,22 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
                 yield finding("C25", what, way_out, [str(unscale.owner)])
 
 
-def names_in(function: Any) -> set[str]:
-    """The names that a function uses, also in functions inside it."""
-    return {name for one in codes_of(function) for name in one.co_names}
+def may_store(evaluator: Engine) -> bool:
+    """Whether a function, a loss, a module or a hook of the user's may store what an evaluator computes."""
+    own = [
+        one for update in evaluator.updates for one in (update.spec.function, update.spec.forward) if one is not None
+    ]
+    hooks = any(part._forward_hooks for root in evaluator.modules.values() for part in root.modules())
+    return hooks or any(map(is_users, own)) or any(map(_keeps_something, called_by(evaluator)))
 
 
-def codes_of(function: Any) -> list[CodeType]:
-    """The code of a function, and of those inside it; empty for what has none."""
-    code = _code_of(function)
-    codes = [] if code is None else [code]
-    for one in codes:  # grows meanwhile
-        codes += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
-    return codes
-
-
-def called_by(engine: Engine) -> Iterator[Any]:
-    """The functions that an engine calls for its updates: steps, forwards and losses, and the forwards of its modules."""
-    for update in engine.updates:
-        loss = getattr(update.spec.loss, "loss", update.spec.loss)  # of `Update.supervised`
-        yield from (one for one in (update.spec.function, update.spec.forward, loss) if one is not None)
-    for root in engine.modules.values():
-        yield from (type(part).forward for part in root.modules())
-
-
-def is_users_own(function: Any) -> bool:
-    """Whether a function, or the class of a callable object, is neither of torch nor of this package."""
-    function = getattr(function, "func", function)
-    module = getattr(function, "__module__", None) or type(function).__module__
-    return not str(module).startswith(("torch.", "signalfire."))
-
-
-def keeps_something(function: Any) -> bool:
+def _keeps_something(function: Any) -> bool:
     """Whether a function of the user's stores, logs or prints what it computes."""
-    if not is_users_own(function):
+    if not is_users(function):
         return False
     if isinstance(function, nn.Module):
         function = type(function).forward
-    code = _code_of(function)
+    code = code_of(function)
     stores = code is not None and any(one.opname in _STORES for one in dis.get_instructions(code))
     return stores or bool(_KEEPS & names_in(function))
 
@@ -116,17 +96,12 @@ _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF")
 _KEEPS = {"append", "extend", "update", "log", "write", "print", "metrics"}
 
 
-def _code_of(function: Any) -> CodeType | None:
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
 def _clips(function: Any, it: Composition) -> bool:
     """Whether a function clips gradients of the engine; not of something else, or of a backward of its own.
 
     With a bound that is infinite or huge, it measures their norm.
     """
-    code, names = _code_of(function), names_in(function)
+    code, names = code_of(function), names_in(function)
     if not _CLIPS & names or {"backward", "grad"} & names or not _concerns(function, it):
         return False
     constants = getattr(code, "co_consts", ())
@@ -173,14 +148,14 @@ def _users_clips(it: Composition) -> Iterator[tuple[Events, Connection]]:
         if not isinstance(signal.event, Events):  # the user emits it, such as where gradients are ready
             continue
         for one in signal.connections:
-            if is_users(one) and _clips(one.receiver, it):
+            if is_users(one.receiver) and _clips(one.receiver, it):
                 yield signal.event, one
 
 
 def steps_of_their_own(it: Composition) -> Iterator[Finding]:
     """Functions that call the step of an optimizer, which the engine makes for each window."""
     for one in it.functions:
-        if is_users(one) and _steps_an_optimizer(it, one.receiver):
+        if is_users(one.receiver) and _steps_an_optimizer(it, one.receiver):
             yield finding(
                 "W17",
                 f"the function {one!r} calls optimizer.step(), so the engine does not count all steps",
@@ -266,11 +241,6 @@ def _held(holder: Any) -> Optimizer | None:
 _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 
-def is_users(connection: Connection) -> bool:
-    """Whether a receiver is a function of the user's, or a method of a handler of the user's."""
-    return is_users_own(connection.receiver)
-
-
 def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
     """Losses that read the position of the engine that they are called with, where an evaluator shares them."""
     for one in it.evaluations:
@@ -292,7 +262,7 @@ def _position_read_by(function: Any) -> str | None:
 
     One that asks for the mode is taken to know that it is called in evaluations, and a counter in an f-string is only shown.
     """
-    code = _code_of(function)
+    code = code_of(function)
     if code is None or "training" in code.co_names:
         return None
     engine = next(iter(code.co_varnames[inspect.ismethod(function) :]), None)

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..authoring.functions import is_users
 from ..core.events import Events
 from ..distributed.sharded import local_part
-from .function_rules import is_users
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -146,7 +146,7 @@ def _has_values(gradient: Tensor | None) -> bool:
 
 def _has_users(engine: Engine, event: Events) -> bool:
     """Whether a function or handler of the user's receives an event."""
-    return any(is_users(one) for one in engine.signal(event).connections)
+    return any(is_users(one.receiver) for one in engine.signal(event).connections)
 
 
 def _writes_of(gradient: Tensor | None) -> int:

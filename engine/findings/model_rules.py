@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,10 +20,11 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..authoring.functions import codes_of, is_users
 from ..core.update import UpdateState
 from ..distributed.sharded import is_sharded
 from ..updates.optimizers import optimizers_of
-from .composition import Composition, is_ours
+from .composition import Composition
 from .reports import Finding, finding
 
 __all__ = ["OF_MODELS", "half_precision_finding"]
@@ -105,8 +106,7 @@ def attributes_without_effect(it: Composition) -> Iterator[Finding]:
 def _reads_it(part: nn.Module) -> bool:
     """Whether a class of the user's reads an attribute ``requires_grad``."""
     own = [base for base in type(part).__mro__ if not base.__module__.startswith("torch.")]
-    codes = _codes_of(value for base in own for value in vars(base).values())
-    return any(one.argval == "requires_grad" and one.opname in _READING for one in _instructions(codes))
+    return any(one.argval == "requires_grad" and one.opname in _READING for one in _instructions(*_methods(own)))
 
 
 _READING = ("LOAD_ATTR", "LOAD_CONST")  # the latter for getattr(self, "requires_grad")
@@ -148,27 +148,24 @@ def _is_called_as_a_whole(part: nn.Module, it: Composition) -> bool:
 
 def _has_loop(function: Any) -> bool:
     """Whether a function of the user's has a loop, which may be over the layers of a model."""
-    return not is_ours(function) and any(one.opname == "FOR_ITER" for one in _instructions(_codes_of([function])))
+    return is_users(function) and any(one.opname == "FOR_ITER" for one in _instructions(function))
 
 
 def _calls(kind: type, attribute: str) -> bool:
     """Whether a class calls a part, as in ``self.layers(inputs)``; what is in a list or a dict of modules others call."""
     if kind.__module__.startswith("torch.nn."):
         return kind not in (nn.ModuleList, nn.ModuleDict)
-    codes = _codes_of(value for base in kind.__mro__ for value in vars(base).values())
-    return any(one.argval == attribute and _is_of_call(one) for one in _instructions(codes))
+    return any(one.argval == attribute and _is_of_call(one) for one in _instructions(*_methods(kind.__mro__)))
 
 
-def _codes_of(values: Iterable[Any]) -> list[CodeType]:
-    """The code of those that are functions."""
-    return [value.__code__ for value in values if isinstance(value, FunctionType)]
+def _methods(kinds: Iterable[type]) -> list[FunctionType]:
+    """The functions that classes define."""
+    return [value for kind in kinds for value in vars(kind).values() if isinstance(value, FunctionType)]
 
 
-def _instructions(codes: list[CodeType]) -> Iterator[dis.Instruction]:
+def _instructions(*functions: Any) -> Iterator[dis.Instruction]:
     """The instructions of functions, and of those inside of them."""
-    for code in codes:  # grows meanwhile
-        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
-        yield from dis.get_instructions(code)
+    return (one for code in codes_of(*functions) for one in dis.get_instructions(code))
 
 
 def _is_of_call(instruction: dis.Instruction) -> bool:

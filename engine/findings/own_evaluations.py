@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
+from ..authoring.functions import names_in
 from ..core.connection import Connection, guarded
 from ..core.events import Events
 from ..core.part import Reference
 from .dropout import is_compiled
-from .function_rules import names_in
 
 if TYPE_CHECKING:
     from ..core.signals import Signal

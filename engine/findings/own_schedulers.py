@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..authoring.functions import is_users, names_in
 from ..core.events import Events
-from .function_rules import is_users, names_in
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -73,7 +73,7 @@ class OwnSchedulers:
         if any(positions):
             return True
         receivers = (
-            one.receiver for signal in self.engine.signals.all() for one in signal.connections if is_users(one)
+            one.receiver for signal in self.engine.signals.all() for one in signal.connections if is_users(one.receiver)
         )
         return _rates_of(update.optimizer) != self._rates[update.name] or any(
             "step" in names_in(one) for one in receivers

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from ..authoring.devices import widened
+from ..authoring.functions import is_users
 from ..core.events import Events
 from ..core.part import Reference
 from ..distributed.sharded import is_sharded, local_part
-from .function_rules import is_users
 
 if TYPE_CHECKING:
     from ..core.connection import Connection
@@ -102,7 +102,7 @@ def watch_started(engine: Engine) -> None:
     if engine.training and engine.state.iteration > 0 and not engine.snapshots.has_loaded_state:
         signal = engine.signal(Events.STARTED)
         for one in signal.connections:
-            if is_users(one) and one.owner is None:
+            if is_users(one.receiver) and one.owner is None:
                 _watch(signal, one)
         signal.replan()
 

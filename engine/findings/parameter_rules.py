@@ -11,13 +11,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
+from ..authoring.functions import names_in
 from ..core.update import UpdateState
 from ..core.words import listed
 from ..data.extent import known_length
 from ..distributed import expected_processes
 from ..models.modules import frozen_copies, untrained_copies
 from .composition import Composition
-from .function_rules import names_in
 from .reports import Finding, finding
 
 __all__ = ["OF_PARAMETERS", "ends_frozen"]
@@ -40,7 +40,7 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
 
 
 def untrained_parameters(it: Composition) -> Iterator[Finding]:
-    held = it.optimized.keys() | it.trained_elsewhere
+    held = it.optimized.keys() | it.trained_by_user
     left = {one: name for one, name in it.parameters.items() if one.requires_grad and one not in held}
     if left:
         chosen = any(update.spec.parameters is not None for update in it.engine.updates)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from ..authoring.functions import called_by, names_in
 from ..core.events import Events
 from ..core.words import listed
 from ..data.held_generators import draws_in_workers
@@ -15,7 +16,6 @@ from ..data.loading import draws_nothing
 from ..data.streamed import inner, keeps_position
 from ..models.modules import bare_name
 from ..resuming.state_parts import composition, frozen_names
-from .function_rules import called_by, names_in
 
 if TYPE_CHECKING:
     from ..engine import Engine

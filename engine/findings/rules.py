@@ -15,7 +15,7 @@ from ..core.settings import is_default
 from ..core.words import listed
 from .composition import Composition, in_training
 from .data_rules import OF_BATCHES, OF_DATA
-from .function_rules import OF_FUNCTIONS, called_by, is_users_own, names_in
+from .function_rules import OF_FUNCTIONS
 from .model_rules import OF_MODELS
 from .parameter_rules import OF_PARAMETERS
 from .reports import Finding, finding
@@ -37,7 +37,7 @@ def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
         if _is_produced(monitor.metric.replace("/", "_"), names):
             continue
         there = ", ".join(sorted(it.produced)) or "none"
-        if it.may_write_metrics or _may_log(it):
+        if it.may_write_metrics:
             yield finding(
                 "C01",
                 f"{handler.name!r} monitors {monitor.metric!r}, which no handler announces (announced: {there})",
@@ -58,11 +58,6 @@ def monitored_by_nobody_produced(it: Composition) -> Iterator[Finding]:
 def _is_produced(asked: str, names: set[str]) -> bool:
     """Whether a metric is among these, or one value of a metric that has several."""
     return asked in names or f"val_{asked}" in names or any(asked.startswith(f"{name}_") for name in names)
-
-
-def _may_log(it: Composition) -> bool:
-    """Whether a loss or a module of the user's may write metrics."""
-    return any({"log", "metrics"} & names_in(one) for one in called_by(it.engine) if is_users_own(one))
 
 
 def produced_and_read_by_nobody(it: Composition) -> Iterator[Finding]:

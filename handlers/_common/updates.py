@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import WeightedRandomSampler
 
 from signalfire import Engine, Handler, Interval, UpdateState
+from signalfire.authoring.functions import names_in
 from signalfire.findings import Finding, finding
-from signalfire.findings.function_rules import names_in
 
 __all__ = [
     "is_balanced",

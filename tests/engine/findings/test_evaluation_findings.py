@@ -311,17 +311,26 @@ def test_an_evaluator_that_calls_the_trained_model_measures_it() -> None:
     assert not engine.findings.of_run().of("W51")
 
 
-def own_loss(output: Tensor, target: Tensor) -> Tensor:
+STORED: list[Tensor] = []
+
+
+def storing_loss(output: Tensor, target: Tensor) -> Tensor:
+    STORED.append(output)
+    return nn.functional.mse_loss(output, target)
+
+
+def plain_loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
 def test_a_hook_or_a_loss_of_the_users_own_may_store_what_it_sees() -> None:
     model = network()
-    engine, storing = build(model), Engine(Update.supervised(own_loss), model=model)
-    with pytest.warns(FindingWarning, match="W53: .* measures nothing, unless your loss does, because"):
-        engine.evaluate(storing, batches(2))
+    engine = build(model)
+    engine.evaluate(Engine(Update.supervised(storing_loss), model=model), batches(2))
+    with pytest.warns(FindingWarning, match="W53: .* measures nothing, because"):
+        engine.evaluate(Engine(Update.supervised(plain_loss), model=model), batches(2))
     hook = model[0].register_forward_hook(lambda module, inputs, output: None)
-    engine.evaluate(storing, batches(2))
+    engine.evaluate(Engine(Update.supervised(plain_loss), model=model), batches(2))
     hook.remove()
 
 

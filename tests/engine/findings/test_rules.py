@@ -324,13 +324,16 @@ class Logging(nn.Module):
 
 def test_a_model_or_a_loss_of_the_users_may_write_a_monitored_metric() -> None:
     assert codes(build(Logging(), EarlyStopping("score", mode="max")))["C01"] == "info"
-    kept: list[float] = []
+    engines: list[Engine] = []
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
-        kept.append(float(output.detach().log().sum()))
+        engines[0].log("score", -output.mean())
         return nn.functional.mse_loss(output, target)
 
-    assert codes(build(mlp(5, 8, 1), EarlyStopping("score", mode="max"), loss=loss))["C01"] == "info"
+    engines.append(build(mlp(5, 8, 1), EarlyStopping("score", mode="max"), loss=loss))
+    assert codes(engines[0])["C01"] == "info"
+    engines[0].run(batches(2), max_epochs=2)  # which takes the metric as one of the user's, too
+    assert engines[0]["early_stopping"].monitor.seen
 
 
 class Several(Average):

@@ -1,0 +1,65 @@
+"""The functions that an engine calls: whose they are, and what their code names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+__all__ = ["called_by", "code_of", "codes_of", "is_users", "may_log", "names_in"]
+
+
+def is_users(function: Any) -> bool:
+    """Whether a function, or the class of a callable object, is neither of torch nor of this package.
+
+    Example:
+        >>> is_users(torch.nn.functional.mse_loss), is_users(lambda output, target: output.mean())
+        (False, True)
+    """
+    function = getattr(function, "func", function)
+    module = getattr(function, "__module__", None) or type(function).__module__
+    return not str(module).startswith(("torch.", "signalfire."))
+
+
+def code_of(function: Any) -> CodeType | None:
+    """The code of a function or a method; None for what has none, such as a builtin."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def codes_of(*functions: Any) -> list[CodeType]:
+    """The code of functions, and of those inside them."""
+    codes = [code for one in functions if (code := code_of(one)) is not None]
+    for one in codes:  # grows meanwhile
+        codes += [inner for inner in one.co_consts if isinstance(inner, CodeType)]
+    return codes
+
+
+def names_in(function: Any) -> set[str]:
+    """The names that a function uses, also in functions inside it."""
+    return {name for one in codes_of(function) for name in one.co_names}
+
+
+def called_by(engine: Engine) -> Iterator[Any]:
+    """The functions that an engine calls for its updates: steps, forwards and losses, and the forwards of its modules."""
+    yield from _of_updates(engine)
+    for update in engine.updates:
+        if (loss := getattr(update.spec.loss, "loss", None)) is not None:  # of `Update.supervised`
+            yield loss
+    for root in engine.modules.values():
+        yield from (type(part).forward for part in root.modules())
+
+
+def may_log(engine: Engine) -> bool:
+    """Whether what an engine calls may write metrics: the user's steps and forwards, and losses and modules that name them."""
+    if any(map(is_users, _of_updates(engine))):
+        return True
+    return any(is_users(one) and {"log", "metrics"} & names_in(one) for one in called_by(engine))
+
+
+def _of_updates(engine: Engine) -> Iterable[Any]:
+    functions = (one for of in engine.updates for one in (of.spec.function, of.spec.forward, of.spec.loss))
+    return (one for one in functions if one is not None)
