@@ -175,7 +175,7 @@ class UpdateState:
         groups = self.optimizer.param_groups
         pairs = zip_longest(groups, self._lists, fillvalue={"params": ()})
         sizes = [len(group["params"]) if group["params"] is known else -1 for group, known in pairs]
-        if sizes != self._sizes:  # a group was added, as gradual unfreezing does, or replaced
+        if sizes != self._sizes:  # a group was added, as gradual unfreezing does, or has another list
             several = getattr(self.optimizer, "parameters", None)  # of several that step together
             self._parameters = several if several is not None else [p for group in groups for p in group["params"]]
             self._lists = [group["params"] for group in groups]

@@ -360,7 +360,7 @@ def _seeds_itself(dataset: Any) -> bool:
 def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
     """Report a whole state of which an evaluator takes the weights, though it holds averages of them, too.
 
-    A trainer may go on from the weights; for it, `report_untaken_averages` looks at what is evaluated before.
+    A trainer that loads such a state may continue training; `report_untaken_averages` reports an evaluation before it does.
     """
     for name, part in state.get("handlers", {}).items():
         if not isinstance(part, Mapping) or not part.get("averages") or part.get("overruled"):

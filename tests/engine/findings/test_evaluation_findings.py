@@ -262,7 +262,7 @@ def test_the_scale_of_sparse_inputs_is_not_measured() -> None:
 def test_modes_that_the_first_forward_does_not_have_are_not_reported() -> None:
     model = network(nn.Dropout(), nn.BatchNorm1d(8))
 
-    def forward(engine: Engine, batch: Any) -> Tensor:  # as a loop of one's own does
+    def forward(engine: Engine, batch: Any) -> Tensor:  # as a hand-written loop does
         engine.model.eval()
         output: Tensor = engine.model(batch[0])
         engine.model.train()

@@ -1,4 +1,4 @@
-"""Metrics of a saved state under the names that they have now: patience, the best value and histories go on."""
+"""Metrics of a saved state continue under their current names, with patience, best value and history."""
 
 from __future__ import annotations
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from signalfire import Engine, Update
 from signalfire.handlers._common.watching import (
     Facts,
     batch_of,
@@ -117,12 +117,16 @@ def test_a_mean_over_no_target(labels: list[int], options: dict[str, Any], found
 
 
 def test_a_rank_without_elements_knows_no_norm() -> None:
-    parameters = [torch.ones(size, requires_grad=True) for size in (0, 2)]
+    parameters: list[Tensor] = [nn.Parameter(torch.ones(size)) for size in (0, 2)]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    of = [gradient_facts(SimpleNamespace(parameters=part))[2] for part in (parameters[:1], parameters)]  # type: ignore[arg-type]
-    assert math.isnan(of[0])
-    assert of[1] == 0.0
+
+    def norm_of(own: list[Tensor]) -> float:
+        engine = Engine(Update.supervised(F.mse_loss, torch.optim.SGD(own, lr=0.1)), model=nn.ParameterList(own))
+        return gradient_facts(engine.updates[0])[2]
+
+    assert math.isnan(norm_of(parameters[:1]))
+    assert norm_of(parameters) == 0.0
 
 
 def test_outputs_that_are_alike_though_the_inputs_differ() -> None:
