@@ -116,17 +116,18 @@ def test_a_mean_over_no_target(labels: list[int], options: dict[str, Any], found
     assert ignores_all(F.cross_entropy(torch.randn(2, 3, requires_grad=True), torch.tensor(labels), **options)) == found
 
 
-def test_a_rank_without_elements_knows_no_norm() -> None:
-    parameters: list[Tensor] = [nn.Parameter(torch.ones(size)) for size in (0, 2)]
-    for parameter in parameters:
+def norm_of(*sizes: int) -> float:
+    """The norm of gradients of zeros, of parameters with so many elements."""
+    own = [nn.Parameter(torch.ones(size)) for size in sizes]
+    engine = Engine(Update.supervised(F.mse_loss, torch.optim.SGD(own, lr=0.1)), model=nn.ParameterList(own))
+    for parameter in own:
         parameter.grad = torch.zeros_like(parameter)
+    return gradient_facts(engine.updates[0])[2]
 
-    def norm_of(own: list[Tensor]) -> float:
-        engine = Engine(Update.supervised(F.mse_loss, torch.optim.SGD(own, lr=0.1)), model=nn.ParameterList(own))
-        return gradient_facts(engine.updates[0])[2]
 
-    assert math.isnan(norm_of(parameters[:1]))
-    assert norm_of(parameters) == 0.0
+def test_a_rank_without_elements_knows_no_norm() -> None:
+    assert math.isnan(norm_of(0))
+    assert norm_of(0, 2) == 0.0
 
 
 def test_outputs_that_are_alike_though_the_inputs_differ() -> None:
