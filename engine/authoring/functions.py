@@ -16,6 +16,7 @@ def is_users(function: Any) -> bool:
     """Whether a function, or the class of a callable object, is neither of torch nor of this package.
 
     Example:
+        >>> import torch
         >>> is_users(torch.nn.functional.mse_loss), is_users(lambda output, target: output.mean())
         (False, True)
     """

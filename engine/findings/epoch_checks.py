@@ -45,14 +45,6 @@ _LATE = {
 }
 """Why parameters are in no optimizer, by whether all of them were unfrozen, and whether any was."""
 
-_WAYS_OUT_OF_NAN = {
-    True: "attach NonFiniteGuard() to skip such steps and report their cause; look for NaN in the data, a logarithm or "
-    "division by zero, or a learning rate that is too high",
-    False: "look for NaN in the data, or a logarithm or division by zero, such as the mean of no samples; "
-    "NonFiniteGuard(check='both') skips the steps of such losses",
-}
-"""By whether weights are NaN, or only the loss."""
-
 _NORMS = nn.modules.batchnorm._NormBase
 
 
@@ -251,15 +243,22 @@ class EpochChecks:
         engine, parameters, loss = self.engine, update.parameters, update.raw_loss
         guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
         losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded and not self._ignores_all(loss) else []
-        if has_nan([*parameters, *losses]):
-            bad = [p for p in parameters if has_nan([p])]
+        if not has_nan([*parameters, *losses]):
+            return
+        if bad := [p for p in parameters if has_nan([p])]:
             what = f"{len(bad)} of the {len(parameters)} parameters of update {update.name!r} are NaN"
-            engine.remark(
-                "W15",
-                f"after iteration {engine.state.iteration}, "
-                + (f"{what} ({shown(bad, names_of(engine))})" if bad else f"the loss of update {update.name!r} is NaN"),
-                _WAYS_OUT_OF_NAN[bool(bad)],
+            what += f" ({shown(bad, names_of(engine))})"
+            way_out = (
+                "attach NonFiniteGuard() to skip such steps and report their cause; look for NaN in the data, a logarithm "
+                "or division by zero, or a learning rate that is too high"
             )
+        else:
+            what = f"the loss of update {update.name!r} is NaN"
+            way_out = (
+                "look for NaN in the data, or a logarithm or division by zero, such as the mean of no samples; "
+                "NonFiniteGuard(check='both') skips the steps of such losses"
+            )
+        engine.remark("W15", f"after iteration {engine.state.iteration}, {what}", way_out)
 
     def _ignores_all(self, loss: Tensor) -> bool:
         """Whether all targets of the last batch are of the class that its loss ignores: their mean is NaN, without gradients."""
