@@ -24,10 +24,11 @@ from signalfire.authoring import (
     widened,
 )
 
-__all__ = ["Accuracy", "Average", "MovingAverage", "all_ignored", "ignored_class", "in_float32"]
+from .ignored import IGNORED, all_ignored, ignored_class
+
+__all__ = ["Accuracy", "Average", "MovingAverage", "in_float32"]
 
 _IN_FLOAT32 = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-_IGNORED = -100  # the class that torch's losses ignore by default
 
 
 def in_float32(value: Any) -> Any:
@@ -37,38 +38,6 @@ def in_float32(value: Any) -> Any:
     if any(one.dtype in _IN_FLOAT32 for one in tensors_in(value)):
         return rebuilt(value, in_float32)
     return value
-
-
-def ignored_class(function: Any) -> int:
-    """The class that a loss ignores: its ``ignore_index``, or by default that of torch's losses."""
-    while isinstance(function, partial):
-        if "ignore_index" in function.keywords:
-            return int(function.keywords["ignore_index"])
-        function = function.func
-    index = getattr(function, "ignore_index", _IGNORED)
-    return index if isinstance(index, int) else _IGNORED
-
-
-def all_ignored(target: Any, ignored: int) -> Tensor | None:
-    """Whether all targets of a batch are the ignored class, on their device; None if they are not classes.
-
-    Args:
-        target: A tensor, or several in a tuple or mapping.
-        ignored: The class.
-    """
-    targets = tensors_in(target)
-    if not targets or not all(_are_classes(one) for one in targets):
-        return None
-    return (
-        torch.stack([(one == ignored).all() for one in targets]).all()
-        if len(targets) > 1
-        else (targets[0] == ignored).all()
-    )
-
-
-def _are_classes(target: Tensor) -> bool:
-    plain = type(target) is Tensor and target.layout is torch.strided and not target.is_nested
-    return plain and target.dtype is torch.int64
 
 
 def _loss_of_torch(function: Any) -> bool:
@@ -93,8 +62,8 @@ class Average:
     """The mean of a quantity over all samples: batches are weighted by their size, so a short last batch is exact.
 
     A batch with weight 0 does not count, even if its value is NaN. A batch whose value is NaN also does not count if all of its
-    targets are the class that the loss ignores (its ``ignore_index``, or -100). For the update's loss, `Update` (``target``)
-    defines where the targets are.
+    targets are the class that the loss ignores: its ``ignore_index``, also where the function passes it to a torch loss, or
+    -100. For the update's loss, `Update` (``target``) defines where the targets are.
 
     The values of the batches are copied on their device, and summed in double precision when the mean is computed, because a
     running mean in tensor arithmetic would cost several microseconds per iteration.
@@ -384,7 +353,7 @@ class Accuracy:
     def __init__(self, *, threshold: float | None = None, ignore_index: int | Literal["loss"] | None = "loss") -> None:
         self.threshold = None if threshold is None else check_number(self, "threshold", threshold)
         self.follows_loss = ignore_index == "loss"  # whether `Metrics` sets the class
-        self.ignore_index: int | None = _IGNORED
+        self.ignore_index: int | None = IGNORED
         if not self.follows_loss:
             self.ignore_index = (
                 None if ignore_index is None else check_int(self, "ignore_index", ignore_index, least=-sys.maxsize)

@@ -24,7 +24,8 @@ from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
 
-from .measures import Accuracy, Average, all_ignored, ignored_class, in_float32
+from .ignored import all_ignored, ignored_class
+from .measures import Accuracy, Average, in_float32
 from .metric_names import Metric, copied, is_of_loss, named_metrics, output_and_target, plain
 from .ranks import PUBLISH
 from .torchmetrics import keeps_inputs, load_state_of, merge, merging_nothing, state_of, synced, torchmetrics_in

@@ -1,0 +1,1 @@
+from handlers._common.ignored import *
