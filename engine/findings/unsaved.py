@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..core.words import listed
 from ..data.held_generators import state_of
 from ..resuming.changeable import ATOMS, CONTAINERS, GENERATORS, Holder, holders, unsaved_buffers
+from ..resuming.iterators import is_iterator, place_of
 from .own_weights import note_taken
 from .reports import Finding, finding
 
@@ -114,11 +115,11 @@ def _saves_more(item: Any) -> bool:
 
 def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str]) -> Iterator[tuple[str, Hashable]]:
     if isinstance(holder.item, FunctionType):  # its containers may be records
-        plain = {key: value for key, value in holder.attributes.items() if type(value) in ATOMS}
+        plain = {key: one for key, one in holder.attributes.items() if type(one) in ATOMS or is_iterator(one)}
         yield from ((f"{holder.name}.{key}", mark_of(value)) for key, value in plain.items())
         return
     for key, value in holder.attributes.items():
-        changing = isinstance(value, (*CONTAINERS, *GENERATORS, np.ndarray))  # in place
+        changing = isinstance(value, (*CONTAINERS, *GENERATORS, np.ndarray)) or is_iterator(value)  # in place
         names = used if changing else held if isinstance(value, Tensor) else carried
         if key in names and (mark := mark_of(value)) is not None:
             yield f"{holder.name}.{key}", mark
@@ -136,6 +137,8 @@ def mark_of(value: Any, depth: int = 0) -> Hashable:
     if isinstance(value, np.ndarray):
         large = value.dtype.hasobject or value.nbytes > _MOST_BYTES
         return None if large else (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest())
+    if is_iterator(value):
+        return place_of(value)
     if type(value) not in CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
         return None
     return type(value).__name__, tuple(mark_of(item, depth + 1) for item in _items_of(value))

@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
-from types import CellType, FunctionType, MemberDescriptorType
+from types import CellType, FunctionType, MemberDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..core.blame import warn
 from ..data.held_generators import set_state, state_of
 from ..updates.spec import loss_module
+from .iterators import Position, is_iterator
 from .keys import OWN_PARAMETERS, UNSAVED
 
 if TYPE_CHECKING:
@@ -188,13 +189,15 @@ def _add_holder(found: list[Holder], seen: set[int], name: str, item: Any, depth
         return
     seen.add(id(item))
     attributes = attributes_of(item)
-    found.append(Holder(name, item, attributes))
+    if attributes or not isinstance(item, FunctionType):
+        found.append(Holder(name, item, attributes))
     if depth == _DEPTH_OF_OBJECTS or isinstance(item, FunctionType):
         return
     for key, value in attributes.items():
         for place, part in _parts_of(value):
-            if not isinstance(part, nn.Module | Tensor | FunctionType):
-                _add_holder(found, seen, f"{name}.{key}{place}", part, depth + 1)
+            if not isinstance(part, nn.Module | Tensor):
+                owner = part.__self__ if isinstance(part, MethodType) else part
+                _add_holder(found, seen, f"{name}.{key}{place}", owner, depth + 1)
 
 
 def _parts_of(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -225,10 +228,14 @@ def attributes_of(item: Any) -> dict[str, Any]:
 
 
 def _cells(function: FunctionType) -> dict[str, CellType]:
-    """The cells of a function that hold plain values and dictionaries; its lists may be records, which stay."""
+    """The cells of a function that hold plain values, dictionaries and iterators; its lists may be records, which stay."""
     pairs = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     filled = {name: cell for name, cell in pairs if cell != CellType()}
-    return {name: cell for name, cell in filled.items() if type(cell.cell_contents) in (*ATOMS, *_DICTIONARIES)}
+    return {name: cell for name, cell in filled.items() if _is_plain(cell.cell_contents)}
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) in (*ATOMS, *_DICTIONARIES) or is_iterator(value)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
@@ -366,6 +373,8 @@ class _Kept:
         elif kind in CONTAINERS and depth < _DEPTH and len(value) <= _MOST_ITEMS:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             self._content = set(value) if kind is set else {key: _Kept(one, depth=depth + 1) for key, one in items}
+        elif is_iterator(value):
+            self._content = Position(value)
 
     def restored(self) -> Any:
         """The value itself with what it held; another one where it cannot be changed in place."""
@@ -374,6 +383,8 @@ class _Kept:
             return value
         if isinstance(value, Tensor):
             return restored(value, content)
+        if isinstance(content, Position):
+            return content.restored()
         if isinstance(value, GENERATORS):
             set_state(value, content)
         elif isinstance(value, np.ndarray):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -35,6 +36,15 @@ class Meter:
         self.count = 0
 
 
+class Counted:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
 class Outer:
     """Holds an object that holds a list of others."""
 
@@ -48,6 +58,18 @@ class Unshown:
 
     def __repr__(self) -> str:
         raise RuntimeError("nobody asks for it")
+
+
+def counting() -> Callable[[], int]:
+    """A function that counts its calls in a variable that it closes over."""
+    calls = 0
+
+    def count() -> int:
+        nonlocal calls
+        calls += 1
+        return calls
+
+    return count
 
 
 class Slotted:
@@ -82,6 +104,11 @@ class Changing(nn.Module):
         self.slotted = Slotted()
         self.meters = [Meter(), Meter()]
         self.outer = Outer()
+        self.steps = itertools.count(1)
+        self.factors = itertools.cycle([0.9, 0.8, 0.7])
+        self.drawn = map(abs, iter([-1.0, -0.9, -0.8, -0.7] * 100))
+        self.count = counting()
+        self.call = Counted().count
 
     def forward(self, x: Tensor) -> Tensor:
         scaled: Tensor = self.linear(x) * self.change(self)
@@ -187,9 +214,18 @@ def own_generator(model: Any) -> Any:
     return model.rng.normal()
 
 
+def iterators(model: Any) -> Any:
+    return 0.9 ** next(model.steps) * next(model.factors) * next(model.drawn)
+
+
+def functions_held(model: Any) -> Any:
+    return 0.9 ** model.count() * 0.9 ** model.call()
+
+
 KINDS = [
     in_place, through_data, another_buffer, none_first, growing, registered_late, expanded, counter, hidden_state,
     with_a_graph, containers, object_held, array, counters_of_python, slots, object_in_a_list, object_far_inside, own_generator,
+    iterators, functions_held,
 ]  # fmt: skip
 
 
@@ -307,7 +343,12 @@ def closed_over() -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
-@pytest.mark.parametrize("kind", [Centerd, Called, closed_over])
+def closed_over_iterators() -> Callable[[Tensor, Tensor], Tensor]:
+    steps, factors = itertools.count(), enumerate([0.9, 0.8] * 100)
+    return lambda output, target: mse_loss(output, target) * 0.9 ** next(steps) * next(factors)[1]
+
+
+@pytest.mark.parametrize("kind", [Centerd, Called, closed_over, closed_over_iterators])
 def test_a_loss_is_put_back_as_well_and_reported_in_a_file(kind: Any) -> None:
     ends = []
     for goes_back in (False, True):
@@ -325,6 +366,26 @@ def test_a_loss_is_put_back_as_well_and_reported_in_a_file(kind: Any) -> None:
         torch.save(engine.state_dict(), io.BytesIO())
     (found,) = engine.findings.of_run().of("W47")
     assert "main_loss." in found.sentence
+
+
+def test_a_generator_that_cannot_go_back_is_reported() -> None:
+    class Drawing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(4, 1)
+            self.factors = (0.9**step for step in range(1000))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * next(self.factors)
+
+    engine = Engine(Update.supervised(mse_loss, partial(SGD, lr=0.1)), model=Drawing(), seed=0)
+    engine.attach(Rewindable(every="2it"))
+    engine.connect(Events.ITERATION_COMPLETED(once=5), once(lambda engine: engine.rewind(2)))
+    with pytest.warns(UserWarning, match=r"the generator 'test_a_generator.*genexpr>' .* cannot go back") as caught:
+        engine.run(BATCHES, max_epochs=1)
+    assert len([one for one in caught if "cannot go back" in str(one.message)]) == 1
+    torch.save(engine.state_dict(), io.BytesIO())
+    (found,) = engine.findings.of_run().of("W47")
+    assert "the attributes model.factors." in found.sentence
 
 
 def test_in_a_file_there_is_nothing_of_it() -> None:
