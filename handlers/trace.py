@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from signalfire import Engine, Events, Handler, Interval, Phase, UpdateState, on
 from signalfire.authoring import Capture, check_choice, check_every, check_int, check_local
 from signalfire.authoring.checks import check_parents
 from signalfire.distributed import Processes
-from signalfire.traces.contents import contents_of, described_environment, digests_later, digests_of
+from signalfire.traces.contents import contents_of, described_environment, digests_of
 from signalfire.traces.digests import Digests
 from signalfire.traces.files import Record, header_line, ranks_of
 
@@ -102,7 +102,7 @@ class Trace(Handler):
         self.step_event = Events.OPTIMIZER_STEP_COMPLETED(every=count) if every_event else None
         self.end_event = Events.ITERATION_COMPLETED(every=count)
         self._writer: TraceWriter | None = None
-        self._waiting: list[tuple[_Key, Callable[[], Digests]]] = []  # records to be written with the next
+        self._waiting: list[tuple[_Key, Digests]] = []  # records to be written with the next
         self._header = ""
         self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
         self._place: Place | None = None  # of the last record in the file
@@ -190,7 +190,7 @@ class Trace(Handler):
 
     def _record(self, engine: Engine, event: str, things: tuple[str, ...], update: UpdateState | None = None) -> None:
         """Make a record of these things, which is written at the end of the iteration."""
-        state, ends = engine.state, event in _ENDS
+        state = engine.state
         self._open(engine)
         if self._counted != state.iteration:
             self._counts.clear()
@@ -198,22 +198,18 @@ class Trace(Handler):
         of_shard = engine.group.shards is not None and event in _OF_A_SHARD
         key = state.iteration, event, None if update is None else update.name, state.shard if of_shard else None
         count = self._counts[key] = self._counts.get(key, 0) + 1
-        contents = contents_of(engine, things)
         how = {"by_tensor": self.detail == "tensor", "measures": event not in _UNMEASURED}
-        if not ends:
-            self._waiting.append(((*key, count), digests_later(contents, **how)))
-            return
-        digests = digests_of(contents, **how)
-        self._waiting.append(((*key, count), lambda: digests))
-        self._write()
+        self._waiting.append(((*key, count), digests_of(contents_of(engine, things), **how)))
+        if event in _ENDS:
+            self._write()
 
     def _write(self) -> None:
         """Write the records that wait."""
         if self._writer is None or not self._waiting:
             return
-        digests = [compute() for _, compute in self._waiting]
-        found = Digests.read_together(digests)
         keys = [key for key, _ in self._waiting]
+        digests = [one for _, one in self._waiting]
+        found = Digests.read_together(digests)
         records = [Record(*key, one, of.numbers) for key, one, of in zip(keys, found, digests, strict=True)]
         self._waiting.clear()  # if the file is full, they are lost
         self._writer.append("".join(record.line() for record in records))

@@ -6,7 +6,7 @@ import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,13 +17,13 @@ from ..authoring.randomness import random_state
 from ..checkpoints.manifest import environment
 from ..distributed.sharded import local_part
 from ..distributed.shards import OF_SHARDS
-from .digests import Copier, Digests, Uncopied
+from .digests import Digests
 from .watched import optimizers_of, parameters_of
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["BY_NAME", "CONTENTS", "Contents", "contents_of", "described_environment", "digests_later", "digests_of"]
+__all__ = ["BY_NAME", "CONTENTS", "Contents", "contents_of", "described_environment", "digests_of"]
 
 Named = Iterable[tuple[str, Any]]
 Contents = Mapping[str, dict[str, Any]]
@@ -127,21 +127,8 @@ def contents_of(engine: Engine, things: Iterable[str]) -> Contents:
     return {thing: _named(CONTENTS[thing](engine), in_order=thing in BY_NAME) for thing in things}
 
 
-def digests_later(contents: Contents, *, by_tensor: bool = False, measures: bool = False) -> Callable[[], Digests]:
-    """A function that computes the digests of the contents as they are now. Small contents are copied until it is called.
-
-    Digests computed one after the other take half the time of digests computed between other operations, because the code and
-    data stay in the processor's caches.
-    """
-    try:
-        return partial(digests_of, Copier().copy(contents), by_tensor=by_tensor, measures=measures)
-    except (Uncopied, RecursionError):
-        found = digests_of(contents, by_tensor=by_tensor, measures=measures)
-        return lambda: found
-
-
 def digests_of(contents: Contents, *, by_tensor: bool = False, measures: bool = False) -> Digests:
-    """The digests of what a run consists of, still on their devices.
+    """The digests of what a run consists of, still to be read.
 
     Args:
         contents: What `contents_of` has returned.

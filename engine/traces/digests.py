@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from enum import Enum
 from functools import cache, lru_cache
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from ..authoring.batches import field_names, parts
 from ..authoring.devices import widened
 from ..distributed.sharded import local_part
 
-__all__ = ["Copier", "Digests", "Uncopied"]
+__all__ = ["Digests"]
 
 _CHUNK = 2**18
 """Elements that are summed at once."""
@@ -28,14 +28,17 @@ _SMALL = 2**14
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
 _ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtype, torch.Size)
-_UNCHANGING = frozenset((bytes, *_ATOMS))  # immutable, so they need no copy
 
-_MOST_COPIED = 2**20
-"""The most elements that are copied, over all tensors of a value."""
+_MOST_KEPT = 2**20
+"""The most elements that are kept until they are hashed."""
 
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 _SIZE = 8  # bytes of a digest
+
+
+_Content = tuple[list[bytes], list[np.ndarray[Any, Any]]]
+"""What describes a value, and the elements of its tensors."""
 
 
 class Digests:
@@ -56,7 +59,8 @@ class Digests:
     """
 
     def __init__(self) -> None:
-        self._hashes: dict[str, hashlib.blake2b] = {}
+        self._contents: dict[str, hashlib.blake2b | _Content] = {}  # to be hashed, unless there is too much to keep
+        self._kept = 0  # elements that are kept until then
         self._sums: dict[str, list[Tensor]] = {}
         self._numbers: dict[str, Tensor] = {}
         self._wide: dict[str, bool] = {}
@@ -64,6 +68,9 @@ class Digests:
 
     def add(self, name: str, value: Any) -> Tensor | None:
         """Add what is to be digested under a name; it may change afterwards.
+
+        What is small is copied here and hashed when the digests are read: hashing one after the other takes half the time of
+        hashing between other operations, because the code and data stay in the processor's caches.
 
         Returns:
             The elements of all tensors in it, joined; None unless they are small tensors of one dtype on the CPU.
@@ -77,14 +84,21 @@ class Digests:
         near = [one for one in tensors if _is_near(one)]
         far = [] if len(near) == len(tensors) else [one for one in tensors if not _is_near(one)]
         joined = _joined(near)
-        self._hashes[name] = _hashed(described, map(_content, near if joined is None else [joined]))
+        content = described, [_elements(one).copy() for one in near] if joined is None else [_elements(joined)]
+        self._kept += sum(one.size for one in content[1])
+        self._contents[name] = content if self._kept <= _MOST_KEPT else _hashed(*content)
         self._sums[name] = [_positional_sum(bits) for bits in _flattened(far)]
         return None if far else joined
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
-        number = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
-        number = widened(local_part(number)).reshape(())
+        if not isinstance(value, Tensor):
+            self.numbers[name] = value
+            return
+        number = widened(local_part(value.detach())).reshape(())
+        if number.is_cpu:
+            self.numbers[name] = number.item()
+            return
         self._wide[name] = number.dtype is torch.float64
         # A copy, since the number may change before it is read.
         self._numbers[name] = number.view(torch.int64).clone() if self._wide[name] else number.view(torch.int32).long()
@@ -106,7 +120,10 @@ class Digests:
 
     def _finish(self, read: Iterator[int]) -> dict[str, str]:
         """The digests by name, given what was on devices, in its order."""
-        found = {name: content.copy() for name, content in self._hashes.items()}
+        found = {
+            name: _hashed(*content) if isinstance(content, tuple) else content.copy()
+            for name, content in self._contents.items()
+        }
         for name, several in self._sums.items():
             for _ in several:
                 found[name].update(struct.pack("<q", next(read)))
@@ -114,41 +131,6 @@ class Digests:
             bits, number = ("<q", "<d") if wide else ("<i", "<f")
             (self.numbers[name],) = struct.unpack(number, struct.pack(bits, next(read)))
         return {name: content.hexdigest() for name, content in found.items()}
-
-
-class Uncopied(Exception):
-    """Raised for a value that `Copier` does not copy: it is large, on another device, or of another type."""
-
-
-class Copier:
-    """Copies values made of small tensors on the CPU, numbers and texts, in dicts, lists and tuples, to digest them later.
-
-    For anything else, and for tensors of more than 2**20 elements together, `copy` raises `Uncopied`.
-    """
-
-    def __init__(self) -> None:
-        self._room = _MOST_COPIED
-
-    def copy(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _UNCHANGING:
-            return value
-        if kind is dict and all(type(key) in _UNCHANGING for key in value):
-            return {key: self.copy(one) for key, one in value.items()}
-        if kind is list or kind is tuple:
-            return kind([self.copy(one) for one in value])
-        return self._cloned(value)
-
-    def _cloned(self, tensor: Any) -> Tensor:
-        if not (_is_plain(tensor) and _is_near(tensor)):
-            raise Uncopied
-        self._room -= tensor.numel()
-        if self._room < 0:
-            raise Uncopied
-        try:
-            return cast(Tensor, tensor.detach().clone())
-        except NotImplementedError:  # for elements of less than a byte
-            raise Uncopied from None
 
 
 def _is_plain(value: Any) -> bool:
@@ -181,15 +163,15 @@ def _is_near(tensor: Tensor) -> bool:
 
 
 def _joined(tensors: list[Tensor]) -> Tensor | None:
-    """The elements of all tensors as one flat tensor; None unless they have a single dtype that NumPy also has."""
+    """A copy of the elements of all tensors as one flat tensor; None unless they have a single dtype that NumPy also has."""
     kinds = {one.dtype for one in tensors}
     if len(kinds) != 1 or not kinds <= _OF_NUMPY:  # under autocast, others cannot be joined
         return None
     flat = [one.detach().reshape(-1) for one in tensors]
-    return torch.cat(flat) if len(flat) > 1 else flat[0]
+    return torch.cat(flat)
 
 
-def _content(tensor: Tensor) -> Any:
+def _elements(tensor: Tensor) -> Any:
     """The elements of a tensor on the CPU, for a hash: for small ones, this is faster than a sum."""
     tensor = tensor.detach().resolve_neg().contiguous()
     return (tensor if tensor.dtype in _OF_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()

@@ -32,7 +32,6 @@ from signalfire.handlers import (
 )
 from signalfire.traces import compare
 from signalfire.traces.contents import contents_of, digests_of
-from signalfire.traces.digests import Copier, Uncopied
 from signalfire.traces.files import TraceFile, parts_of
 from tests.kit import assert_same, batches, build, evaluator_of, mlp
 from tests.processes import run_together
@@ -355,13 +354,6 @@ def test_elements_of_less_than_a_byte_are_recorded(tmp_path: Path) -> None:
     engine.attach(Trace(tmp_path / "a", every="1it"))
     engine.run([quarters], max_epochs=1)
     assert [one["event"] for one in records(tmp_path / "a")][1] == "GET_BATCH_COMPLETED"
-
-
-def test_few_elements_are_copied_until_the_end_of_an_iteration() -> None:
-    held = Copier().copy({"gradients": {str(number): torch.ones(2**14) for number in range(2**6)}})
-    assert len(held["gradients"]) == 2**6
-    with pytest.raises(Uncopied):
-        Copier().copy({"gradients": {str(number): torch.ones(2**14) for number in range(2**6 + 1)}})
 
 
 def test_a_run_continues_the_file_whose_last_records_could_not_be_written(tmp_path: Path) -> None:

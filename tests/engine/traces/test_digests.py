@@ -213,3 +213,16 @@ def test_what_is_added_may_change_before_it_is_read_and_numbers_are_exact() -> N
     tensor.zero_()
     assert found.read() == {"value": expected}
     assert found.numbers == {"loss": float(torch.tensor(0.1)), "other": 0.1}
+
+
+def test_much_is_hashed_at_once_with_the_digests_of_little(way: str) -> None:
+    tensors = {str(number): torch.full((2**14,), float(number)) for number in range(2**6 + 2)}
+    expected = {name: digest(one) for name, one in tensors.items()}
+    found = Digests()
+    for name, one in tensors.items():
+        found.add(name, one)
+        one.zero_()
+    if way == "as on the CPU":
+        kept = sum(isinstance(one, tuple) for one in found._contents.values())
+        assert kept == 2**6  # 2**20 elements
+    assert found.read() == found.read() == expected
