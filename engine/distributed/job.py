@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ _IDS = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "FLUX_J
 _UNNAMED = ("", "-", "-c", "__main__", "ipykernel_launcher")
 """Programs that say nothing about what they run."""
 
+_OF_A_RANK = re.compile("rank|device|gpu|cuda|node|worker", re.IGNORECASE)
+"""Arguments in which the ranks of one job differ."""
+
 
 def describe() -> dict[str, Any]:
     """What this process knows of its job; JSON can hold it."""
@@ -28,13 +32,16 @@ def describe() -> dict[str, Any]:
         "ids": _ids(),
         "spawner": _spawner(),
         "program": Path(*getattr(sys, "argv", [])[:1]).stem,
+        "starter": _starter(),
+        "call": [_folder(), *_arguments(getattr(sys, "argv", [])[1:])],
     }
 
 
 def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """What shows that two processes belong to different jobs; None if nothing does.
 
-    Processes of one job may differ in host, folder, parent and arguments, so that these show nothing.
+    Processes of one job may differ in host, folder, parent and arguments. Without an id of the job, processes of one machine that
+    differ in their parent and in what it has called, which is the folder or an argument that is not about ranks, are of two.
     """
     shared = next((name for name in _IDS if name in own["ids"] and name in other["ids"]), None)
     if shared is not None and own["ids"][shared] != other["ids"][shared]:
@@ -45,7 +52,20 @@ def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     programs = own["program"], other["program"]
     if shared is None and programs[0] != programs[1] and not set(programs) & set(_UNNAMED):
         return f"this process runs {programs[0]!r}, but the other process runs {programs[1]!r}"
-    return None
+    return _of_two_calls(own, other) if shared is None else None
+
+
+def _of_two_calls(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
+    """What shows that two processes of one machine were called for two jobs, by different parents."""
+    starters, calls = (own["starter"], other["starter"]), (own["call"], other["call"])
+    known = None not in starters and starters[0][0] == starters[1][0]
+    if not known or starters[0] == starters[1] or calls[0] == calls[1]:
+        return None
+    (here, *mine), (there, *others) = calls
+    return (
+        f"process {starters[0][1]} started this process with the arguments {mine} in {here!r}, but process {starters[1][1]} "
+        f"started the other process with the arguments {others} in {there!r}"
+    )
 
 
 def _ids() -> dict[str, str]:
@@ -69,3 +89,36 @@ def _spawner() -> list[Any] | None:
         return None  # that process is itself a rank
     first = int(os.environ.get("RANK", 0)) - int(os.environ.get("LOCAL_RANK", 0))
     return [machine(), first, parent.pid, found.started]
+
+
+def _starter() -> list[Any] | None:
+    """The machine, and id and start time of the parent process; None if it has ended."""
+    parent = os.getppid()
+    found = find_process(parent) if parent > 1 else None
+    return None if found is None else [machine(), parent, found.started]
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it has been removed
+        return ""
+
+
+def _arguments(given: Sequence[str]) -> list[str]:
+    """Arguments without those in which the ranks of a job differ, and without numbers that no name precedes, which may be ranks.
+
+    Example:
+        >>> _arguments(["--rank", "1", "--lr", "0.1", "device=cuda:1", "3"])
+        ['--lr', '0.1']
+    """
+    found: list[str] = []
+    before = ""  # the name of an option whose value comes next
+    for one in given:
+        name, has_value, _ = one.partition("=")
+        is_option = one.startswith("-")
+        of_rank = _OF_A_RANK.search(name if has_value or is_option else before)
+        if not of_rank and (before or not one.isdigit()):
+            found.append(one)
+        before = one if is_option and not has_value else ""
+    return found

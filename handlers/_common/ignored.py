@@ -32,10 +32,7 @@ def ignored_class(function: Any) -> int:
 
     Example:
         >>> from torch.nn.functional import cross_entropy
-        >>> (
-        ...     ignored_class(cross_entropy),
-        ...     ignored_class(lambda output, target: cross_entropy(output, target, ignore_index=0)),
-        ... )
+        >>> ignored_class(cross_entropy), ignored_class(partial(cross_entropy, ignore_index=0))
         (-100, 0)
     """
     found = {one for one in _classes_in(function, set()) if type(one) is int}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import sys
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -63,23 +63,33 @@ def test_one_job(one: Any, other: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert job.difference(described(monkeypatch, **one), described(monkeypatch, **other)) is None
 
 
-def _describe(rank: str, local_rank: str, connection: Connection) -> None:
+def _describe(rank: str, local_rank: str, call: Call, connection: Connection) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        connection.send(described(patch, RANK=rank, LOCAL_RANK=local_rank))
+        if call.folder:
+            patch.chdir(call.folder)
+        connection.send(described(patch, argv=call.argv, RANK=rank, LOCAL_RANK=local_rank, **call.variables))
 
 
-def _spawn(ranks: list[tuple[str, str]], connection: Connection) -> None:
+def _spawn(ranks: list[tuple[str, str]], call: Call, connection: Connection) -> None:
     context = multiprocessing.get_context("fork")
-    children = [context.Process(target=_describe, args=(*rank, connection)) for rank in ranks]
+    children = [context.Process(target=_describe, args=(*rank, call, connection)) for rank in ranks]
     for child in children:
         child.start()
         child.join()
 
 
-def spawned(*ranks: tuple[str, str]) -> list[Any]:
+class Call(NamedTuple):
+    """How a program is called."""
+
+    argv: tuple[str, ...] = ("train.py",)
+    folder: str = ""
+    variables: dict[str, str] = {}
+
+
+def spawned(*ranks: tuple[str, str], call: Call = Call()) -> list[Any]:  # noqa: B008 - it cannot be changed
     """What the processes know that one process has started for these ranks, each with its local rank."""
     receiving, sending = multiprocessing.Pipe(duplex=False)
-    parent = multiprocessing.get_context("fork").Process(target=_spawn, args=(list(ranks), sending))
+    parent = multiprocessing.get_context("fork").Process(target=_spawn, args=(list(ranks), call, sending))
     parent.start()
     found = [receiving.recv() for _ in ranks]
     parent.join()
@@ -97,3 +107,28 @@ def test_ranks_of_two_scripts_that_spawn_them_are_told_apart(monkeypatch: pytest
     assert found == f"process {starters[0]} started this process, but process {starters[1]} started the other process"
     [node] = spawned(("2", "0"))
     assert job.difference(first, node) is None, "a node of its own, though on this machine"
+
+
+CALL = ("train.py", "--lr", "0.1", "--rank", "0", "device=cuda:0", "0")
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("one", "other", "said"),
+    [
+        (Call(CALL), Call(("train.py", "--lr", "0.2", *CALL[3:])), "arguments ['--lr', '0.1'] in"),
+        (Call(CALL), Call((*CALL, "model=large")), "arguments ['--lr', '0.1', 'model=large'] in"),
+        (Call(CALL), Call(CALL, "/"), "in '/'"),
+        (Call(CALL), Call(("train.py", "--lr", "0.1", "--rank=1", "--device", "cuda:1", "1")), None),
+        (Call(CALL, "/", {"SLURM_JOB_ID": "7"}), Call(("train.py",), "", {"SLURM_JOB_ID": "7"}), None),
+    ],
+)
+def test_without_an_id_two_calls_by_two_parents_are_two_jobs(one: Call, other: Call, said: str | None) -> None:
+    # As parts of one job, such as two nodes, they may have two parents on one machine.
+    first, same = spawned(("0", "0"), ("1", "1"), call=one)
+    (second,) = spawned(("2", "0"), call=other)
+    found = job.difference(first, second)
+    assert (found is None) == (said is None)
+    assert said is None or f"process {second['starter'][1]} started the other process" in str(found)
+    assert said is None or said in str(found)
+    assert job.difference(first, same | {"call": ["elsewhere"]}) is None  # of one parent
