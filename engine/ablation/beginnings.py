@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
+from types import MappingProxyType
 
 from signalfire import Engine
 from signalfire.findings import finding, warn
@@ -15,26 +16,25 @@ __all__ = ["Beginnings", "last_values_of", "report_equal_runs"]
 
 
 class Beginnings:
-    """Compares what the runs of one seed begin with: ``build(seed)`` gives all of them the same handlers, weights and data."""
+    """Compares what the runs of one seed begin with: ``build(seed)`` gives all of them the same parts, weights and data."""
 
     def __init__(self) -> None:
         self._first: dict[int, tuple[str, ...]] = {}
-        self._composed: dict[int, str] = {}
+        self._composed: dict[tuple[int, str], str] = {}
         self._reported = False
         self._noted = False
 
-    def compare(self, seed: int, begins: tuple[str, ...], composed: str = "") -> None:
-        """Report a run that begins with other handlers, weights or data than an earlier run of its seed.
+    def compare(self, seed: int, begins: tuple[str, ...], composed: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Report a run that begins with other parts, weights or data than an earlier run of its seed.
 
         Args:
             seed: Seed of the run.
             begins: Digests of the weights and of the data; empty for a run that failed before.
-            composed: Digest of the handlers; empty for a run that failed before.
+            composed: Digests of parts, such as the handlers, by their name; empty for a run that failed before.
         """
         first = self._first.setdefault(seed, begins) if begins else begins
-        different = [what for what, one, other in zip(("weights", "data"), first, begins, strict=False) if one != other]
-        if composed and self._composed.setdefault(seed, composed) != composed:
-            different.insert(0, "handlers")
+        different = [what for what, one in composed.items() if self._composed.setdefault((seed, what), one) != one]
+        different += [what for what, one, now in zip(("weights", "data"), first, begins, strict=False) if one != now]
         if different and not self._reported:
             self._reported = True
             warn(

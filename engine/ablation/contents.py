@@ -7,6 +7,8 @@ import functools
 import hashlib
 import os
 import random
+import re
+import time
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,7 +26,7 @@ from signalfire.resuming.changeable import ATOMS, GENERATORS
 
 from .bytecode import instructions
 
-__all__ = ["Content", "contents", "digest_of", "joined"]
+__all__ = ["Content", "are_times", "contents", "digest_of", "joined"]
 
 _MOST = 2**16  # elements of a tensor that are compared
 _MOST_ITEMS, _MOST_THINGS = 1000, 20_000
@@ -48,11 +50,12 @@ class Content(NamedTuple):
     containers: dict[str, Any]
 
 
-def contents(roots: Mapping[str, Any]) -> dict[str, Content]:
+def contents(roots: Mapping[str, Any], *, through: tuple[type, ...] = (object,)) -> dict[str, Content]:
     """The things that can be reached from some, by how they are reached; nothing is read from a data set.
 
     Args:
         roots: What to begin with, by name.
+        through: Classes of the things that are gone through, to what they hold; others are reached only.
     """
     found: dict[str, Content] = {}
     seen: set[int] = set()
@@ -64,7 +67,8 @@ def contents(roots: Mapping[str, Any]) -> dict[str, Content]:
         seen.add(id(thing))
         content = found[name] = Content(thing, {"type": _name_of(type(thing))}, {})
         for key, value in _held_by(thing):
-            waiting += ((joined(name, inner), one) for inner, one in _noted(content, key, value))
+            held = [(joined(name, inner), one) for inner, one in _noted(content, key, value)]
+            waiting += held if isinstance(thing, through) else ()
     return found
 
 
@@ -132,7 +136,8 @@ def _held_by_optimizer(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
 
 
 def _held_by_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    yield "code", hashlib.sha256(repr(instructions(function.__code__)).encode()).hexdigest()
+    code = re.sub("0x[0-9a-f]+", "", repr(instructions(function.__code__)))  # without the addresses of inner functions
+    yield "code", hashlib.sha256(code.encode()).hexdigest()
     yield from (("defaults", function.__defaults__), ("keyword defaults", function.__kwdefaults__))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
@@ -196,3 +201,23 @@ def digest_of(values: list[Any]) -> str:
         elif not isinstance(value, Tensor | np.ndarray):
             found.update(repr(value).encode())
     return found.hexdigest()[:16]
+
+
+def _clocks() -> tuple[float, ...]:
+    return time.time(), time.monotonic(), time.perf_counter()
+
+
+_BEGAN = _clocks()
+
+
+def are_times(*texts: str | None) -> bool:
+    """Whether values are times at which runs were built, which some note."""
+    try:
+        numbers = [float(text or "") for text in texts]
+    except ValueError:
+        return False
+    return any(
+        all(began <= number / unit <= now for number in numbers)
+        for began, now in zip(_BEGAN, _clocks(), strict=True)
+        for unit in (1.0, 1e9)
+    )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from signalfire import Engine, Events
 
-from .contents import Content, contents, joined
+from .contents import Content, are_times, contents, joined
 from .runs import Run
 from .shared import SharedError
 
@@ -93,7 +92,7 @@ class Built:
 
 
 def _differ(first: str | None, second: str | None, *, is_shared: bool) -> bool:
-    if first == second or _are_times(first, second) or _are_of_generators(first, second):
+    if first == second or are_times(first, second) or _are_of_generators(first, second):
         return False
     # What both calls returned may count its uses; its tensors are what runs are made of.
     return not is_shared or (_is_of_tensor(first) and _is_of_tensor(second))
@@ -104,26 +103,6 @@ def _reference(thing: Any) -> Any:
         return weakref.ref(thing)
     except TypeError:
         return None
-
-
-def _clocks() -> tuple[float, ...]:
-    return time.time(), time.monotonic(), time.perf_counter()
-
-
-_BEGAN = _clocks()
-
-
-def _are_times(*texts: str | None) -> bool:
-    """Whether values are times at which runs were built, which some note."""
-    try:
-        numbers = [float(text or "") for text in texts]
-    except ValueError:
-        return False
-    return any(
-        all(began <= number / unit <= now for number in numbers)
-        for began, now in zip(_BEGAN, _clocks(), strict=True)
-        for unit in (1.0, 1e9)
-    )
 
 
 def _are_of_generators(*texts: str | None) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import re
 import sys
 import threading
@@ -23,6 +21,7 @@ from signalfire.authoring.randomness import unchanged_random_state
 from signalfire.core.state import as_numbers
 
 from .beginnings import last_values_of
+from .composition import digests_of_parts, writes_or_shows
 from .contents import digest_of
 from .results import MOST_POINTS
 from .shared import Left, SharedError, check_new, check_not_left
@@ -87,7 +86,7 @@ class Outcome:
         predictions: What the task's function returned, packed as plain values; None without.
         epoch: The last epoch of the run.
         last_values: Names of the metrics that functions have written in each batch.
-        composed: Digest of the handlers that build attached, with their settings.
+        composed: Digests of the handlers, the updates and the function that build made, with their settings.
     """
 
     error: str | None = None
@@ -102,7 +101,7 @@ class Outcome:
     predictions: dict[str, Any] | None = None
     epoch: int = 0
     last_values: tuple[str, ...] = ()
-    composed: str = ""
+    composed: dict[str, str] = field(default_factory=dict)
 
 
 def compose(
@@ -150,11 +149,6 @@ def _engine_of(built: Any, seed: int) -> tuple[Engine, Run | None]:
     return engine, run
 
 
-def writes_or_shows(handler: Handler) -> bool:
-    """Whether a handler writes files or shows something and has no effect on the training."""
-    return handler.writes or handler.rank_zero_only
-
-
 def exchange(engine: Engine, name: str, factory: Callable[[], Handler]) -> Handler:
     """Replace the handler with this name by a new one, whose receivers run in its places."""
     with unchanged_random_state():
@@ -185,13 +179,13 @@ def make(task: Task) -> Outcome:
     with _run_lock, unchanged_random_state(), one_thread():
         memory = _Memory()
         engine: Engine | None = None
-        composed = ""
+        composed: dict[str, str] = {}
         began: float | None = None
         error: str | None = None
         predictions: dict[str, Any] | None = None
         try:
             engine, run = compose(task.build, task.run, task.streams, task.files, task.seed)
-            begins, left, composed = beginnings_of(engine), Left(engine), _composed(engine)
+            begins, left, composed = beginnings_of(engine), Left(engine), digests_of_parts(engine, run)
             engine.connect(Events.STARTED, lambda engine, left=left: left.started())
             history = _History(engine)
             for name in task.off:
@@ -242,16 +236,6 @@ def beginnings_of(engine: Engine) -> list[str]:
     begins = [digest(value for root in engine.modules.values() for value in root.state_dict().values())]
     engine.connect(Events.STARTED, lambda engine: begins.append(digest(_data_of(engine))))
     return begins
-
-
-def _composed(engine: Engine) -> str:
-    """A digest of the handlers that affect the training, without the paths that they were given."""
-    found = []
-    for name, handler in sorted(engine.handlers.items()):
-        if not writes_or_shows(handler):
-            settings = {key: value for key, value in handler.settings().items() if not os.path.isabs(str(value))}
-            found.append((name, type(handler).__qualname__, handler.enabled, settings))
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
 
 
 class _History:

@@ -13,9 +13,10 @@ from signalfire.core.handler import Subscription
 from signalfire.core.overrides import Override
 
 from .arguments import message_of
+from .composition import writes_or_shows
 from .designs import Factories
 from .results import Variant
-from .runs import Run, exchange, writes_or_shows
+from .runs import Run, exchange
 
 __all__ = ["candidates", "start", "try_all", "try_out"]
 

@@ -160,8 +160,8 @@ _TEXTS = {
     "W80": "A function changes only the reported loss. Gradients come from `backward_loss`, which is unchanged.",
     "W81": "The runs of a study are identical although their seeds differ, so a single result is counted several "
     "times.",
-    "W82": "The runs of a study start with different handlers, weights or data than earlier runs with the same seed, "
-    "so the runs depend on each other.",
+    "W82": "The runs of a study start with different handlers, updates, weights or data than earlier runs with the same "
+    "seed, so the runs depend on each other.",
     "W83": "The loss is a sum over the batch, but the engine averages the batches of a window, so the step matches "
     "neither the sum nor the mean over the window.",
     "W84": "Optimizer steps ran, but no weight changed, because gradients are zero, or steps are below the precision "

@@ -18,12 +18,16 @@ def test_runs_of_one_seed_that_begin_alike_are_fine_and_others_are_reported_once
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in (0, 1):
-            beginnings.compare(seed, (f"weights {seed}", "data"), "handlers")
+            beginnings.compare(seed, (f"weights {seed}", "data"), {"handlers": "a", "updates": "b"})
             beginnings.compare(seed, ())  # a run that failed before it began
-            beginnings.compare(seed, (f"weights {seed}", "data"), "handlers")
+            beginnings.compare(seed, (f"weights {seed}", "data"), {"handlers": "a", "updates": "b"})
     with pytest.warns(FindingWarning, match=r"W82: build\(1\) produced different weights than"):
         beginnings.compare(1, ("weights 0", "data"))
     beginnings.compare(1, ("weights 0", "other data"))
+    other = Beginnings()
+    other.compare(0, ("weights", "data"), {"handlers": "a", "updates": "b"})
+    with pytest.warns(FindingWarning, match=r"W82: build\(0\) produced different updates and different data than"):
+        other.compare(0, ("weights", "more"), {"handlers": "a", "updates": "c"})
 
 
 def results(*values: float, variant: str = "baseline", steps: int = 3) -> list[Result]:

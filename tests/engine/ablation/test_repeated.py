@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -196,3 +197,60 @@ def test_a_build_that_changes_its_handlers_later_is_reported() -> None:
     study = Study(built(clip), metric="val", seeds=range(2))
     with pytest.warns(FindingWarning, match=r"W82: build\(0\) produced different handlers than in an earlier run"):
         study.run(LeaveOneOut(["gradient_clipping"]), workers=0)
+
+
+def later(first: Any, other: Any) -> Callable[[int], Any]:
+    """A value that is another one once the plan and the first run are made."""
+    return lambda number: first if number <= 4 else other
+
+
+@pytest.mark.moderate
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lr": later(0.1, 0.2)}, "different updates"),
+        ({"loss": later(mse_loss, nn.functional.l1_loss)}, "different updates"),
+        ({"loss": later(nn.MSELoss(), nn.L1Loss())}, "different updates"),
+        ({"epochs": later(1, 2)}, "different run functions"),
+        ({"loss": lambda number: nn.MSELoss()}, None),
+        ({"loss": lambda number: partial(nn.functional.huber_loss, delta=2.0)}, None),
+        ({"data": lambda number: [(INPUTS, TARGETS)]}, None),
+    ],
+    ids=["rate", "loss", "module", "epochs", "same module", "same options", "other data objects"],
+)
+def test_a_build_that_changes_anything_later_is_reported(options: Any, said: str | None) -> None:
+    study = Study(built(**options), metric="val", seeds=range(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        study.run(LeaveOneOut(["gradient_clipping"]), workers=0)
+    found = [str(one.message) for one in caught if str(one.message).startswith("W82")]
+    assert len(found) == (said is not None)
+    assert said is None or f"produced {said} than in an earlier run" in found[0]
+
+
+def test_what_a_loss_counts_and_when_it_was_made_is_no_difference() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls, self.made = 0, time.time()
+
+        def forward(self, output: Any, target: Any) -> Any:
+            self.calls += 1
+            return mse_loss(output, target)
+
+    def recorded(number: int) -> Any:
+        made = time.time()
+
+        def loss(output: Any, target: Any) -> Any:
+            seen.append(made)
+            return mse_loss(output, target)
+
+        return loss
+
+    seen: list[float] = []
+    for loss in (lambda number: Counted(), recorded):
+        study = Study(built(loss=loss), metric="val", seeds=range(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FindingWarning)
+            study.run(LeaveOneOut(["gradient_clipping"]), workers=0)
