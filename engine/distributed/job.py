@@ -52,14 +52,15 @@ def difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     programs = own["program"], other["program"]
     if shared is None and programs[0] != programs[1] and not set(programs) & set(_UNNAMED):
         return f"this process runs {programs[0]!r}, but the other process runs {programs[1]!r}"
-    return _of_two_calls(own, other) if shared is None else None
+    return _of_two_calls(own, other, shared)
 
 
-def _of_two_calls(own: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """What shows that two processes of one machine were called for two jobs, by different parents."""
+def _of_two_calls(own: Mapping[str, Any], other: Mapping[str, Any], shared: str | None) -> str | None:
+    """What shows that two processes of one machine, without a shared id, were called for two jobs, by different parents."""
     starters, calls = (own["starter"], other["starter"]), (own["call"], other["call"])
-    known = None not in starters and starters[0][0] == starters[1][0]
-    if not known or starters[0] == starters[1] or calls[0] == calls[1]:
+    if shared is not None or None in starters or starters[0][0] != starters[1][0]:
+        return None
+    if starters[0] == starters[1] or calls[0] == calls[1]:
         return None
     (here, *mine), (there, *others) = calls
     return (

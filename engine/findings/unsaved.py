@@ -114,15 +114,19 @@ def _saves_more(item: Any) -> bool:
 
 
 def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str]) -> Iterator[tuple[str, Hashable]]:
-    if isinstance(holder.item, FunctionType):  # its containers may be records
-        plain = {key: one for key, one in holder.attributes.items() if type(one) in ATOMS or is_iterator(one)}
-        yield from ((f"{holder.name}.{key}", mark_of(value)) for key, value in plain.items())
-        return
     for key, value in holder.attributes.items():
-        changing = isinstance(value, (*CONTAINERS, *GENERATORS, np.ndarray)) or is_iterator(value)  # in place
-        names = used if changing else held if isinstance(value, Tensor) else carried
-        if key in names and (mark := mark_of(value)) is not None:
+        if key in _compared(holder, value, carried, used, held) and (mark := mark_of(value)) is not None:
             yield f"{holder.name}.{key}", mark
+
+
+def _compared(holder: Holder, value: Any, carried: set[str], used: set[str], held: set[str]) -> Iterable[str]:
+    """The attributes that are compared if they hold a value such as this."""
+    changes = isinstance(value, (*CONTAINERS, *GENERATORS, np.ndarray))  # in place
+    if isinstance(holder.item, FunctionType):
+        return () if changes else holder.attributes  # its containers may be records
+    if changes or is_iterator(value):
+        return used
+    return held if isinstance(value, Tensor) else carried
 
 
 def mark_of(value: Any, depth: int = 0) -> Hashable:
@@ -139,6 +143,10 @@ def mark_of(value: Any, depth: int = 0) -> Hashable:
         return None if large else (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest())
     if is_iterator(value):
         return place_of(value)
+    return _mark_of_container(value, depth)
+
+
+def _mark_of_container(value: Any, depth: int) -> Hashable:
     if type(value) not in CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
         return None
     return type(value).__name__, tuple(mark_of(item, depth + 1) for item in _items_of(value))

@@ -179,25 +179,30 @@ def holders(engine: Engine) -> list[Holder]:
         for part in ("forward", "loss", "function"):
             called = getattr(update.spec, part)
             called = getattr(called, part, None) or called
-            _add_holder(found, seen, f"{update.name}_{part}", getattr(called, "__self__", called), depth=0)
+            _add_holder(found, seen, f"{update.name}_{part}", called, depth=0)
     return found
 
 
 def _add_holder(found: list[Holder], seen: set[int], name: str, item: Any, depth: int) -> None:
-    followed = isinstance(item, FunctionType) or (is_of_user(type(item)) and not isinstance(item, type))
-    if not followed or id(item) in seen or len(seen) == _MOST_ITEMS:
+    item = item.__self__ if isinstance(item, MethodType) else item
+    if id(item) in seen or len(seen) == _MOST_ITEMS or not _has_attributes(item):
         return
     seen.add(id(item))
     attributes = attributes_of(item)
-    if attributes or not isinstance(item, FunctionType):
-        found.append(Holder(name, item, attributes))
+    found.append(Holder(name, item, attributes))
     if depth == _DEPTH_OF_OBJECTS or isinstance(item, FunctionType):
         return
     for key, value in attributes.items():
         for place, part in _parts_of(value):
             if not isinstance(part, nn.Module | Tensor):
-                owner = part.__self__ if isinstance(part, MethodType) else part
-                _add_holder(found, seen, f"{name}.{key}{place}", owner, depth + 1)
+                _add_holder(found, seen, f"{name}.{key}{place}", part, depth + 1)
+
+
+def _has_attributes(item: Any) -> bool:
+    """Whether it is an object of a class of the user, or a function that closes over something."""
+    if isinstance(item, FunctionType):
+        return item.__closure__ is not None
+    return is_of_user(type(item)) and not isinstance(item, type)
 
 
 def _parts_of(value: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -361,20 +366,12 @@ class _Kept:
         self.value = value
         self.is_data = not (isinstance(value, nn.Module | type) or callable(value))
         self._content: Any = None
-        kind = type(value)
         if isinstance(value, Tensor):
             graph = value.grad_fn is not None  # it is not held
             self._content = copy_of(value) if content or graph else None
             self.value = self._content if graph else value
-        elif isinstance(value, GENERATORS):
-            self._content = state_of(value)
-        elif kind is np.ndarray and value.nbytes <= _MOST_BYTES:
-            self._content = value.copy()
-        elif kind in CONTAINERS and depth < _DEPTH and len(value) <= _MOST_ITEMS:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            self._content = set(value) if kind is set else {key: _Kept(one, depth=depth + 1) for key, one in items}
-        elif is_iterator(value):
-            self._content = Position(value)
+        else:
+            self._content = _content_of(value, depth)
 
     def restored(self) -> Any:
         """The value itself with what it held; another one where it cannot be changed in place."""
@@ -404,6 +401,21 @@ class _Kept:
             value.clear()
             value.extend(parts)
         return value
+
+
+def _content_of(value: Any, depth: int) -> Any:
+    """What a value that is no tensor holds now; None for one that cannot change, or cannot be put back."""
+    kind = type(value)
+    if isinstance(value, GENERATORS):
+        return state_of(value)
+    if is_iterator(value):
+        return Position(value)
+    if kind is np.ndarray:
+        return value.copy() if value.nbytes <= _MOST_BYTES else None
+    if kind not in CONTAINERS or depth == _DEPTH or len(value) > _MOST_ITEMS:
+        return None
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return set(value) if kind is set else {key: _Kept(one, depth=depth + 1) for key, one in items}
 
 
 _LARGE = 2**20  # bytes

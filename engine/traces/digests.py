@@ -82,13 +82,16 @@ class Digests:
         described = [plain]
         _describe(value, described, tensors)
         near = [one for one in tensors if _is_near(one)]
-        far = [] if len(near) == len(tensors) else [one for one in tensors if not _is_near(one)]
+        far = [one for one in tensors if not _is_near(one)] if len(near) < len(tensors) else []
         joined = _joined(near)
-        content = described, [_elements(one).copy() for one in near] if joined is None else [_elements(joined)]
-        self._kept += sum(one.size for one in content[1])
-        self._contents[name] = content if self._kept <= _MOST_KEPT else _hashed(*content)
+        self._keep(name, described, [_elements(one).copy() for one in near] if joined is None else [_elements(joined)])
         self._sums[name] = [_positional_sum(bits) for bits in _flattened(far)]
         return None if far else joined
+
+    def _keep(self, name: str, described: list[bytes], contents: list[np.ndarray[Any, Any]]) -> None:
+        """Keep what is to be hashed, or hash it if there is much."""
+        self._kept += sum(one.size for one in contents)
+        self._contents[name] = (described, contents) if self._kept <= _MOST_KEPT else _hashed(described, contents)
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire.authoring import tensors_in
-from signalfire.authoring.functions import codes_of, is_users
+from signalfire.authoring.functions import codes_of, is_users, names_in
 
 __all__ = ["IGNORED", "all_ignored", "ignored_class"]
 
@@ -97,8 +97,7 @@ def _classes_in_code(function: Any, owner: Any, seen: set[tuple[int, int]]) -> I
         named[plain.__code__.co_varnames[0]] = owner
     for code in codes:
         yield from _given_in(code, named)
-    names = {name for code in codes for name in code.co_names}
-    for value in (*named.values(), *_attributes(owner, names)):
+    for value in (*named.values(), *_attributes(owner, names_in(plain))):
         if callable(value) and not isinstance(value, type):
             yield from _classes_in(value, seen)
 
