@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import dis
+import inspect
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["called_by", "code_of", "codes_of", "is_users", "may_log", "names_in"]
+__all__ = ["called_by", "code_of", "codes_of", "is_users", "may_log", "names_in", "returns_none"]
+
+_JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
 
 def is_users(function: Any) -> bool:
@@ -42,6 +47,26 @@ def codes_of(*functions: Any) -> list[CodeType]:
 def names_in(function: Any) -> set[str]:
     """The names that a function uses, also in functions inside it."""
     return {name for one in codes_of(function) for name in one.co_names}
+
+
+def returns_none(function: Any) -> list[bool]:
+    """Of each place at which a function returns, whether it is the constant None that it returns; empty for what has no code.
+
+    Example:
+        >>> (
+        ...     returns_none(lambda batch: batch if len(batch) else None),
+        ...     returns_none(lambda batch: None),
+        ... )
+        ([False, True], [True])
+    """
+    if (code := code_of(function)) is None or code.co_flags & inspect.CO_GENERATOR:
+        return []
+    steps = list(dis.get_instructions(code))
+    ends = {one.offset for one in steps if one.opname == "RETURN_VALUE"}
+    ends |= {one.offset for one in steps if one.opcode in _JUMPS and one.argval in ends}
+    values = [one for one, after in pairwise(steps) if after.offset in ends]
+    values += [one for one in steps if one.opname == "RETURN_CONST"]
+    return [one.opname.endswith("_CONST") and one.argval is None for one in values]
 
 
 def called_by(engine: Engine) -> Iterator[Any]:

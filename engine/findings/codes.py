@@ -70,7 +70,7 @@ _TEXTS = {
     "W27": "BatchNorm normalizes over the batch, but each batch has a single sample, so the batch statistics are those "
     "of this one sample.",
     "W28": "Your code wrote to the batches of the data in place, so later epochs train on the batches as they are then.",
-    "W29": "No optimizer step ran, because no function returned a loss. A missing `return` is the usual cause.",
+    "W29": "An update ran no optimizer step, because its function returned no loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming
     "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
     "W31": "The run resumes from a saved state. It continues at the saved epoch and iteration.",

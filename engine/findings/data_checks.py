@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import sys
 from collections.abc import Sequence
 from inspect import unwrap
@@ -16,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, Tenso
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
+from ..authoring.functions import is_users, names_in, returns_none
 from ..core.update import NO_GRADIENT
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
@@ -274,30 +274,33 @@ def report_length(engine: Engine, more: bool) -> None:
 
 
 def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
-    """Report an engine that trains, none of whose updates ever made a step, and whose last batch had no loss.
+    """Report updates that never made a step because what they call returned None: all of them, or one that always does.
 
     Args:
         engine: the engine.
         began: the iteration after which its run began.
         whole: whether the run is complete; before, a function may still return a loss, as once enough was collected.
     """
-    state = engine.state
-    # One batch may be skipped on purpose.
-    if (
-        not engine.training
-        or state.completed - began < 2
-        or any(one.steps or one.last_skip not in (None, NO_GRADIENT) for one in engine.updates)
-    ):
+    if not engine.training or engine.state.completed - began < 2:  # one batch may be skipped on purpose
         return
-    for update in engine.updates:
-        if update.raw_loss is not None or update.window.held or update.omitted_in == state.iteration:
-            return
-    if whole or not _skips_at_times(engine.updates[0]):
-        _report_no_loss(engine, began)
+    without = [one for one in engine.updates if _has_no_loss(engine, one)]
+    if len(without) == len(engine.updates):
+        reported = without[:1] if whole or not _skips_at_times(without[0]) else []
+    else:
+        reported = [one for one in without if _returns_nothing(one)] if whole else []
+    for update in reported:
+        _report_no_loss(engine, update, began)
 
 
-def _report_no_loss(engine: Engine, began: int) -> None:
-    state, update = engine.state, engine.updates[0]
+def _has_no_loss(engine: Engine, update: UpdateState) -> bool:
+    """Whether an update made no step because there was no loss, and was not left out of the last batch."""
+    if update.steps or update.last_skip not in (None, NO_GRADIENT):
+        return False
+    return update.raw_loss is None and not update.window.held and update.omitted_in != engine.state.iteration
+
+
+def _report_no_loss(engine: Engine, update: UpdateState, began: int) -> None:
+    state = engine.state
     if state.batch is None and engine.feed.has_data:
         who, way_out = "the data", "return the batch from the dataset or collate_fn"
     elif update.function is not None:
@@ -316,13 +319,20 @@ def _report_no_loss(engine: Engine, began: int) -> None:
 
 def _skips_at_times(update: UpdateState) -> bool:
     """Whether what has returned None is a function of the user's that returns something else at another place."""
+    nothing = _returns_none(update)
+    return any(nothing) and not all(nothing)
+
+
+def _returns_nothing(update: UpdateState) -> bool:
+    """Whether what has returned None is a function of the user's that never returns anything, and makes no step itself."""
+    nothing = _returns_none(update)
+    return bool(nothing) and all(nothing) and not {"backward", "step"} & names_in(_function_of(update))
+
+
+def _returns_none(update: UpdateState) -> list[bool]:
+    """Of each place at which a function of the user's returns, whether it returns None; of others, nothing is known."""
     function = _function_of(update)
-    if not isinstance(function, FunctionType) or function.__module__.startswith("signalfire."):
-        return False
-    steps = list(dis.get_instructions(function))
-    nothing = [one.opname.endswith("_CONST") and one.argval is None for one in steps]
-    values = any(one.opname == "RETURN_VALUE" and not nothing[place - 1] for place, one in enumerate(steps))
-    return any(nothing) and values
+    return returns_none(function) if is_users(function) else []
 
 
 def _function_of(update: UpdateState) -> Any:

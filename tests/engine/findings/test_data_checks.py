@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 from typing import Any
 
 import numpy as np
@@ -236,6 +237,50 @@ def test_first_batches_of_other_texts_or_numbers_are_not_equal() -> None:
         for texts, part in ((("a", "b"), 0), (("a", "b"), 0), (("a", "c"), 0), (("a", "b"), 1))
     ]
     assert [one == same for one in others] == [True, False, False]
+
+
+def critic(engine: Engine, batch: Any) -> None:
+    mse_loss(engine.modules["critic"](batch[0]), batch[1])  # without return
+
+
+def made_by_hand(engine: Engine, batch: Any) -> None:
+    (optimizer,) = (one.optimizer for one in engine.updates if one.name == "critic")
+    assert optimizer is not None
+    mse_loss(engine.modules["critic"](batch[0]), batch[1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def at_times(engine: Engine, batch: Any) -> Tensor | None:
+    return mse_loss(engine.modules["critic"](batch[0]), batch[1]) if engine.state.iteration > 100 else None
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("function", "reported"),
+    [
+        (critic, ["W29"]),
+        (made_by_hand, []),
+        (at_times, []),
+    ],
+)
+def test_one_of_two_updates_whose_function_always_returns_none(function: Any, reported: Any) -> None:
+    def actor(engine: Engine, batch: Any) -> Tensor:
+        return mse_loss(engine.modules["actor"](batch[0]), batch[1])
+
+    updates = [
+        Update(function=actor, optimizer=SGD, parameters="actor", name="actor"),
+        Update(function=function, optimizer=SGD, parameters="critic", name="critic"),
+    ]
+    engine = Engine(updates, model={"actor": linear(5, 1), "critic": linear(5, 1)}, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FindingWarning)
+        engine.run(batches(3), max_epochs=2)
+    found = engine.findings.of_run().of("W29")
+    assert [one.code for one in found] == reported
+    assert all(
+        "update 'critic' ran no step in 6 iterations, because the function 'critic'" in str(one) for one in found
+    )
 
 
 class Collector:
