@@ -8,11 +8,13 @@ is only added to a list is a record that the training does not depend on, and a 
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..authoring.functions import names_in
 from ..core.handler import Handler
 from ..core.words import listed
 from ..resuming.changeable import GENERATORS
@@ -24,8 +26,11 @@ if TYPE_CHECKING:
 
 __all__ = ["lacking_of_handlers", "marks_of_handlers"]
 
-_CONTAINERS = (list, tuple, dict, set)
+_CONTAINERS = (list, tuple, dict, set, deque)
 _MISSING = object()
+_STATES = {"state_dict", "load_state_dict"}
+_INDIRECT = {"__dict__", "vars", "getattr", "asdict", "copy", "deepcopy"}
+"""Names with which a method may save all attributes."""
 _CLOCKS = {"time", "perf_counter", "monotonic", "now"}
 
 
@@ -44,17 +49,37 @@ class _Names(NamedTuple):
 
 
 def marks_of_handlers(engine: Engine) -> dict[str, Hashable]:
-    """Marks of the attributes that handlers of the user carry along and do not save, by "handler attribute"."""
+    """Marks of what handlers of the user carry along and do not save, by "handler attribute"."""
     found: dict[str, Hashable] = {}
     for name, handler in engine.handlers.items():
-        kind: Any = type(handler)
-        names = _names_of(kind) if handler.enabled and not handler.writes else _Names()
-        for key in sorted(names.read | names.carried):
-            value = vars(handler).get(key, inspect.getattr_static(kind, key, _MISSING))  # no property is called
-            in_place = isinstance(value, (*_CONTAINERS, *GENERATORS))
-            if key in (names.read if in_place else names.carried) and (mark := mark_of(value)) is not None:
-                found[f"{name} {key}"] = mark
+        if handler.enabled and not handler.writes:
+            found |= {f"{name} {key}": mark for key, mark in _marks_in(handler)}
+            for place, held in _held_by(handler):
+                found |= {f"{name} {place}.{key}": mark for key, mark in _marks_in(held)}
     return found
+
+
+def _marks_in(item: Any) -> Iterator[tuple[str, Hashable]]:
+    """Marks of the attributes that an object carries along, by name."""
+    kind: Any = type(item)
+    names = _names_of(kind)
+    for key in sorted(names.read | names.carried):
+        value = vars(item).get(key, inspect.getattr_static(kind, key, _MISSING))  # no property is called
+        in_place = isinstance(value, (*_CONTAINERS, *GENERATORS))
+        if key in (names.read if in_place else names.carried) and (mark := mark_of(value)) is not None:
+            yield key, mark
+
+
+def _held_by(handler: Handler) -> Iterator[tuple[str, Any]]:
+    """The objects that a handler holds, such as a meter, of classes in its own file."""
+    for key, value in vars(handler).items():
+        kind = type(value)
+        if (
+            kind.__module__ == type(handler).__module__
+            and hasattr(value, "__dict__")
+            and not isinstance(value, Handler)
+        ):
+            yield key, value
 
 
 def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator[Finding]:
@@ -67,8 +92,8 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
     changed = [place.partition(" ")[::2] for place, mark in before.items() if place in now and now[place] != mark]
     for name in dict.fromkeys(name for name, _ in changed):
         kind: Any = type(engine.handlers[name])
-        set_back = () if engine.state.epoch_open else _names_of(kind).set_back
-        own = [key for owner, key in changed if owner == name and key not in set_back]
+        set_back = set() if engine.state.epoch_open else _set_back(engine.handlers[name])
+        own = [key for owner, key in changed if owner == name and not {key, key.partition(".")[0]} & set_back]
         if own:
             yield finding(
                 "W47",
@@ -79,6 +104,16 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
                 "W47 if the results do not depend on these values",
                 [name],
             )
+
+
+def _set_back(handler: Handler) -> set[str]:
+    """The attributes that a method stores and has not read before, also those of an object that the handler holds."""
+    kind: Any = type(handler)
+    found = set(_names_of(kind).set_back)
+    for place, held in _held_by(handler):
+        kind = type(held)
+        found |= {f"{place}.{key}" for key in _names_of(kind).set_back}
+    return found
 
 
 def _is_made(before: Any, now: Any) -> bool:
@@ -94,27 +129,28 @@ def _is_made(before: Any, now: Any) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _names_of(kind: type[Handler]) -> _Names:
-    """What the user's classes carry along; nothing for a class that saves a state of its own."""
+def _names_of(kind: type) -> _Names:
+    """What the user's classes carry along, without what their own states name; nothing where these may save anything."""
+    methods = _methods_of(kind)
+    saved = set().union(*(names_in(methods[name]) for name in _STATES & methods.keys()))
+    if saved & (_INDIRECT | (methods.keys() - _STATES)):
+        return _Names()
+    others = [one for name, one in methods.items() if name not in _STATES]
+    codes = [Code(one.__code__, of=_first_of(one)) for one in others if not _CLOCKS & {*one.__code__.co_names}]
+    return _Names(
+        frozenset().union(*(one.first_read & one.stored for one in codes)) - saved,
+        frozenset().union(*(one.read for one in codes)) - saved,
+        frozenset().union(*(one.stored - one.first_read for one in codes)),
+    )
+
+
+def _methods_of(kind: type) -> dict[str, FunctionType]:
+    """The methods that classes of the user define, by name, but for ``__init__``."""
     own = [
         base for base in kind.__mro__ if base.__module__.partition(".")[0] not in ("signalfire", "builtins", "typing")
     ]
-    if any("state_dict" in vars(base) for base in own):
-        return _Names()
-    methods = {
-        name: method
-        for base in reversed(own)
-        for name, method in vars(base).items()
-        if isinstance(method, FunctionType) and name != "__init__"
-    }
-    codes = [
-        Code(one.__code__, of=_first_of(one)) for one in methods.values() if not _CLOCKS & {*one.__code__.co_names}
-    ]
-    return _Names(
-        frozenset().union(*(one.first_read & one.stored for one in codes)),
-        frozenset().union(*(one.read for one in codes)),
-        frozenset().union(*(one.stored - one.first_read for one in codes)),
-    )
+    defined = {name: method for base in reversed(own) for name, method in vars(base).items() if name != "__init__"}
+    return {name: method for name, method in defined.items() if isinstance(method, FunctionType)}
 
 
 def _first_of(method: FunctionType) -> str:

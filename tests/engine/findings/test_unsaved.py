@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import time
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -240,6 +240,23 @@ def test_the_resumed_run_differs_as_the_finding_says(tmp_path: Path) -> None:
     assert straight.model.scale.tolist() != resumed.model.scale.tolist() == first.model.scale.tolist()
 
 
+class Meter:
+    """Counts for a handler."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.sum = 0.0
+
+    def add(self, value: float) -> None:
+        self.seen += 1
+
+    def add_up(self, value: float) -> None:
+        self.sum += value
+
+    def reset(self) -> None:
+        self.sum = 0.0
+
+
 class Carrying(Handler):
     """Carries one value along, by the name of the test."""
 
@@ -252,6 +269,8 @@ class Carrying(Handler):
         self.best: float | None = None
         self.made: list[int] | None = None
         self.rng = torch.Generator().manual_seed(0)
+        self.meter, self.summing = Meter(), Meter()
+        self.recent: deque[float] = deque(maxlen=3)
 
     @on(Events.EPOCH_STARTED)
     def begin(self, engine: Engine) -> None:
@@ -275,6 +294,16 @@ class Carrying(Handler):
 
     def carry_rng(self, engine: Engine, now: float) -> None:
         torch.rand(1, generator=self.rng)
+
+    def carry_recent(self, engine: Engine, now: float) -> None:
+        self.recent.append(now)
+        engine.state.metrics["recent"] = sum(self.recent)
+
+    def carry_meter(self, engine: Engine, now: float) -> None:
+        self.meter.add(now)
+
+    def carry_summing(self, engine: Engine, now: float) -> None:
+        self.summing.add_up(now)
 
     def carry_total(self, engine: Engine, now: float) -> None:
         self.total += now
@@ -308,15 +337,16 @@ def saving_each(interval: str, what: str, folder: Path) -> list[str]:
     return [str(one.message) for one in caught]
 
 
-@pytest.mark.parametrize("what", ["count", "window", "best", "rng"])
+@pytest.mark.parametrize("what", ["count", "window", "best", "rng", "recent", "meter"])
 def test_what_a_handler_carries_and_does_not_save_is_reported_once(what: str, tmp_path: Path) -> None:
     (found,) = saving_each("1ep", what, tmp_path)
-    assert found.startswith(f"W47: 'carrying' changes self.{what}, but its state_dict() does not return these values")
+    place = {"meter": "meter.seen"}.get(what, what)
+    assert found.startswith(f"W47: 'carrying' changes self.{place}, but its state_dict() does not return these values")
     assert "Carrying.state_dict()" in found
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("what", ["total", "last", "seen", "table", "made", "since"])
+@pytest.mark.parametrize("what", ["total", "last", "seen", "table", "made", "since", "summing"])
 def test_what_is_made_again_by_a_resumed_run_is_not_reported(what: str, tmp_path: Path) -> None:
     """Sums over an epoch, the last value, records, tables and caches, and times."""
     assert saving_each("1ep", what, tmp_path) == []
@@ -330,6 +360,54 @@ def test_a_sum_over_an_epoch_is_missing_inside_the_epoch(tmp_path: Path) -> None
 def test_included_handlers_save_what_they_carry(tmp_path: Path) -> None:
     engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path), EarlyStopping("loss"), Metrics(loss=Average()), History())
     assert not [place for place in marks_of_handlers(engine) if not place.startswith("carrying")]
+
+
+class Saving(Handler):
+    """Saves one of the values that it carries, by the name of the test."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.count, self.other = 0, 0
+
+    @on(Events.ITERATION_COMPLETED)
+    def carry(self, engine: Engine) -> None:
+        self.count += 1
+        if self.how != "whole":
+            self.other += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+class SavingAll(Saving):
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, int)}
+
+
+class SavingIndirectly(Saving):
+    def saved(self) -> dict[str, Any]:
+        return {"count": self.count, "other": self.other}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.saved()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("handler", "lacks"),
+    [(Saving("whole"), ""), (Saving("part"), "other"), (SavingAll("part"), ""), (SavingIndirectly("part"), "")],
+)
+def test_what_a_state_of_its_own_lacks_is_reported(handler: Handler, lacks: str, tmp_path: Path) -> None:
+    engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path, every="1ep"), handler)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine.run(BATCHES, max_epochs=1)
+    found = [str(one.message) for one in caught]
+    assert len(found) == bool(lacks)
+    assert all(f"W47: 'saving' changes self.{lacks}, but its" in one for one in found)
 
 
 class Shown(nn.Linear):
