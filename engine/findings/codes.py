@@ -65,8 +65,7 @@ _TEXTS = {
     "not exact.",
     "W25": "Ranks that should have the same data have different data. If the engine also shards this data over the "
     "ranks, part of it is never used.",
-    "W26": "Every worker iterates over the whole iterable dataset, so each sample appears once per worker in an epoch, "
-    "unless samples are drawn at random or shared between workers.",
+    "W26": "Every worker iterates over the whole iterable dataset, so each sample appears once per worker in an epoch.",
     "W27": "BatchNorm normalizes over the batch, but each batch has a single sample, so the batch statistics are those "
     "of this one sample.",
     "W28": "Your code wrote to the batches of the data in place, so later epochs train on the batches as they are then.",

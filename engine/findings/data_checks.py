@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from inspect import unwrap
 from types import FunctionType
@@ -11,7 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_data", "check_epoch", "check_steps", "note_batches", "report_different", "report_length", "report_workers",
-    "values_of_first_batch",
+    "values_of", "values_of_first_batch",
 ]  # fmt: skip
 
 _MOST_BATCHES = 200
@@ -82,8 +81,12 @@ def _check_own(engine: Engine, data: Any) -> None:
 
 
 def values_of_first_batch(data: Any) -> list[Any]:
-    """The sums of its tensors, and its texts and numbers."""
-    batch = first_batch(data)
+    """What `values_of` returns of its first batch."""
+    return values_of(first_batch(data))
+
+
+def values_of(batch: Any) -> list[Any]:
+    """The sums of the tensors of a batch, and its texts and numbers."""
     sums = [one for one in tensors_in(batch) if one.device.type != "meta" and not one.is_complex()]
     return [*(float(widened(one).sum()) for one in sums), *_texts_in(batch)]
 
@@ -132,15 +135,6 @@ def _are_batches(tensors: tuple[Tensor, ...]) -> bool:
 def report_workers(engine: Engine, data: Any) -> None:
     if not draws_in_workers(data):
         return
-    dataset = getattr(data, "dataset", None)
-    if isinstance(dataset, IterableDataset) and data.num_workers > 1 and _reads_all_in_each_worker(data):
-        engine.findings.report(
-            "W26",
-            f"each of {data.num_workers} workers iterates over the whole dataset ({type(dataset).__name__}), so each "
-            f"sample appears {data.num_workers} times in an epoch, unless samples are drawn at random or from a source "
-            "that the workers share",
-            "in __iter__, use torch.utils.data.get_worker_info() to yield only the samples of the current worker",
-        )
     if engine.training and (held := held_generators(data, fetching=True)):
         engine.findings.report(
             "W24",
@@ -150,45 +144,6 @@ def report_workers(engine: Engine, data: Any) -> None:
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
-
-
-def _reads_all_in_each_worker(loader: Any) -> bool:
-    """Whether an iterable data set that the user wrote names no worker or rank, and reads from no other iterable."""
-    dataset = loader.dataset
-    library = _package_of(type(dataset)) in ("torch", "torchdata", "webdataset", "datasets", "litdata")
-    if library or loader.worker_init_fn is not None:
-        return False
-    plain, held = (str, bytes, list, tuple, dict, set, range, Tensor), vars(dataset).values()
-    if any(hasattr(type(one), "__iter__") and not isinstance(one, plain) for one in held):
-        return False
-    named = set[str]().union(*map(_names_in_class, type(dataset).__mro__))
-    # One that is made of random numbers alone has others in each worker.
-    is_drawn = named & _DRAWS and all(isinstance(one, int | float | None) or callable(one) for one in held)
-    return not is_drawn and not any("worker" in name or "rank" in name for name in named)
-
-
-def _names_in_class(kind: type) -> set[str]:
-    """The names that the methods of a class of the user use, and those that functions of its module do which they name."""
-    if _package_of(kind) in ("torch", "builtins", "typing"):
-        return set()
-    own = set[str]().union(*map(_names_in, vars(kind).values()))
-    module = vars(sys.modules.get(kind.__module__, sys))
-    return own.union(*(_names_in(module.get(name)) for name in own))
-
-
-def _package_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-_DRAWS = {
-    *("rand", "randn", "randint", "rand_like", "randn_like", "normal"),
-    *("standard_normal", "uniform", "integers", "gauss"),
-}
-
-
-def _names_in(function: Any) -> set[str]:
-    code = getattr(function, "__code__", None)
-    return set() if code is None else {*code.co_names, *code.co_freevars, *code.co_varnames}
 
 
 def _report_single_samples(engine: Engine, data: Any) -> None:

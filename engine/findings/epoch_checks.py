@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
+from ..authoring.functions import called_by, names_in
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
@@ -205,7 +206,7 @@ class EpochChecks:
         return self._unheld.get(parameter, parameter._version) != parameter._version
 
     def _check_modes(self) -> None:
-        """Report modules that were put into another mode and left in it."""
+        """Report modules that were put into another mode and left in it; a step or forward that calls train() puts them back."""
         engine, roots = self.engine, self._roots or {}
         held = held_by_optimizers(engine)
         off = [
@@ -214,12 +215,12 @@ class EpochChecks:
             if roots.get(name) and not root.training and not _untrained(root, held) and _knows_modes(root)
         ]
         parts = self._put_in_eval_mode(held)
-        if off or parts:
+        if (off or parts) and not any("train" in names_in(one) for one in called_by(engine)):
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
                 "W14",
                 f"{what} was set to eval mode during training and was still in eval mode at the end of epoch "
-                f"{engine.state.epoch}. Unless your code calls train() before the next forward pass, dropout is off and "
+                f"{engine.state.epoch}. Unless a receiver calls train() before the next forward pass, dropout is off and "
                 "batch statistics do not update",
                 "call model.train() after evaluating, or evaluate with engine.evaluate(), which restores the modes",
             )

@@ -44,6 +44,7 @@ from .setup_findings import (
 )
 from .taken_states import UnsavedValues
 from .unattached import note_run
+from .worker_batches import WorkerBatches
 
 if TYPE_CHECKING:
     from ..core.signals import Signal
@@ -86,7 +87,7 @@ class FindingsWatch(Service):
         self._epochs: EpochChecks | None = None
         self._schedulers: OwnSchedulers | None = None
         self._evaluation = FirstEvaluation(self._disconnect)
-        self._until_the_end: list[OwnLoads | LateScores] = []
+        self._until_the_end: list[OwnLoads | LateScores | WorkerBatches] = []
         self._frozen: list[str] | None = None  # in the state from which the run resumes
         self._first: list[tuple[Signal, Connection]] = []
 
@@ -157,7 +158,7 @@ class FindingsWatch(Service):
     def _begin(self, engine: Engine) -> None:
         self._began = engine.state.completed
         self._epochs, self._schedulers = EpochChecks(engine), OwnSchedulers(engine)
-        self._until_the_end = [OwnLoads(engine), LateScores(engine)]
+        self._until_the_end = [OwnLoads(engine), LateScores(engine), WorkerBatches(engine)]
         if not engine.training:
             self._connect(engine, Events.FORWARD_STARTED, self._evaluation.forward, None)
             return

@@ -166,6 +166,16 @@ def test_a_model_put_into_eval_mode_as_the_run_starts_is_no_mistake() -> None:
     engine.run(batches(), max_epochs=2)
 
 
+def test_a_step_that_puts_the_model_into_training_mode_itself_is_no_mistake() -> None:
+    def step(engine: Engine, batch: Any) -> Tensor:
+        engine.model.train()
+        return mse_loss(engine.model(batch[0]), batch[1])
+
+    engine = Engine(Update.from_function(step, SGD), model=mlp(5, 8, 1, nn.Dropout(0.1)), seed=0)
+    engine.connect(Events.ITERATION_COMPLETED(every=2), lambda engine: engine.model.eval() and None)
+    engine.run(batches(), max_epochs=2)
+
+
 def test_a_window_that_is_resumed_in_its_middle_is_not_taken_for_a_cleared_one() -> None:
     saved = io.BytesIO()
 

@@ -157,6 +157,7 @@ LOOKS: list[tuple[Any, str]] = [
             ),
             *(
                 "LateScores",
+                "WorkerBatches",
                 "FirstLosses",
                 "report_left_in_training",
                 "report_random_samples",

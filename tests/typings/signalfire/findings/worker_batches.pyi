@@ -1,0 +1,1 @@
+from engine.findings.worker_batches import *
