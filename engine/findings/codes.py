@@ -66,8 +66,8 @@ _TEXTS = {
     "W25": "Ranks that should have the same data have different data. If the engine also shards this data over the "
     "ranks, part of it is never used.",
     "W26": "Every worker iterates over the whole iterable dataset, so each sample appears once per worker in an epoch.",
-    "W27": "BatchNorm normalizes over the batch, but each batch has a single sample, so the batch statistics are those "
-    "of this one sample.",
+    "W27": "BatchNorm normalizes over the batch, but its input has a single sample, so the batch statistics are those of "
+    "this one sample.",
     "W28": "Your code wrote to the batches of the data in place, so later epochs train on the batches as they are then.",
     "W29": "An update ran no optimizer step, because its function returned no loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming

@@ -10,7 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
@@ -49,7 +49,6 @@ def check_data(engine: Engine) -> None:
     safely(_report_samples, engine, data)
     safely(report_workers, engine, data)
     if engine.training:
-        safely(_report_single_samples, engine, data)
         feed.versions = safely(_versions, data)
 
 
@@ -144,27 +143,6 @@ def report_workers(engine: Engine, data: Any) -> None:
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
-
-
-def _report_single_samples(engine: Engine, data: Any) -> None:
-    if not _has_single_items(data) or len(engine.updates[0].parameters) == 0:
-        return
-    for name, root in engine.modules.items():
-        for place, module in root.named_modules():
-            norm = isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and module.training
-            if norm and any(parameter.requires_grad for parameter in module.parameters()):
-                engine.findings.report(
-                    "W27",
-                    f"each batch has a single item (batch_size=1), but {name}.{place} ({type(module).__name__}) "
-                    "normalizes over the batch, so unless an item holds several samples, over this one only",
-                    "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
-                )
-                return
-
-
-def _has_single_items(data: Any) -> bool:
-    """Whether each batch is made of one item; a collate function of the user's may take an item that is a batch."""
-    return isinstance(data, DataLoader) and data.batch_size == 1 and data.collate_fn is default_collate
 
 
 # ---- as epochs end ------------------------------------------------------------------------------------------------

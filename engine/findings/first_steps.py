@@ -25,7 +25,7 @@ from .dropout import ActiveDropout, has_other_path
 from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, note_trained_call, report_other_scale, report_training_mode
 from .given_gradients import GivenGradients
-from .layouts import looking_for_mixed_up_layouts, samples_of
+from .layouts import looking_at_inputs, samples_of
 from .loss_graph import Problem, problems_of
 from .loss_nodes import leaves_of
 from .parameter_rules import ends_frozen
@@ -74,7 +74,7 @@ class FirstLosses:
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, engine, engine.state.batch)
             with (
-                looking_for_mixed_up_layouts(engine, samples),
+                looking_at_inputs(engine, samples),
                 FirstCalls(engine, samples, counts_targets=are_averaged(engine, update)) as calls,
             ):
                 yield

@@ -1,4 +1,4 @@
-"""Whether layers take the dimension of the samples for that of time: recurrent layers and attention do, unless told otherwise."""
+"""What the inputs of layers show: samples that are taken for steps of time, and normalization over a single sample."""
 
 from __future__ import annotations
 
@@ -14,20 +14,28 @@ from ..authoring.batches import tensors_in
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["looking_for_mixed_up_layouts", "samples_of"]
+__all__ = ["looking_at_inputs", "samples_of"]
 
 
 @contextmanager
-def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterator[None]:
-    """Report layers without ``batch_first`` that get the samples of a batch as steps of time inside the ``with`` block."""
+def looking_at_inputs(engine: Engine, samples: int | None) -> Iterator[None]:
+    """Look at the inputs of layers inside the ``with`` block.
+
+    Layers without ``batch_first`` that get the samples of a batch as steps of time are reported, and trained batch normalization
+    of a single sample.
+    """
     layers = {
         part: path
         for path, part in engine.modules.parts()
-        if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first
+        if (isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first and samples is not None)
+        or isinstance(part, _NORMS)
     }
 
     def look(layer: Any, args: tuple[Any, ...]) -> None:
         first = args[0] if args else None
+        if isinstance(layer, _NORMS):
+            _look_at_norm(engine, layers[layer], layer, first)
+            return
         if not isinstance(first, Tensor) or first.dim() != 3 or not len(first) == samples != first.shape[1]:
             return
         if _has_samples_first(first, engine.feed.current.data):
@@ -43,9 +51,23 @@ def looking_for_mixed_up_layouts(engine: Engine, samples: int | None) -> Iterato
         engine.findings.look(look, layer, args)
 
     with ExitStack() as stack:
-        for layer in layers if samples is not None else ():
+        for layer in layers:
             stack.callback(layer.register_forward_pre_hook(hook).remove)
         yield
+
+
+_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _look_at_norm(engine: Engine, path: str, layer: nn.Module, inputs: Any) -> None:
+    trained = layer.training and any(parameter.requires_grad for parameter in layer.parameters())
+    if trained and isinstance(inputs, Tensor) and inputs.dim() > 2 and len(inputs) == 1:
+        engine.findings.report(
+            "W27",
+            f"the layer {path!r} ({type(layer).__name__}) normalizes over the batch, but its input of shape "
+            f"{list(inputs.shape)} has a single sample",
+            "use a larger DataLoader(batch_size=), or replace the layer, for example with GroupNorm",
+        )
 
 
 def _has_samples_first(inputs: Tensor, data: Any) -> bool:

@@ -157,8 +157,19 @@ class Frozen(nn.Sequential):
 
 
 def test_a_normalisation_that_is_in_eval_mode_does_not_normalise_over_the_batch() -> None:
-    samples = TensorDataset(torch.randn(3, 5), torch.randn(3, 1))
-    build(Frozen(nn.BatchNorm1d(5), linear(5, 1))).run(DataLoader(samples, 1, shuffle=True), max_epochs=1)
+    samples = TensorDataset(torch.randn(3, 5, 2), torch.randn(3, 1))
+    data, rest = DataLoader(samples, 1, shuffle=True), (nn.Flatten(), linear(10, 1))
+    build(Frozen(nn.BatchNorm1d(5), *rest)).run(data, max_epochs=1)
+    with pytest.warns(
+        FindingWarning, match=r"W27: the layer 'model.0' \(BatchNorm1d\) .* of shape \[1, 5, 2\] has a single"
+    ):
+        build(nn.Sequential(nn.BatchNorm1d(5), *rest)).run(data, max_epochs=1)
+
+
+def test_an_item_that_holds_several_samples_is_no_single_sample() -> None:
+    items = TensorDataset(torch.randn(3, 4, 5, 2), torch.randn(3, 4, 1))
+    model = nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(5), nn.Flatten(), linear(10, 1), nn.Unflatten(0, (1, 4)))
+    build(model).run(DataLoader(items, 1, shuffle=True), max_epochs=1)
 
 
 @pytest.mark.parametrize("replaced", [False, True])

@@ -141,7 +141,6 @@ LOOKS: list[tuple[Any, str]] = [
     (epoch_checks.EpochChecks, "finish"),
     (data_checks, "_report_samples"),
     (data_checks, "report_workers"),
-    (data_checks, "_report_single_samples"),
     (data_checks, "_versions"),
     (data_checks, "check_steps"),
     *(
