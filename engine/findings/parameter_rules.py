@@ -104,12 +104,20 @@ def _embeddings(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _is_named_otherwise(module: nn.Module) -> bool:
-    """Whether what is trained has no place among the layers, such as a prompt, or is made before layers that it comes after."""
-    trained = {name.rpartition(".")[0].casefold() for name, p in module.named_parameters() if p.requires_grad}
-    return all(not path or any(word in path for word in _LAST) for path in trained)
+    """Whether names tell that frozen layers come last on purpose.
+
+    What is trained has no place among the layers, such as a prompt, or is made before layers that it comes after; or what is
+    frozen is of a loss, such as the network of a perceptual one, or a model to learn from.
+    """
+    trained, frozen = set[str](), set[str]()
+    for name, parameter in module.named_parameters():
+        (trained if parameter.requires_grad else frozen).add(name.rpartition(".")[0].casefold())
+    named = all(not path or any(word in path for word in _LAST) for path in trained)
+    return named or all(any(word in path for word in _NO_LAYERS) for path in frozen)
 
 
 _LAST = ("head", "classifier", "prompt", "adapter")
+_NO_LAYERS = ("loss", "vgg", "lpips", "percept", "teacher", "target", "reference", "critic", "discriminator", "reward")
 
 
 def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:

@@ -62,11 +62,11 @@ def test_adapters_between_frozen_layers_are_only_listed() -> None:
 
 
 class Distilling(nn.Module):
-    def __init__(self, *, copied: bool) -> None:
+    def __init__(self, *, copied: bool, name: str = "other") -> None:
         super().__init__()
         self.student = mlp(5, 8, 1, nn.BatchNorm1d(8))
-        self.teacher = copy.deepcopy(self.student) if copied else mlp(5, 16, 1)
-        self.teacher.requires_grad_(False)
+        frozen = copy.deepcopy(self.student) if copied else mlp(5, 16, 1)
+        self.add_module(name, frozen.requires_grad_(False))
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.student(inputs)
@@ -74,9 +74,11 @@ class Distilling(nn.Module):
 
 
 def test_a_teacher_is_frozen_and_comes_after_nothing() -> None:
-    """One that is built like its student, or a part of a ModuleDict, of which the order says nothing."""
+    """One that is built like its student, is named so, or is a part of a ModuleDict, of which the order says nothing."""
     assert codes(build(Distilling(copied=True))) == {"C09": "info"}
     assert codes(build(Distilling(copied=False))) == {"C09": "warning"}  # nobody knows that it is no head
+    assert codes(build(Distilling(copied=False, name="teacher"))) == {"C09": "info"}
+    assert codes(build(Distilling(copied=False, name="perceptual_loss"))) == {"C09": "info"}
     parts = nn.ModuleDict(dict(Distilling(copied=False).named_children()))
     assert codes(build(parts)) == {"C09": "info"}
     engine = build(Distilling(copied=True), Guards(every="1it"))  # whose statistics follow the batches
