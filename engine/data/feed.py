@@ -14,7 +14,7 @@ from .left_out import LeftOut
 from .loading import is_plain
 from .same import same_data
 from .source import DataError, Source
-from .streamed import END, inner
+from .streamed import END, inner, is_own_iterator
 
 if TYPE_CHECKING:
     from weakref import ref
@@ -49,6 +49,7 @@ class Feed(PlainFeed):
         self.has_data = self.one_batch = False
         self.epoch_end = 0
         self.made_with_other_data = 0
+        self._begun_at = -1  # the iteration after which a pass was begun again
         self.versions: list[tuple[ref[Tensor], int]] | None = None
         self.contents: list[Any] = []
 
@@ -84,6 +85,7 @@ class Feed(PlainFeed):
         """
         previous, position, self.source = self.source, self.state_dict(), source
         self.epoch_end = self.made_with_other_data = 0
+        self._begun_at = -1
         same = previous is None or not training or self._continues_with(previous.of_user)
         if previous is None or not training:
             pass
@@ -245,7 +247,8 @@ class Feed(PlainFeed):
     def starts_again(self) -> bool:
         """Whether exhausted data starts again within the epoch; False if an unsized epoch ends.
 
-        An evaluation in one process ends where its data does, whatever its length said.
+        An evaluation in one process ends where its data does, whatever its length said. Data that is its own iterator, and was
+        read to its end before, starts again if `iter` lets it.
 
         Raises:
             DataError: for data that is empty, or that ended before its length.
@@ -254,6 +257,8 @@ class Feed(PlainFeed):
         kind = type(inner(source.data)).__name__
         in_epoch = state.iteration - state.epoch_start
         taken = state.iteration - source.started_at
+        if in_epoch == 0 and self._begun_at != state.iteration and is_own_iterator(inner(source.data)):
+            return True
         if source.epoch_length is None:
             if in_epoch == 0 or taken == 0:
                 again = "" if state.epoch == 1 else (f"; it had batches in epoch 1 but cannot be iterated again in epoch "
@@ -280,6 +285,7 @@ class Feed(PlainFeed):
 
     def begin_again(self) -> Iterator[Any]:
         """Start another pass over the data within the epoch."""
+        self._begun_at = self.state.iteration
         return self.current.begin(self.state.iteration, self.state.epoch - 1, ahead=False)
 
     def on_last_batch(self) -> bool:

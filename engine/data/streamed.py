@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -11,7 +12,7 @@ from ..authoring.randomness import random_state, seed_everything, set_random_sta
 from ..core.feed import END
 from .held_generators import HeldGenerators
 
-__all__ = ["END", "RereadingWarning", "Streamed", "inner", "items", "keeps_position"]
+__all__ = ["END", "RereadingWarning", "Streamed", "inner", "is_own_iterator", "items", "keeps_position"]
 
 
 class RereadingWarning(UserWarning):
@@ -103,6 +104,12 @@ def inner(data: Any) -> Any:
     """The data without a limit on its batches."""
     limited = getattr(data, "limited_data", None)
     return data if limited is None else limited
+
+
+def is_own_iterator(data: Any) -> bool:
+    """Whether data is an iterator of a class of its own, as DALI's loaders are, which may begin again once it has ended."""
+    package = type(data).__module__.partition(".")[0]
+    return isinstance(data, Iterator) and package not in sys.stdlib_module_names
 
 
 def keeps_position(data: Any) -> bool:

@@ -23,6 +23,7 @@ from ..authoring.batches import parts, tensors_in
 from ..authoring.functions import called_by, is_users, names_in
 from ..core.events import Events
 from ..data.held_generators import draws_in_workers
+from ..data.streamed import is_own_iterator
 from .composition import Composition, Evaluation, first_batch, in_training, is_meant, own_generators
 from .function_rules import may_store
 from .reports import Finding, finding
@@ -57,7 +58,8 @@ def _of_evaluators(it: Composition) -> list[Evaluation]:
 
 def data_read_once(it: Composition) -> Iterator[Finding]:
     state = it.engine.state
-    if isinstance(it.data, Iterator) and state.epoch_length is None and (state.max_epochs or 1) > 1:
+    once = isinstance(it.data, Iterator) and not is_own_iterator(it.data)
+    if once and state.epoch_length is None and (state.max_epochs or 1) > 1:
         yield finding(
             "C24",
             f"the data is a {type(it.data).__name__}, which can be read only once, but the run has {state.max_epochs} epochs",

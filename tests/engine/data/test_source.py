@@ -31,6 +31,58 @@ class Unsized:
         yield from range(self.batches)
 
 
+class Resetting:
+    """Its own iterator, which begins again once it has ended, as loaders of NVIDIA DALI do."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches, self.place = batches, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.batches:
+            self.place = 0
+            raise StopIteration
+        self.place += 1
+        return self.place - 1
+
+
+class SizedResetting(Resetting):
+    def __len__(self) -> int:
+        return self.batches
+
+
+class ResettingInIter(Resetting):
+    def __iter__(self) -> Iterator[int]:
+        self.place = 0
+        return self
+
+    def __next__(self) -> int:
+        if self.place == self.batches:
+            raise StopIteration
+        return super().__next__()
+
+
+class Forever(Resetting):
+    """Says how long an epoch is, and goes on after that."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __next__(self) -> int:
+        self.place += 1
+        return self.place - 1
+
+
+class Once(ResettingInIter):
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+
+OWN_ITERATORS = [Resetting, SizedResetting, ResettingInIter]
+
+
 class Sized(Unsized):
     """Says a length that may be wrong."""
 
@@ -251,6 +303,44 @@ def test_a_generator_that_is_exhausted_in_the_second_epoch_is_an_error_that_says
     with pytest.raises(DataError, match="cannot be iterated again in epoch 2; pass an iterable, not an iterator"):
         engine.run((n for n in range(3)), max_epochs=2)
     assert seen == [(1, 1, 0), (1, 2, 1), (1, 3, 2)]
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", OWN_ITERATORS)
+@pytest.mark.parametrize("training", [False, True])
+def test_data_that_is_its_own_iterator_and_begins_again_is_read_in_each_epoch(kind: Any, training: bool) -> None:
+    assert made_of(kind(3), trains=training, max_epochs=2) == TWICE_THREE
+    engine, seen = make_engine()
+    data = kind(3)
+    for _ in range(3):
+        engine.run(data, max_epochs=1)
+        engine.reset()
+    assert seen == TWICE_THREE[:3] * 3
+
+
+@pytest.mark.filterwarnings("ignore::signalfire.data.streamed.RereadingWarning")
+@pytest.mark.parametrize("kind", OWN_ITERATORS)
+def test_a_resumed_run_goes_on_in_data_that_is_its_own_iterator(kind: Any) -> None:
+    states: list[Any] = []
+    engine, _ = make_engine(trains=True)
+    engine.connect(Events.ITERATION_COMPLETED, lambda engine: states.append(engine.state_dict()))
+    engine.run(kind(3), max_epochs=2)
+    for iteration in (2, 3, 4, 5):
+        resumed, seen = make_engine(trains=True)
+        resumed.load_state_dict(states[iteration - 1])
+        resumed.run(kind(3), max_epochs=2)
+        assert seen == TWICE_THREE[iteration:]
+
+
+def test_an_iterator_that_goes_on_after_its_length_loses_no_batch() -> None:
+    assert [number for _, _, number in made_of(Forever(3), max_epochs=2)] == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_iterator_that_does_not_begin_again_is_an_error_that_says_so() -> None:
+    engine, seen = make_engine()
+    with pytest.raises(DataError, match="cannot be iterated again in epoch 2; pass an iterable, not an iterator"):
+        engine.run(Once(3), max_epochs=2)
+    assert seen == TWICE_THREE[:3]
 
 
 def test_a_generator_suffices_for_one_epoch() -> None:
