@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import re
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ def describe() -> dict[str, Any]:
         "spawner": _spawner(),
         "program": Path(*getattr(sys, "argv", [])[:1]).stem,
         "starter": _starter(),
-        "call": [_folder(), *_arguments(getattr(sys, "argv", [])[1:])],
+        "call": _call(),
     }
 
 
@@ -62,10 +64,9 @@ def _of_two_calls(own: Mapping[str, Any], other: Mapping[str, Any], shared: str 
         return None
     if starters[0] == starters[1] or calls[0] == calls[1]:
         return None
-    (here, *mine), (there, *others) = calls
     return (
-        f"process {starters[0][1]} started this process with the arguments {mine} in {here!r}, but process {starters[1][1]} "
-        f"started the other process with the arguments {others} in {there!r}"
+        f"process {starters[0][1]} started this process, but process {starters[1][1]} started the other process with different "
+        "arguments or in a different folder"
     )
 
 
@@ -99,11 +100,12 @@ def _starter() -> list[Any] | None:
     return None if found is None else [machine(), parent, found.started]
 
 
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it has been removed
-        return ""
+def _call() -> str:
+    """A digest of the folder and the arguments, which may be secret."""
+    folder = ""
+    with suppress(OSError):  # it has been removed
+        folder = os.getcwd()
+    return hashlib.sha256(repr([folder, *_arguments(getattr(sys, "argv", [])[1:])]).encode()).hexdigest()[:16]
 
 
 def _arguments(given: Sequence[str]) -> list[str]:
