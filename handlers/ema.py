@@ -130,7 +130,7 @@ class EMA(AveragedWeights):
         """Report a run that is too short for the decay: the average then consists mostly of its initial value."""
         update = engine.find_update(self.update)
         to_come = None if engine.snapshots.has_loaded_state else steps_to_come(engine, update, planned=True)
-        if to_come is None or self.warmup or self.decay < 0.99:
+        if to_come is None or self.warmup or self.decay < 0.99 or not self.evaluate:
             return
         every = int(self.every.value)
         first = max(update.steps, self.start)

@@ -295,7 +295,7 @@ class Guards(Handler):
             return
         facts, names = self._facts[update.name], names_of(engine)
         wanted, missing, norm = gradient_facts(update)
-        several = sum(p.numel() for p in missing) * 2 >= sum(p.numel() for p in wanted)
+        missing, several = facts.lasting(missing, wanted)
         self._look.trained.update(wanted)
         streak = facts.again("G01", bool(missing) and several)
         if missing and (streak != 1 or len(missing) == len(wanted)):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -52,7 +54,7 @@ class Seeded(Dataset[Any]):
         with _UnchangedStates() as states:
             if whole := getattr(self.dataset, "__getitems__", None):
                 _seed(key, _first_of(indices))
-                samples = whole(indices)
+                samples = self._watched(whole, indices)
             else:
                 samples = [self._fetch(key, index) for index in indices]
             states.keep_for_collating()
@@ -67,14 +69,18 @@ class Seeded(Dataset[Any]):
 
     def _fetch(self, key: int, index: Any) -> Any:
         _seed(key, index)
+        return self.dataset[index] if self.looked else self._watched(partial(getitem, self.dataset), index)
+
+    def _watched(self, fetch: Callable[[Any], Any], indices: Any) -> Any:
+        """What a function fetches; of the first call, it is noted whether it drew from a global generator."""
         if self.looked:
-            return self.dataset[index]
+            return fetch(indices)
         self.looked = True
         seeded, seed = _global_states(), torch.initial_seed()
-        sample = self.dataset[index]
+        found = fetch(indices)
         if torch.initial_seed() == seed and not all(map(_same, seeded, _global_states())):  # it does not seed by itself
             self.drew.fill_(True)
-        return sample
+        return found
 
 
 class Collating:

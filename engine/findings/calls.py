@@ -329,7 +329,8 @@ def _moves(before: list[int], after: list[int]) -> bool:
         return False
     places = [place for place, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
     least, most = sorted(before[place] for place in (places[0], places[-1]))
-    return len(places) > 2 or places[1] > places[0] + 1 or most % least > 0
+    joins = most % least == 0 or most == least + 1  # relative positions are shifted by a reshape of [n, n + 1]
+    return len(places) > 2 or places[1] > places[0] + 1 or not joins
 
 
 def _term_without_gradient(value: float) -> Problem:

@@ -7,20 +7,17 @@ Handlers are recognized by attributes: ``evaluator`` and ``data_sets`` (evaluate
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -31,6 +28,7 @@ from ..core.connection import Connection
 from ..core.handler import Handler
 from ..data.held_generators import set_state, state_of
 from ..data.loading import generators_of, skippable
+from .other_optimizers import held_by_any_optimizer
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -185,18 +183,9 @@ class Composition:
 
     @cached_property
     def trained_by_user(self) -> set[Tensor]:
-        """Parameters that an optimizer of the user's holds, which a connected function uses, or which a hook steps."""
-        found = {one for one in self.parameters if getattr(one, "_post_accumulate_grad_hooks", None)}
-        for one in self.functions:
-            owner, function = getattr(one.receiver, "__self__", None), getattr(one.receiver, "__func__", one.receiver)
-            held = list(vars(owner).values()) if hasattr(owner, "__dict__") else []
-            if isinstance(function, FunctionType):
-                variables = inspect.getclosurevars(function)
-                held += [*variables.globals.values(), *variables.nonlocals.values()]
-            for value in held:
-                if isinstance(value, Optimizer):
-                    found.update(p for group in value.param_groups for p in group["params"])
-        return found
+        """Parameters that no update trains, but an optimizer of the user's holds, or a hook steps."""
+        left = {one for one in self.parameters if one.requires_grad and one not in self.optimized}
+        return held_by_any_optimizer(left) | {one for one in left if getattr(one, "_post_accumulate_grad_hooks", None)}
 
     @cached_property
     def modules(self) -> dict[nn.Module, str]:

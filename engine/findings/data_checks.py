@@ -217,19 +217,20 @@ def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
     if not engine.training or engine.state.completed - began < 2:  # one batch may be skipped on purpose
         return
     without = [one for one in engine.updates if _has_no_loss(engine, one)]
-    if len(without) == len(engine.updates):
-        reported = without[:1] if whole or not _skips_at_times(without[0]) else []
-    else:
-        reported = [one for one in without if _returns_nothing(one)] if whole else []
-    for update in reported:
+    if len(without) < len(engine.updates):
+        without = [one for one in without if whole and _returns_nothing(one)]
+    elif not whole and _skips_at_times(without[0]):
+        return
+    for update in without[:1]:
         _report_no_loss(engine, update, began)
 
 
 def _has_no_loss(engine: Engine, update: UpdateState) -> bool:
-    """Whether an update made no step because there was no loss, and was not left out of the last batch."""
+    """Whether an update made no step, also not by itself, because there was no loss; not if it was left out of the last batch."""
     if update.steps or update.last_skip not in (None, NO_GRADIENT):
         return False
-    return update.raw_loss is None and not update.window.held and update.omitted_in != engine.state.iteration
+    left_out = update.window.held or update.omitted_in == engine.state.iteration
+    return update.raw_loss is None and not left_out and not _steps_itself(update)
 
 
 def _report_no_loss(engine: Engine, update: UpdateState, began: int) -> None:
@@ -257,9 +258,14 @@ def _skips_at_times(update: UpdateState) -> bool:
 
 
 def _returns_nothing(update: UpdateState) -> bool:
-    """Whether what has returned None is a function of the user's that never returns anything, and makes no step itself."""
+    """Whether what has returned None is a function of the user's that never returns anything."""
     nothing = _returns_none(update)
-    return bool(nothing) and all(nothing) and not {"backward", "step"} & names_in(_function_of(update))
+    return bool(nothing) and all(nothing)
+
+
+def _steps_itself(update: UpdateState) -> bool:
+    """Whether what has returned None makes the steps itself."""
+    return names_in(_function_of(update)) >= {"backward", "step"}
 
 
 def _returns_none(update: UpdateState) -> list[bool]:

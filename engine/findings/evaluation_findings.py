@@ -342,7 +342,7 @@ def report_random_samples(engine: Engine) -> None:
         engine.findings.report(
             "W50",
             f"reading the evaluation samples ({type(data.dataset).__name__}) draws random numbers, as random "
-            "augmentation does, so the samples may differ each time",
+            "augmentation does, so the metrics are those of randomly changed samples",
             "do not apply random transforms to evaluation data; note that two splits of one dataset share its "
             "transform; allow W50 if the samples do not depend on the random numbers",
             key=id(data),
@@ -353,7 +353,7 @@ def _seeds_itself(dataset: Any) -> bool:
     """Whether a data set seeds the generators itself, so that a sample is the same each time."""
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    own = [method for base in type(dataset).__mro__ for method in vars(base).values()]
+    own = [method for base in type(dataset).__mro__ for name, method in vars(base).items() if name != "__init__"]
     return any("seed" in name for method in own for name in names_in(method))
 
 

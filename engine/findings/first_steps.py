@@ -28,6 +28,7 @@ from .given_gradients import GivenGradients
 from .layouts import looking_at_inputs, samples_of
 from .loss_graph import Problem, problems_of
 from .loss_nodes import leaves_of
+from .other_optimizers import held_by_any_optimizer
 from .parameter_rules import ends_frozen
 from .taken_states import UnsavedValues
 from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged, terms_of
@@ -216,6 +217,14 @@ def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Prob
         engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
 
 
+def _untrained(leaves: Iterable[Tensor], before: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
+    """The leaves of a loss that a loss before had, too, and that no optimizer of this process holds."""
+    seen = {id(one()) for one in before}
+    lasting = [one for one in leaves if id(one) in seen]
+    elsewhere = held_by_any_optimizer(lasting)
+    return [one for one in lasting if one not in elsewhere]
+
+
 class _Node:
     """Lives as long as the node of the graph that it is attached to."""
 
@@ -316,7 +325,7 @@ class _Look:
         }
         leaves = [one for one in leaves_of(loss) if id(one) not in known]
         self._leaves[update.name] = [] if found is not None else [weakref.ref(one) for one in leaves]
-        if lasting := [one for one in leaves if any(one is ref() for ref in found or ())]:
+        if lasting := _untrained(leaves, found or ()):
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(
                 "W92",

@@ -78,7 +78,13 @@ def may_store(evaluator: Engine) -> bool:
         one for update in evaluator.updates for one in (update.spec.function, update.spec.forward) if one is not None
     ]
     hooks = any(part._forward_hooks for root in evaluator.modules.values() for part in root.modules())
-    return hooks or any(map(is_users, own)) or any(map(_keeps_something, called_by(evaluator)))
+    return hooks or any(map(is_users, own)) or any(map(_keeps_something, called_by(evaluator))) or _observes(evaluator)
+
+
+def _observes(evaluator: Engine) -> bool:
+    """Whether a module measures in its forward, as observers of a quantization do: it stores, or changes its buffers."""
+    parts = [part for root in evaluator.modules.values() for part in root.modules() if part._buffers]
+    return any(_CHANGES & names_in(type(part).forward) for part in parts if is_users(type(part).forward))
 
 
 def _keeps_something(function: Any) -> bool:
@@ -92,6 +98,7 @@ def _keeps_something(function: Any) -> bool:
     return stores or bool(_KEEPS & names_in(function))
 
 
+_CHANGES = {"copy_", "fill_", "add_", "lerp_", "mul_", "clamp_", "aminmax", "_aminmax"}
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF")
 _KEEPS = {"append", "extend", "update", "log", "write", "print", "metrics"}
 
@@ -260,10 +267,11 @@ def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
 def _position_read_by(function: Any) -> str | None:
     """Which counter of ``engine.state`` a function reads of the engine that it is given; None if it reads none.
 
-    One that asks for the mode is taken to know that it is called in evaluations, and a counter in an f-string is only shown.
+    One that asks for the mode is taken to know that it is called in evaluations, and a counter in an f-string, or in a function
+    that logs or asserts, to be only shown.
     """
     code = code_of(function)
-    if code is None or "training" in code.co_names:
+    if code is None or _SHOWS & {*code.co_names}:
         return None
     engine = next(iter(code.co_varnames[inspect.ismethod(function) :]), None)
     steps = [(one.opname, one.argval) for one in dis.get_instructions(code) if not one.opname.startswith("CACHE")]
@@ -274,6 +282,7 @@ def _position_read_by(function: Any) -> str | None:
     return None
 
 
+_SHOWS = {"training", "log", "print", "info", "debug", "add_scalar", "add_histogram", "add_image", "AssertionError"}
 _COUNTERS = {"iteration", "epoch", "epoch_iteration", "completed"}
 
 

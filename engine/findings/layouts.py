@@ -61,7 +61,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 def _look_at_norm(engine: Engine, path: str, layer: nn.Module, inputs: Any) -> None:
     trained = layer.training and any(parameter.requires_grad for parameter in layer.parameters())
-    if trained and isinstance(inputs, Tensor) and inputs.dim() > 2 and len(inputs) == 1:
+    several = engine.state.epoch_length != 1  # else there is a single sample on purpose, as for a deep image prior
+    if trained and several and isinstance(inputs, Tensor) and inputs.dim() > 2 and len(inputs) == 1:
         engine.findings.report(
             "W27",
             f"the layer {path!r} ({type(layer).__name__}) normalizes over the batch, but its input of shape "

@@ -155,8 +155,7 @@ def _takes_logits(node: Any, function: str) -> Iterator[Problem]:
 def _nll_loss(node: Any) -> Iterator[Problem]:
     scores = saved_at(node, "self")
     child = child_of(node)
-    weighted = child.name() == "MulBackward0" and child_of(child).name() == "LogSoftmaxBackward0"  # as with rewards
-    if scores is None or weighted or kind_of_node(child) in ("LogSoftmax", "Log", "LogSigmoid"):
+    if scores is None or _is_made_of_logs(child, depth=4):
         return
     classes = 1 if scores.dim() > 1 else 0
     sums = scores[:_SAMPLES].detach().float().exp().sum(classes)
@@ -167,6 +166,19 @@ def _nll_loss(node: Any) -> Iterator[Problem]:
             f"{float(sums.flatten()[0]):.3g} instead of 1",
             "use cross_entropy for logits, or apply log_softmax",
         )
+
+
+def _is_made_of_logs(node: Any, depth: int) -> bool:
+    """Whether log-probabilities are among the operands, also weighted ones, as with rewards, or a mean of several."""
+    if node is None or depth == 0:
+        return False
+    kind = kind_of_node(node)
+    if kind in ("LogSoftmax", "Log", "LogSigmoid"):
+        return True
+    return kind in _COMBINE and any(_is_made_of_logs(one, depth - 1) for one, _ in node.next_functions)
+
+
+_COMBINE = {"Mul", "Div", "Add", "Sub", "Neg"}
 
 
 def _out_of_reach(node: Any) -> Iterator[Problem]:
@@ -222,10 +234,10 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
 def _sums(node: Any, samples: int) -> bool:
     """Whether a node is a sum over the samples."""
     if getattr(node, "_saved_reduction", None) == _SUM:
-        return True
+        return samples > 1
     sizes: tuple[int, ...] = getattr(node, "_saved_self_sym_sizes", ())
     over_samples = node.name() == "SumBackward0" and len(sizes) > 0 and int(sizes[0]) == samples > 1
-    return over_samples and not _is_mean(child_of(node)) and not _has_weights_of_one(child_of(node))
+    return over_samples and not _is_mean(child_of(node)) and not _is_weighted(child_of(node), samples)
 
 
 def _makes_a_mean(node: Any, factor: float, samples: int) -> bool:
@@ -243,11 +255,13 @@ def _is_mean(node: Any) -> bool:
     )
 
 
-def _has_weights_of_one(node: Any) -> bool:
-    """Whether values are multiplied with constant weights whose sum is 1."""
+def _is_weighted(node: Any, samples: int) -> bool:
+    """Whether values are divided by the number of samples, or multiplied with weights of their own, such as rewards."""
+    if node.name() == "DivBackward0":
+        return number_of(saved_at(node, "other")) == samples
     weights = [saved_at(node, name) for name in ("self", "other")] if node.name() == "MulBackward0" else []
     constant = [one for one in weights if one is not None and one.dim() and not one.requires_grad]
-    return any(abs(float(one.sum()) - 1.0) < 1e-3 for one in constant)
+    return any(bool(((one != 0) & (one != 1)).any()) for one in constant)
 
 
 _NONE, _SUM = 0, 2  # what torch's kernels call reduction="none" and reduction="sum"

@@ -111,4 +111,4 @@ def _differs_in_training(part: nn.Module) -> bool:
     """Whether it drops something, or averages over the batch; not where ``update_bn`` makes new statistics."""
     if isinstance(part, _DropoutNd):
         return part.training and part.p > 0
-    return isinstance(part, _NormBase) and part.training and part.momentum is not None
+    return isinstance(part, _NormBase) and part.training and part.track_running_stats and part.momentum is not None

@@ -56,13 +56,18 @@ class OwnSchedulers:
             way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
             if any(one.last_epoch != before for one, before in found):
-                if engine.signal(Events.CHECKPOINT_SAVED).fired:
+                if engine.signal(Events.CHECKPOINT_SAVED).fired and not self._is_restored():
                     what = f"a function steps the scheduler ({names}) of {optimizer}"
                     effect = "checkpoints lack its position, and a resumed run would restart the schedule"
                     engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
             elif not self._may_wait(update, [before for _, before in found]):
                 what = f"a scheduler ({names}) was built for {optimizer} before the run, but nothing calls its step()"
                 engine.remark("W86", f"{what}, so the learning rate stays constant", way_out, key=update.name)
+
+    def _is_restored(self) -> bool:
+        """Whether a function that is called as checkpoints are loaded loads a state, such as that of the scheduler."""
+        receivers = [one.receiver for one in self.engine.signal(Events.CHECKPOINT_LOADED).connections]
+        return any(is_users(one) and "load_state_dict" in names_in(one) for one in receivers)
 
     def _living(self, update: UpdateState) -> list[tuple[LRScheduler, int]]:
         found = ((ref(), before) for ref, before in self._found.get(update.name, []))

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from ..authoring.functions import names_in
+from ..authoring.functions import is_users, names_in
 from ..core.update import UpdateState
 from ..core.words import listed
 from ..data.extent import known_length
@@ -43,7 +44,11 @@ def untrained_parameters(it: Composition) -> Iterator[Finding]:
     held = it.optimized.keys() | it.trained_by_user
     left = {one: name for one, name in it.parameters.items() if one.requires_grad and one not in held}
     if left:
-        chosen = any(update.spec.parameters is not None for update in it.engine.updates)
+        # An optimizer that is given as an object chooses what it trains, as `parameters=` does.
+        chosen = any(
+            update.spec.parameters is not None or isinstance(update.spec.optimizer, Optimizer)
+            for update in it.engine.updates
+        )
         yield finding(
             "C08",
             f"{len(left)} trainable parameters are in no optimizer: {listed(left.values())}",
@@ -197,8 +202,11 @@ def _is_wrapped(it: Composition) -> bool:
 
 
 def _may_communicate(it: Composition) -> bool:
-    """Whether a function of the user's may average gradients or weights over the processes."""
-    return any("reduce" in name or "average" in name for one in it.functions for name in names_in(one.receiver))
+    """Whether a function, a handler's method or a hook of the user's may average gradients or weights over the processes."""
+    methods = (method for one in it.handlers if is_users(type(one)) for method in vars(type(one)).values())
+    functions = (*(one.receiver for one in it.functions), *methods)
+    hooked = any(getattr(one, "_backward_hooks", None) for one in it.parameters)
+    return hooked or any("reduce" in name or "average" in name for one in functions for name in names_in(one))
 
 
 def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:

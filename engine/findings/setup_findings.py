@@ -9,13 +9,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
+from ..authoring.functions import called_by, is_users, names_in
 from ..core.events import EventEnum, Events
 from ..core.words import listed
 from .epoch_checks import held_by_optimizers
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
 __all__ = [
@@ -35,7 +38,8 @@ def report_untrained(engine: Engine) -> None:
     state = engine.state
     if engine.training or not (state.max_epochs or 0) > 1:
         return
-    if any(parameter.requires_grad for parameter in engine.modules.parameters()):
+    by_hand = any(is_users(one) and _CHANGES & names_in(one) for one in called_by(engine))
+    if not by_hand and any(parameter.requires_grad for parameter in engine.modules.parameters()):
         engine.findings.report(
             "W10",
             f"run(max_epochs={state.max_epochs}): the engine trains nothing, because no update has an optimizer",
@@ -43,6 +47,9 @@ def report_untrained(engine: Engine) -> None:
             "epoch; if your own code changes the weights, build the Engine with allow=['W10']",
         )
 
+
+_CHANGES = {"step", "add_", "sub_", "mul_", "copy_", "lerp_", "data"}
+"""What a function names that trains by itself, such as the step of its own optimizer, or an evolution strategy."""
 
 Parts = Mapping[str, nn.Module]
 
@@ -75,7 +82,7 @@ def report_shared_parameters(engine: Engine) -> None:
     """Report updates whose optimizers hold the same parameters of several modules, because none was given its own."""
     if not engine.training or len(engine.updates) < 2 or len(engine.modules) < 2:
         return
-    everything = [update for update in engine.updates if update.spec.parameters is None]
+    everything = [update for update in engine.updates if not _chooses(engine, update)]
     for place, update in enumerate(everything):
         for other in everything[place + 1 :]:
             if shared := len({*update.parameters} & {*other.parameters}):
@@ -87,6 +94,13 @@ def report_shared_parameters(engine: Engine) -> None:
                     "module, give each Update an optimizer factory and the names of its modules: parameters=[...]",
                     key=(update.name, other.name),
                 )
+
+
+def _chooses(engine: Engine, update: UpdateState) -> bool:
+    """Whether it was said what an update trains: by ``parameters=``, or by an optimizer of some of the parameters."""
+    if update.spec.parameters is not None:
+        return True
+    return isinstance(update.spec.optimizer, Optimizer) and not {*update.parameters} >= {*engine.modules.parameters()}
 
 
 def report_never_emitted(engine: Engine) -> None:

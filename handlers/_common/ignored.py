@@ -90,16 +90,23 @@ def _classes_in_code(function: Any, owner: Any, seen: set[tuple[int, int]]) -> I
         seen: What has been looked into.
     """
     plain = inspect.unwrap(getattr(function, "__func__", function))
-    if not is_users(plain) or not (codes := codes_of(plain)):
+    if not isinstance(plain, FunctionType) or not is_users(plain):
         return
+    codes = codes_of(plain)
     named = _named_in(plain)
     if owner is not None and plain.__code__.co_varnames:
         named[plain.__code__.co_varnames[0]] = owner
     for code in codes:
         yield from _given_in(code, named)
     for value in (*named.values(), *_attributes(owner, names_in(plain))):
-        if callable(value) and not isinstance(value, type):
+        if callable(value) and not isinstance(value, type) and _is_near(value, plain):
             yield from _classes_in(value, seen)
+
+
+def _is_near(value: Any, function: FunctionType) -> bool:
+    """Whether something is a loss of torch, or of the package that a function is of; those of libraries are not looked into."""
+    package = str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
+    return package in ("torch", "functools", function.__module__.partition(".")[0])
 
 
 def _attributes(owner: Any, names: set[str]) -> Iterator[Any]:

@@ -90,7 +90,7 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
         yield _unit(run, f"the milestones of {name} ({', '.join(map(str, milestones))})")
     elif isinstance(scheduler, lr_scheduler.StepLR) and scheduler.step_size > total:
         yield _length(run, f"the step_size of {name} is {scheduler.step_size}", "use a smaller step_size", "info")
-    elif (cycle := _first_cycle(scheduler)) is not None and _in_epochs(run, cycle, total):
+    elif (cycle := _first_cycle(scheduler, run)) is not None and _in_epochs(run, cycle, total):
         yield _unit(run, f"the first cycle of {name} ({cycle})")
     if type(scheduler).__module__ == lr_scheduler.__name__:  # of others it is not known what they do at their end
         yield from _of_total(scheduler, run, total)
@@ -109,11 +109,11 @@ def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     )
 
 
-def _first_cycle(scheduler: Any) -> int | None:
-    """The number of steps after which a scheduler first restarts."""
-    if isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts):
-        return int(scheduler.T_0)
-    return int(scheduler.total_size) if isinstance(scheduler, lr_scheduler.CyclicLR) else None
+def _first_cycle(scheduler: Any, run: ScheduledRun) -> int | None:
+    """The number of steps after which a scheduler first restarts; None also if it is that of whole epochs."""
+    if not isinstance(scheduler, lr_scheduler.CosineAnnealingWarmRestarts) or not run.epochs:
+        return None
+    return None if scheduler.T_0 * run.epochs % run.total == 0 else int(scheduler.T_0)
 
 
 def _of_total(scheduler: Any, run: ScheduledRun, total: int) -> Iterator[Finding]:

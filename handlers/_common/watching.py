@@ -60,6 +60,7 @@ class Facts:
     Attributes:
         looks: the number of checks that saw a step.
         streak: by code, how many checks in a row saw the same suspicious thing.
+        missing: the parameters without a gradient in all of these checks.
         losses: the losses of the last checks, with what distinguishes the batches.
         largest_rate: the largest learning rate.
         largest_gradient: the largest of the gradients.
@@ -70,6 +71,7 @@ class Facts:
 
     looks: int = 0
     streak: dict[str, int] = field(default_factory=dict)
+    missing: list[Tensor] = field(default_factory=list)
     losses: list[tuple[float, Any]] = field(default_factory=list)
     largest_rate: float = 0.0
     largest_gradient: float = 0.0
@@ -77,6 +79,17 @@ class Facts:
     norm: float = 0.0
     has_classes: bool = False
     epoch_losses: list[tuple[float, int]] = field(default_factory=list)
+
+    def lasting(self, missing: list[Tensor], wanted: Sequence[Tensor]) -> tuple[list[Tensor], bool]:
+        """Parameters without a gradient, and whether they are most of all. Of checks in a row, the same ones count as most.
+
+        Heads of several tasks, or experts, take turns.
+        """
+        before = set(map(id, self.missing)) if self.streak.get("G01") else set(map(id, missing))
+        self.missing = [one for one in missing if id(one) in before]
+        if sum(p.numel() for p in self.missing) * 2 < sum(p.numel() for p in wanted):
+            return missing, False
+        return self.missing, True
 
     def again(self, code: str, seen: bool) -> int:
         """How many checks in a row, including this one, saw it."""

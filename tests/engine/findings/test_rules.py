@@ -394,9 +394,9 @@ def test_what_an_optimizer_of_the_users_trains_is_not_left_out() -> None:
         SGD,
         parameters=lambda engine: model["net"].parameters(),
     )
-    probe = torch.optim.SGD(model["probe"].parameters(), lr=0.1)
     engine = Engine(update, model=model)
     assert "C08" in codes(engine)
+    probe = torch.optim.SGD(model["probe"].parameters(), lr=0.1)
     engine.connect(Events.ITERATION_COMPLETED, lambda engine: probe.step())
     assert "C08" not in codes(engine)
 

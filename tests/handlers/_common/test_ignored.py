@@ -8,6 +8,7 @@ from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,6 +99,16 @@ FIRST, SECOND = Task(1), Task(2)
 )
 def test_the_class_is_that_of_the_losses_that_are_called(loss: Any, ignored: int) -> None:
     assert ignored_class(loss) == ignored
+
+
+def test_functions_of_libraries_are_not_looked_into() -> None:
+    metrics = pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
+    from sklearn.metrics import f1_score, jaccard_score
+
+    for function in (f1_score, jaccard_score, metrics.roc_auc_score, torch.compile, np.mean, max):
+        assert ignored_class(function) == -100
+        assert ignored_class(lambda output, target, function=function: function(target, output.argmax(1))) == -100
+    assert Average(lambda output, target: f1_score(target, output.argmax(1), average="macro")).ignored == -100
 
 
 def test_a_batch_of_padding_does_not_count_where_a_function_ignores_it() -> None:

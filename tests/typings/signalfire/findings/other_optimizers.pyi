@@ -1,0 +1,1 @@
+from engine.findings.other_optimizers import *
