@@ -10,11 +10,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
-from ..authoring.functions import is_users, names_in, returns_none
+from ..authoring.functions import codes_of, is_users, names_in, returns_none
 from ..core.update import NO_GRADIENT
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
@@ -22,14 +22,15 @@ from ..data.refusals import use_of_data
 from ..data.streamed import inner
 from ..distributed.processes import SameData
 from .composition import first_batch
+from .unsaved import Code
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
 __all__ = [
-    "check_data", "check_epoch", "check_steps", "note_batches", "report_different", "report_length", "report_workers",
-    "values_of", "values_of_first_batch",
+    "check_data", "check_epoch", "check_steps", "note_batches", "report_different", "report_length",
+    "report_single_samples", "report_workers", "values_of", "values_of_first_batch",
 ]  # fmt: skip
 
 _MOST_BATCHES = 200
@@ -103,17 +104,38 @@ def _report_samples(engine: Engine, data: Any) -> None:
     samples = _holds_samples(data) or (engine.training and _has_rows(data))
     if whole or samples or (isinstance(data, tuple) and any(isinstance(one, Dataset | DataLoader) for one in data)):
         what = "item of the tuple" if isinstance(data, tuple) else "row" if isinstance(data, Tensor) else "sample"
-        engine.findings.report(
-            "W23",
-            f"the data is a {type(data).__name__}, so each {what} is treated as a batch",
-            "pass a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
-        )
+        _report_as_batches(engine, data, what)
+
+
+def _report_as_batches(engine: Engine, data: Any, what: str) -> None:
+    engine.findings.report(
+        "W23",
+        f"the data is a {type(data).__name__}, so each {what} is treated as a batch",
+        "pass a DataLoader, such as DataLoader(dataset, batch_size=32), or a list of batches",
+    )
+
+
+def report_single_samples(engine: Engine, batch: Any) -> None:
+    """Report a data set or a list whose first item is a sample: an input without a dimension for the batch, and one target."""
+    data = inner(engine.feed.current.data)
+    known = engine.state.update.function is None and isinstance(data, list | Dataset)  # a step may take single samples
+    if not known or not isinstance(batch, list | tuple) or len(batch) < 2:
+        return
+    inputs, target = batch[:2]
+    single = isinstance(target, int | float) or (isinstance(target, Tensor) and target.dim() == 0)
+    if isinstance(inputs, Tensor) and (inputs.dim() in (1, 3) if single else _is_row(inputs, target)):
+        _report_as_batches(engine, data, "sample")
+
+
+def _is_row(inputs: Tensor, target: Any) -> bool:
+    """Whether inputs and targets are vectors of different lengths, as a row of features with a row of targets is."""
+    return inputs.dim() == 1 and isinstance(target, Tensor) and target.dim() == 1 and len(inputs) != len(target)
 
 
 def _holds_samples(data: Any) -> bool:
     """Whether a data set of torch's holds samples; not where all of its tensors have a second dimension of the same length."""
     if not isinstance(data, TensorDataset):
-        return isinstance(data, Subset)
+        return False
     several = len(data.tensors) > 1 and max(one.dim() for one in data.tensors) > 2
     return not several or len({one.shape[1:2] for one in data.tensors}) > 1
 
@@ -134,7 +156,8 @@ def _are_batches(tensors: tuple[Tensor, ...]) -> bool:
 def report_workers(engine: Engine, data: Any) -> None:
     if not draws_in_workers(data):
         return
-    if engine.training and (held := held_generators(data, fetching=True)):
+    held = held_generators(data, fetching=True) if engine.training else {}
+    if held := {place: one for place, one in held.items() if _may_be_drawn_from(data, place)}:
         engine.findings.report(
             "W24",
             f"each worker has its own copy of every random generator in the data ({', '.join(held)}). If samples draw "
@@ -143,6 +166,22 @@ def report_workers(engine: Engine, data: Any) -> None:
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )
+
+
+def _may_be_drawn_from(loader: Any, place: str) -> bool:
+    """Whether a generator may be drawn from in workers: not an attribute that no method uses, or that one makes or seeds."""
+    dataset, _, name = place.partition(".")
+    kind: Any = type(getattr(loader, "dataset", None))
+    if dataset != "dataset" or not name.isidentifier() or _package_of(kind) == "torch":
+        return True
+    own = [vars(base) for base in kind.__mro__ if _package_of(base) not in ("torch", "builtins", "typing")]
+    codes = codes_of(*(method for methods in own for key, method in methods.items() if key != "__init__"))
+    seeds = any({"get_worker_info", "manual_seed"} & {*one.co_names} for one in codes)
+    return not seeds and any(name in Code(one).first_read for one in codes)
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 # ---- as epochs end ------------------------------------------------------------------------------------------------

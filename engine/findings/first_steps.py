@@ -21,6 +21,7 @@ from ..core.words import listed
 from ..distributed.sharded import is_sharded, local_part
 from ..resuming.windows import OF_MICRO_STEPS
 from .calls import FirstCalls
+from .data_checks import report_single_samples
 from .dropout import ActiveDropout, has_other_path
 from .epoch_checks import counted, held_by_optimizers, names_of
 from .evaluation_findings import note_scale, note_trained_call, report_other_scale, report_training_mode
@@ -74,6 +75,7 @@ class FirstLosses:
         look, findings = self._look, engine.findings
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, engine, engine.state.batch)
+            findings.look(report_single_samples, engine, engine.state.batch)
             with (
                 looking_at_inputs(engine, samples),
                 FirstCalls(engine, samples, counts_targets=are_averaged(engine, update)) as calls,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
@@ -16,6 +16,7 @@ from ..authoring.functions import called_by, is_users, names_in
 from ..core.events import EventEnum, Events
 from ..core.words import listed
 from .epoch_checks import held_by_optimizers
+from .other_optimizers import held_by_any_optimizer
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -153,6 +154,13 @@ def _consequences(engine: Engine) -> str:
     return f": this one {' and '.join(does)}" if does else ""
 
 
+def _trained_otherwise(loss: nn.Module, parameters: set[Tensor]) -> set[Tensor]:
+    """Parameters of a loss that an optimizer of the user's trains; all of them if it is only evaluated, such as a teacher."""
+    if {"no_grad", "inference_mode"} & names_in(type(loss).forward):
+        return parameters
+    return held_by_any_optimizer(parameters)
+
+
 def report_loss_parameters(engine: Engine) -> None:
     """Report the parameters of losses: as information that they are trained, as a warning where no optimizer holds them."""
     if not engine.training:
@@ -161,7 +169,9 @@ def report_loss_parameters(engine: Engine) -> None:
     for name in engine.modules.losses:
         loss = engine.modules[name]
         trained = {key: p for key, p in loss.named_parameters() if p.requires_grad}
-        missing = [key for key, p in trained.items() if p not in held]
+        left = {key: p for key, p in trained.items() if p not in held}
+        otherwise = _trained_otherwise(loss, {*left.values()})
+        missing = [key for key, p in left.items() if p not in otherwise]
         kind = type(loss).__name__
         if missing:
             engine.findings.report(
@@ -173,7 +183,7 @@ def report_loss_parameters(engine: Engine) -> None:
                 "requires_grad_(False) on them; allow W42 if your own code trains them",
                 key=name,
             )
-        elif trained:
+        elif trained and not left:
             engine.findings.report(
                 "W43",
                 f"the parameters of the loss {kind} are trained, moved and saved with those of the model, under the "

@@ -8,13 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from signalfire import Engine, Events, Update
 from signalfire.handlers import EMA, Checkpoint, GradientAccumulation, Guards, LRScheduling, Validation
@@ -260,6 +261,78 @@ def averaged(evaluate: bool) -> None:
     engine.run(loader(), max_epochs=2)
 
 
+class Rows(Dataset[Any]):
+    """Samples, or batches of them, by their index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return (X[index], int(Y[index])) if self.size == 1 else (X[: self.size], Y[: self.size])
+
+
+def given(data: Any) -> None:
+    def loss(output: Tensor, target: Any) -> Tensor:
+        return F.cross_entropy(output.reshape(-1, 3), torch.as_tensor(target).reshape(-1))
+
+    trainer(loss).run(data, max_epochs=1)
+
+
+class Drawing(Dataset[Any]):
+    """Draws its data as it is made, or its samples as they are read, from a generator of its own."""
+
+    def __init__(self, *, late: bool) -> None:
+        self.generator, self.late = np.random.default_rng(0), late
+        self.rows = torch.from_numpy(self.generator.standard_normal((16, 10))).float()
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index], int(Y[index])
+
+
+class DrawingLate(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index] * float(self.generator.normal()), int(Y[index])
+
+
+class DrawingAnew(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        self.generator = np.random.default_rng((0, index))
+        return self.rows[index] * float(self.generator.normal()), int(Y[index])
+
+
+def by_workers(data: Dataset[Any]) -> None:
+    trainer().run(DataLoader(data, 8, num_workers=1, shuffle=True, multiprocessing_context="fork"), max_epochs=1)
+
+
+class Distilling(nn.Module):
+    """Compares outputs with those of a teacher, or of a projection that has to be trained."""
+
+    def __init__(self, *, teaches: bool) -> None:
+        super().__init__()
+        self.other, self.teaches = nn.Linear(3, 3), teaches
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.other(output), target)
+
+
+class Teaching(Distilling):
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.other(output).softmax(1)
+        return F.cross_entropy(output, target) + F.cross_entropy(output, wanted)
+
+
+def compared(loss: nn.Module) -> None:
+    model = classifier()
+    Engine(Update.supervised(loss, SGD(model.parameters(), lr=0.1)), model=model, seed=0).run(loader(), max_epochs=1)
+
+
 Script = Callable[[], None]
 CASES: dict[str, tuple[str, Script, Script]] = {
     "instance norm": (
@@ -299,6 +372,24 @@ CASES: dict[str, tuple[str, Script, Script]] = {
     "chosen parameters": ("W71", partial(autoencoder, chosen=True), partial(autoencoder, chosen=False)),
     "evolution": ("W10", partial(of_evolution, changes=True), partial(of_evolution, changes=False)),
     "averages that nothing evaluates": ("W55", partial(averaged, False), partial(averaged, True)),
+    "a data set of batches": ("W23", partial(given, Rows(4)), partial(given, Rows(1))),
+    "a part of it": (
+        "W23",
+        partial(given, Subset(Rows(4), range(4))),
+        partial(given, Subset(Rows(1), range(4))),
+    ),
+    "a list": ("W23", partial(given, [(X[:4], Y[:4])] * 3), partial(given, list(zip(X[:8], Y[:8], strict=True)))),
+    "a generator for the data": (
+        "W24",
+        partial(by_workers, Drawing(late=False)),
+        partial(by_workers, DrawingLate(late=True)),
+    ),
+    "a generator that is made anew": (
+        "W24",
+        partial(by_workers, DrawingAnew(late=True)),
+        partial(by_workers, DrawingLate(late=True)),
+    ),
+    "a teacher": ("W42", partial(compared, Teaching(teaches=True)), partial(compared, Distilling(teaches=False))),
     "observers": ("W53", partial(calibrated, observes=True), partial(calibrated, observes=False)),
 }
 
