@@ -71,14 +71,12 @@ def _marks_in(item: Any) -> Iterator[tuple[str, Hashable]]:
 
 
 def _held_by(handler: Handler) -> Iterator[tuple[str, Any]]:
-    """The objects that a handler holds, such as a meter, of classes in its own file."""
+    """The objects that a handler made for itself, such as a meter, of classes in its own file; not those that it was given."""
+    names = set().union(*(names_in(vars(base).get("__init__")) for base in type(handler).__mro__))
     for key, value in vars(handler).items():
         kind = type(value)
-        if (
-            kind.__module__ == type(handler).__module__
-            and hasattr(value, "__dict__")
-            and not isinstance(value, Handler)
-        ):
+        own = kind.__module__ == type(handler).__module__ and kind.__name__ in names
+        if own and hasattr(value, "__dict__") and not isinstance(value, Handler):
             yield key, value
 
 

@@ -362,6 +362,21 @@ def test_included_handlers_save_what_they_carry(tmp_path: Path) -> None:
     assert not [place for place in marks_of_handlers(engine) if not place.startswith("carrying")]
 
 
+class Given(Handler):
+    """Counts in an object of somebody else."""
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+
+    @on(Events.ITERATION_COMPLETED)
+    def count(self, engine: Engine) -> None:
+        self.meter.add(1.0)
+
+
+def test_an_object_that_a_handler_was_given_is_not_its_own(tmp_path: Path) -> None:
+    kit.build(nn.Linear(4, 1), Checkpoint(tmp_path, every="1ep"), Given(Meter())).run(BATCHES, max_epochs=1)
+
+
 class Saving(Handler):
     """Saves one of the values that it carries, by the name of the test."""
 
