@@ -99,7 +99,7 @@ class Digests:
             self.numbers[name] = value
             return
         number = widened(local_part(value.detach())).reshape(())
-        if number.is_cpu:
+        if _is_near(number):
             self.numbers[name] = number.item()
             return
         self._wide[name] = number.dtype is torch.float64
