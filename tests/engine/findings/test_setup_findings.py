@@ -14,10 +14,19 @@ from torch.optim import SGD
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from signalfire import Engine, Events, FindingWarning, Update
+from signalfire import Engine, Events, FindingWarning, Handler, Update, on
 from signalfire.findings import Findings
 from signalfire.handlers import CSVLogger
 from tests.kit import batches, build, evaluator_of, linear, mlp
+
+
+class Reducing(Handler):
+    """Averages the gradients itself."""
+
+    @on(Events.GRADIENTS_READY)
+    def average(self, engine: Engine) -> None:
+        for parameter in engine.model.parameters():
+            dist.all_reduce(parameter.grad)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -40,7 +49,14 @@ def test_a_loader_that_gives_each_process_its_part_is_not_said_to_give_all(
         with pytest.warns(FindingWarning, match=r"W46: .* alone: this one .*writes with 'csv_logger'"):
             evaluator.run(loader)
         assert not build(model).check(loader).of("C30")  # the gradients of the processes are averaged
-        assert len(build(linear(5, 1)).check(loader).of("C30")) == 1
+        (found,) = build(linear(5, 1)).check(loader).of("C30")
+        assert found.severity == "warning"
+        (found,) = build(linear(5, 1), Reducing()).check(loader).of("C30")
+        assert found.severity == "info"
+        hooked = linear(5, 1)
+        hooked.weight.register_hook(lambda gradient: gradient)
+        (found,) = build(hooked).check(loader).of("C30")
+        assert found.severity == "info"
     finally:
         dist.destroy_process_group()
 
