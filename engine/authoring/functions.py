@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["called_by", "code_of", "codes_of", "is_users", "may_log", "names_in", "returns_none"]
+__all__ = ["called_by", "code_of", "codes_of", "is_users", "may_log", "names_in", "package_of", "returns_none"]
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
@@ -28,6 +28,17 @@ def is_users(function: Any) -> bool:
     function = getattr(function, "func", function)
     module = getattr(function, "__module__", None) or type(function).__module__
     return not str(module).startswith(("torch.", "signalfire."))
+
+
+def package_of(thing: Any) -> str:
+    """The name of the package that defines a class or a function, or the class of an object.
+
+    Example:
+        >>> import torch
+        >>> package_of(torch.nn.Linear), package_of(torch.nn.functional.mse_loss), package_of(1.0)
+        ('torch', 'torch', 'builtins')
+    """
+    return str(getattr(thing, "__module__", None) or type(thing).__module__).partition(".")[0]
 
 
 def code_of(function: Any) -> CodeType | None:

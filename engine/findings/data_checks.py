@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
-from ..authoring.functions import codes_of, is_users, names_in, returns_none
+from ..authoring.functions import codes_of, is_users, names_in, package_of, returns_none
 from ..core.update import NO_GRADIENT
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
@@ -172,16 +172,12 @@ def _may_be_drawn_from(loader: Any, place: str) -> bool:
     """Whether a generator may be drawn from in workers: not an attribute that no method uses, or that one makes or seeds."""
     dataset, _, name = place.partition(".")
     kind: Any = type(getattr(loader, "dataset", None))
-    if dataset != "dataset" or not name.isidentifier() or _package_of(kind) == "torch":
+    if dataset != "dataset" or not name.isidentifier() or package_of(kind) == "torch":
         return True
-    own = [vars(base) for base in kind.__mro__ if _package_of(base) not in ("torch", "builtins", "typing")]
+    own = [vars(base) for base in kind.__mro__ if package_of(base) not in ("torch", "builtins", "typing")]
     codes = codes_of(*(method for methods in own for key, method in methods.items() if key != "__init__"))
     seeds = any({"get_worker_info", "manual_seed"} & {*one.co_names} for one in codes)
     return not seeds and any(name in Code(one).first_read for one in codes)
-
-
-def _package_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 # ---- as epochs end ------------------------------------------------------------------------------------------------
@@ -265,7 +261,7 @@ def check_steps(engine: Engine, began: int, *, whole: bool = True) -> None:
 
 
 def _has_no_loss(engine: Engine, update: UpdateState) -> bool:
-    """Whether an update made no step, also not by itself, because there was no loss; not if it was left out of the last batch."""
+    """Whether an update made no step for lack of a loss; not one that steps its own optimizer, or skipped the last batch."""
     if update.steps or update.last_skip not in (None, NO_GRADIENT):
         return False
     left_out = update.window.held or update.omitted_in == engine.state.iteration

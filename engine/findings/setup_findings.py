@@ -50,7 +50,7 @@ def report_untrained(engine: Engine) -> None:
 
 
 _CHANGES = {"step", "add_", "sub_", "mul_", "copy_", "lerp_", "data"}
-"""What a function names that trains by itself, such as the step of its own optimizer, or an evolution strategy."""
+"""Names in functions that change the weights themselves, such as a step of their own optimizer, or an evolution strategy."""
 
 Parts = Mapping[str, nn.Module]
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from ..authoring.functions import package_of
 from ..core.connection import Connection, Phase
 from ..core.events import Events, Filter
 from ..data.streamed import inner
@@ -61,7 +62,7 @@ def _knows_no_workers(loader: Any) -> bool:
     dataset = loader.dataset
     if not isinstance(dataset, IterableDataset):
         return False
-    library = _package_of(type(dataset)) in ("torch", "torchdata", "webdataset", "datasets", "litdata")
+    library = package_of(type(dataset)) in ("torch", "torchdata", "webdataset", "datasets", "litdata")
     if library or loader.worker_init_fn is not None:
         return False
     plain, held = (str, bytes, list, tuple, dict, set, range, Tensor), vars(dataset).values()
@@ -73,15 +74,11 @@ def _knows_no_workers(loader: Any) -> bool:
 
 def _names_in_class(kind: type) -> set[str]:
     """The names that the methods of a class of the user use, and those that functions of its module do which they name."""
-    if _package_of(kind) in ("torch", "builtins", "typing"):
+    if package_of(kind) in ("torch", "builtins", "typing"):
         return set()
     own = set[str]().union(*map(_names_in, vars(kind).values()))
     module = vars(sys.modules.get(kind.__module__, sys))
     return own.union(*(_names_in(module.get(name)) for name in own))
-
-
-def _package_of(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def _names_in(function: Any) -> set[str]:

@@ -25,7 +25,7 @@ def is_iterator(value: Any) -> bool:
 
 
 def place_of(iterator: Any) -> Hashable:
-    """A mark of where an iterator is, equal as long as it is not advanced; None if nothing tells it.
+    """A hashable mark of the position of an iterator, which changes when it is advanced; None if its position is not known.
 
     Example:
         >>> steps = iter("abc")

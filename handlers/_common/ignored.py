@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from signalfire.authoring import tensors_in
-from signalfire.authoring.functions import codes_of, is_users, names_in
+from signalfire.authoring.functions import codes_of, is_users, names_in, package_of
 
 __all__ = ["IGNORED", "all_ignored", "ignored_class"]
 
@@ -105,8 +105,7 @@ def _classes_in_code(function: Any, owner: Any, seen: set[tuple[int, int]]) -> I
 
 def _is_near(value: Any, function: FunctionType) -> bool:
     """Whether something is a loss of torch, or of the package that a function is of; those of libraries are not looked into."""
-    package = str(getattr(value, "__module__", None) or type(value).__module__).partition(".")[0]
-    return package in ("torch", "functools", function.__module__.partition(".")[0])
+    return package_of(value) in ("torch", "functools", package_of(function))
 
 
 def _attributes(owner: Any, names: set[str]) -> Iterator[Any]:

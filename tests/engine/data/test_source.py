@@ -65,7 +65,7 @@ class ResettingInIter(Resetting):
 
 
 class Forever(Resetting):
-    """Says how long an epoch is, and goes on after that."""
+    """Has a length, but never ends."""
 
     def __len__(self) -> int:
         return 3

@@ -364,7 +364,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
     ),
     "a counter that is logged": ("W65", partial(counted, "logs"), partial(counted, "anneals")),
     "a split of changed samples": ("W50", partial(split, 0.0), partial(split, 0.1)),
-    "steps by hand": ("W29", partial(made_by_hand, right=True), partial(made_by_hand, right=False)),
+    "manual optimization": ("W29", partial(made_by_hand, right=True), partial(made_by_hand, right=False)),
     "one picture": ("W27", partial(single_sample, 1), partial(single_sample, 3)),
     "focal loss": ("W72", partial(trained, focal), partial(trained, F.nll_loss)),
     "two outputs": ("W72", partial(trained, supervised_twice), partial(trained, F.nll_loss)),
@@ -384,7 +384,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         partial(by_workers, Drawing(late=False)),
         partial(by_workers, DrawingLate(late=True)),
     ),
-    "a generator that is made anew": (
+    "a generator created per sample": (
         "W24",
         partial(by_workers, DrawingAnew(late=True)),
         partial(by_workers, DrawingLate(late=True)),

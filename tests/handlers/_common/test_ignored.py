@@ -1,4 +1,4 @@
-"""Which class of targets a loss ignores, where a function or a module of one's own calls torch's."""
+"""Which class of targets a loss ignores, if your function or module calls one of torch's losses."""
 
 from __future__ import annotations
 
