@@ -109,6 +109,7 @@ class Trace(Handler):
         self._processes = 0, 1  # the rank, and how many there are
         self._counts: dict[tuple[Any, ...], int] = {}  # how often each event occurred in `_counted`
         self._counted: int | None = None  # the iteration of the last record
+        self._evaluations = 0  # of a trainer that ran the engine
 
     def attached(self, engine: Engine) -> None:
         engine.overrides.claim(FILE, by=self, target=repr(os.path.abspath(self.path)))
@@ -124,11 +125,12 @@ class Trace(Handler):
         """Record the start of a run; a continued run already has it."""
         self._counts.clear()
         open_folder(self, self.path.parent)
-        if engine.findings.is_within:
+        self._evaluations += engine.findings.is_within
+        if self._evaluations > 1:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that a trainer runs, so its trace restarts with "
-                "each evaluation",
+                f"{self.name!r} is attached to an evaluator that a trainer runs several times, so its trace "
+                "restarts with each evaluation",
                 "attach the handler to the training engine",
                 self.name,
             )

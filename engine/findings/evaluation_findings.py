@@ -18,6 +18,7 @@ from ..authoring.functions import names_in
 from ..data.extent import known_length
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
+from ..resuming.keys import holds_averages
 from .composition import is_meant
 from .function_rules import may_store
 
@@ -363,7 +364,7 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
     A trainer that loads such a state may continue training; `report_untaken_averages` reports an evaluation before it does.
     """
     for name, part in state.get("handlers", {}).items():
-        if not isinstance(part, Mapping) or not part.get("averages") or part.get("overruled"):
+        if not holds_averages(part):
             continue
         if engine.training:
             _untaken[engine] = name, _versions(engine)
@@ -373,7 +374,7 @@ def report_averages_left_out(engine: Engine, state: Mapping[str, Any]) -> None:
             f"the state contains the weight averages of the handler {name!r}, but the weights of the last step are "
             "loaded",
             "to evaluate a checkpoint with its averages, write trainer.test(data, weights=path), with a trainer that "
-            "has this handler; or load trainer.weights() instead of the state; allow W56 if the handler has evaluate=False",
+            "has this handler; or load trainer.weights() instead of the state",
             name,
         )
 

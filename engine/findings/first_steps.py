@@ -128,6 +128,7 @@ class FirstEvaluation:
         """Look at what follows, up to the loss."""
         self._leave()
         engine.findings.look(report_other_scale, engine, engine.state.batch)
+        engine.findings.look(report_single_samples, engine, engine.state.batch)
         if not has_other_path(engine):
             engine.regions.enter(self._looking(engine, engine.state.update))
 
@@ -308,13 +309,14 @@ class _Look:
 
     @staticmethod
     def _report_reported_loss(engine: Engine, update: UpdateState) -> None:
-        if update.raw_loss is not None and update.raw_loss.requires_grad:
+        if update.raw_loss is not None:
             engine.findings.report(
                 "W80",
                 f"a function changed the loss of update {update.name!r}, but that changes only the reported loss. The "
                 "backward pass still starts from the original loss",
                 "set engine.state.update.backward_loss to change the gradients",
                 key=update.name,
+                severity=None if update.raw_loss.requires_grad else "info",  # without a graph, it may be only reported
             )
 
     def _look_for_foreign_leaves(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:

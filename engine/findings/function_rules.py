@@ -5,8 +5,9 @@ from __future__ import annotations
 import dis
 import inspect
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -274,12 +275,32 @@ def _position_read_by(function: Any) -> str | None:
     if code is None or _SHOWS & {*code.co_names}:
         return None
     engine = next(iter(code.co_varnames[inspect.ismethod(function) :]), None)
-    steps = [(one.opname, one.argval) for one in dis.get_instructions(code) if not one.opname.startswith("CACHE")]
-    for (load, name), (_, state), (_, counter), (use, _) in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
-        reads = load.startswith("LOAD_FAST") and (name, state) == (engine, "state") and not use.startswith("FORMAT")
-        if reads and counter in _COUNTERS:
-            return str(counter)
+    return _counter_read_in(_steps_of(code), engine)
+
+
+def _counter_read_in(steps: Sequence[tuple[str, Any]], engine: str | None) -> str | None:
+    """Which counter of the state of an engine some instructions read, by way of a variable or not, but for a text."""
+    states = {"engine.state"}  # and variables that hold it
+    loaded = None  # by the instruction before: a variable, or the state
+    for (name, argument), (following, _) in itertools.pairwise(steps):
+        if name == "STORE_FAST" and loaded in states:
+            states.add(argument)
+        elif loaded in states and argument in _COUNTERS and not following.startswith("FORMAT"):
+            return str(argument)
+        of_engine = (loaded, argument) == (engine, "state")
+        loaded = argument if name.startswith("LOAD_FAST") else "engine.state" if of_engine else None
     return None
+
+
+def _steps_of(code: CodeType) -> list[tuple[str, Any]]:
+    """The names and the arguments of instructions; one that is for two variables counts as two."""
+    steps: list[tuple[str, Any]] = []
+    for one in dis.get_instructions(code):
+        if "_FAST_" in one.opname and isinstance(one.argval, tuple):
+            steps += zip([f"{kind}_FAST" for kind in re.findall("LOAD|STORE", one.opname)], one.argval, strict=True)
+        elif one.opname != "CACHE":
+            steps.append((one.opname, one.argval))
+    return steps
 
 
 _SHOWS = {"training", "log", "print", "info", "debug", "add_scalar", "add_histogram", "add_image", "AssertionError"}

@@ -8,12 +8,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .loss_nodes import ELEMENTWISE, SCALES, child_of, kind_of_node, nodes_of, number_of, saved_at, shape_of, signed
+from .loss_nodes import (
+    ELEMENTWISE,
+    MOST_NODES,
+    SCALES,
+    child_of,
+    kind_of_node,
+    nodes_of,
+    number_of,
+    saved_at,
+    shape_of,
+    signed,
+)
 
 __all__ = ["Problem", "note_operands", "problems_of"]
 
@@ -219,16 +231,39 @@ def _summed(node: Any, window: int, samples: int | None) -> Iterator[Problem]:
     """A sum over the samples of a batch, where a window averages."""
     if window < 2 or samples is None:
         return
-    factor = None
-    if node.name() == "MulBackward0":
-        factor, node = number_of(saved_at(node, "other")), child_of(node)
-    if _sums(node, samples) and not (factor is not None and _makes_a_mean(node, factor, samples)):
+    terms = [*_terms(node)]
+    if any(_is_sum(one, samples) for one in terms) and not any(map(_is_averaged, terms)):
         yield (
             "W83",
             f"the loss is a sum over the {samples} samples of a batch, and the gradients of the {window} batches of a "
             "window are averaged, so the step matches neither the sum nor the mean over the window",
             "use reduction='mean', or pass GradientAccumulation(weight=)",
         )
+
+
+def _terms(node: Any) -> Iterator[Any]:
+    """The nodes that a sum of numbers adds, such as those of a reconstruction and of a divergence."""
+    queue = [node]
+    for one in islice(queue, MOST_NODES):  # grows meanwhile
+        if one.name() in ("AddBackward0", "SubBackward0") and shape_of(one, 0) == ():
+            queue.extend(child for child, _ in one.next_functions if child is not None)
+        else:
+            yield one
+
+
+def _is_averaged(node: Any) -> bool:
+    """Whether a term is a mean, beside which a sum is an activity that is penalized."""
+    while node.name() in SCALES:
+        node = child_of(node)
+    return kind_of_node(node) == "Mean" or getattr(node, "_saved_reduction", None) == _MEAN
+
+
+def _is_sum(node: Any, samples: int) -> bool:
+    """Whether a term is a sum over the samples, which no factor makes a mean."""
+    factor = None
+    if node.name() == "MulBackward0":
+        factor, node = number_of(saved_at(node, "other")), child_of(node)
+    return _sums(node, samples) and not (factor is not None and _makes_a_mean(node, factor, samples))
 
 
 def _sums(node: Any, samples: int) -> bool:
@@ -264,7 +299,7 @@ def _is_weighted(node: Any, samples: int) -> bool:
     return any(bool(((one != 0) & (one != 1)).any()) for one in constant)
 
 
-_NONE, _SUM = 0, 2  # what torch's kernels call reduction="none" and reduction="sum"
+_NONE, _MEAN, _SUM = 0, 1, 2  # what torch's kernels call reduction="none", reduction="mean" and reduction="sum"
 
 
 def _broadcast(node: Any) -> Iterator[Problem]:

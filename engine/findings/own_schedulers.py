@@ -33,13 +33,14 @@ class OwnSchedulers:
         self._epoch = engine.state.epoch - engine.state.epoch_open  # the last that has ended
         self._found: dict[str, list[tuple[weakref.ref[LRScheduler], int]]] = {}
         self._rates: dict[str, list[float]] = {}
-        wrapped = {one.name: one.optimizer for one in engine.updates if _is_wrapped(one.optimizer)}
+        steps = self._may_step()  # ReduceLROnPlateau leaves no trace on its optimizer
+        known = {one.name: one.optimizer for one in engine.updates if steps or _is_wrapped(one.optimizer)}
         # A scheduler knows its optimizer, but not the other way round.
         held = {id(one) for handler in engine.handlers.values() for one in _held_by(handler)}
         # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
-        objects = gc.get_objects() if wrapped else ()
+        objects = gc.get_objects() if known else ()
         built = [one for one in objects if issubclass(type(one), LRScheduler) and id(one) not in held]
-        for name, optimizer in wrapped.items():
+        for name, optimizer in known.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
             self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
             self._rates[name] = _rates_of(optimizer)
@@ -75,14 +76,14 @@ class OwnSchedulers:
 
     def _may_wait(self, update: UpdateState, positions: list[int]) -> bool:
         """Whether schedulers had begun, the learning rates have changed otherwise, or a function may step them later."""
-        if any(positions):
-            return True
-        receivers = (
-            one.receiver for signal in self.engine.signals.all() for one in signal.connections if is_users(one.receiver)
-        )
-        return _rates_of(update.optimizer) != self._rates[update.name] or any(
-            "step" in names_in(one) for one in receivers
-        )
+        return any(positions) or _rates_of(update.optimizer) != self._rates[update.name] or self._may_step()
+
+    def _may_step(self) -> bool:
+        """Whether a connected function, or a method of a user's handler, names a method ``step``."""
+        theirs = {None, *[name for name, handler in self.engine.handlers.items() if is_users(type(handler))]}
+        signals = self.engine.signals.all()
+        receivers = [one.receiver for signal in signals for one in signal.connections if one.owner in theirs]
+        return any(is_users(one) and "step" in names_in(one) for one in receivers)
 
 
 def _held_by(handler: Any) -> Iterator[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["BASE", "OWN_PARAMETERS", "STEP_SHARDS", "UNSAVED"]
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BASE", "EVALUATED", "OWN_PARAMETERS", "STEP_SHARDS", "UNSAVED", "holds_averages"]
 
 BASE = "base"
 """What a state leaves out: the "sha256" of each frozen parameter by its name. In the manifest of a checkpoint as well."""
@@ -15,3 +18,12 @@ OWN_PARAMETERS = "own_parameters"
 
 STEP_SHARDS = "step_shards"
 """Of how many shards each step consists; absent where each process computes what is its own."""
+
+EVALUATED = "evaluate"
+"""In the part of a handler with averages of the weights: False where evaluations did not use them; absent where they did."""
+
+
+def holds_averages(part: Any) -> bool:
+    """Whether a handler's part of a state has averages of the weights that evaluations used in place of them."""
+    used = isinstance(part, Mapping) and part.get(EVALUATED, True) and not part.get("overruled")
+    return bool(used and part.get("averages"))

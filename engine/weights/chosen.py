@@ -16,6 +16,7 @@ from ..checkpoints import Files, load
 from ..core.words import did_you_mean, listed
 from ..distributed.sharded import read_shards
 from ..resuming.changeable import own_parameters
+from ..resuming.keys import holds_averages
 from ..resuming.loads import ModuleTensors
 from ..runs.evaluation import measure
 from ..updates.optimizer_modes import has_modes
@@ -179,7 +180,7 @@ def _as_evaluated(engine: Engine, state: Mapping[str, Any], path: Path) -> Mappi
     modules = {name: dict(tensors) for name, tensors in whole["modules"].items()}
     for name, part in whole["handlers"].items():
         handler: Any = engine.handlers.get(name)
-        if handler is None and isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
+        if handler is None and holds_averages(part):
             engine.findings.report(
                 "W56",
                 f"the checkpoint {str(path)!r} contains weight averages from the handler {name!r}, which is not "

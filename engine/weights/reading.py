@@ -16,7 +16,7 @@ from .. import checkpoints
 from ..authoring.checks import check_local, shown_path
 from ..checkpoints.manifest import MANIFEST, STATE
 from ..distributed.sharded import read_shards, whole_tensor
-from ..resuming.keys import BASE, OWN_PARAMETERS
+from ..resuming.keys import BASE, OWN_PARAMETERS, holds_averages
 
 __all__ = ["WeightFile", "needs_safetensors", "read_weights"]
 
@@ -139,7 +139,7 @@ def _notes_on(state: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
     if left_out := state.get(BASE, {}).get("sha256", {}):
         notes.append(f"{len(left_out)} frozen parameters are not in the file")
     for name, part in state.get("handlers", {}).items():
-        if isinstance(part, Mapping) and part.get("averages") and not part.get("overruled"):
+        if holds_averages(part):
             notes.append(f"the averages of {name!r} are not used; the weights come from the last step")
     return notes
 

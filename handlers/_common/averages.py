@@ -15,6 +15,7 @@ from signalfire.distributed import is_sharded, local_part, reshard, spread_like
 from signalfire.findings.evaluation_findings import watch_averages
 from signalfire.models.modules import bare_name, named_like
 from signalfire.resuming.changeable import is_own_parameter, own_parameters
+from signalfire.resuming.keys import EVALUATED
 from signalfire.runs.interrupts import without_interrupts
 
 from .claims import EVALUATED_WEIGHTS
@@ -125,7 +126,7 @@ class AveragedWeights(Handler):
         return state["averages"] if self.evaluate and not state.get("overruled", False) else {}
 
     def state_dict(self) -> dict[str, Any]:
-        return self._averages.state_dict()
+        return self._averages.state_dict() | ({} if self.evaluate else {EVALUATED: False})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._averages.load_state_dict(state)

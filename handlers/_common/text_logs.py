@@ -58,6 +58,7 @@ class TextLogger(ScalarLogger):
         self._digest = ""
         self._last_iteration = 0
         self._last_lines = ""  # of the last iteration in which something was written
+        self._evaluations = 0  # of a trainer that ran the engine
 
     @property
     def header(self) -> str:
@@ -83,11 +84,12 @@ class TextLogger(ScalarLogger):
     def begin(self, engine: Engine) -> None:
         super().begin(engine)
         open_folder(self, self.path.parent)
-        if engine.findings.is_within:
+        self._evaluations += engine.findings.is_within
+        if self._evaluations > 1:
             engine.findings.report(
                 "W62",
-                f"{self.name!r} is attached to an evaluator that a trainer runs, so its rows have the epochs and "
-                "iterations of the evaluator, which counts from 1 in each evaluation",
+                f"{self.name!r} is attached to an evaluator that a trainer runs several times, so its rows have the "
+                "epochs and iterations of the evaluator, which counts from 1 in each evaluation",
                 "attach it to the training engine instead; the log then also contains the evaluation results",
                 self.name,
             )

@@ -14,11 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, CosineAnnealingWarmRestarts, CyclicLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from signalfire import Engine, Events, Update
-from signalfire.handlers import EMA, Checkpoint, GradientAccumulation, Guards, LRScheduling, Validation
+from signalfire.handlers import (
+    EMA,
+    Average,
+    Checkpoint,
+    CSVLogger,
+    GradientAccumulation,
+    Guards,
+    LRScheduling,
+    Metrics,
+    Validation,
+)
 
 X, Y = torch.randn(32, 10, generator=torch.Generator().manual_seed(0)), torch.arange(32) % 3
 SLOW = partial(SGD, lr=0.05)
@@ -88,6 +98,14 @@ def divided(output: Tensor, target: Tensor) -> Tensor:
     return (losses / len(losses)).sum()
 
 
+def summed_terms(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target, reduction="sum") + 0.1 * output.square().sum()
+
+
+def penalized(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output, target) + 0.1 * output.square().sum()
+
+
 def scheduled(scheduler: Any) -> None:
     engine = trainer()
     engine.attach(LRScheduling(scheduler))
@@ -106,9 +124,60 @@ def counted(how: str) -> None:
     def anneal(engine: Engine, output: Tensor, batch: Any) -> Tensor:
         return F.cross_entropy(output, batch[1]) * min(1.0, engine.state.iteration / 10)
 
-    update = Update(lambda engine, batch: engine.model(batch[0]), anneal if how == "anneals" else loss, SLOW)
+    def anneal_by_state(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        state = engine.state
+        return F.cross_entropy(output, batch[1]) * min(1.0, state.iteration / 10)
+
+    def name(engine: Engine, output: Tensor, batch: Any) -> Tensor:
+        state = engine.state
+        value = F.cross_entropy(output, batch[1])
+        assert value.isfinite(), f"no finite loss in iteration {state.iteration} of epoch {state.epoch}"
+        return value
+
+    losses = {"anneals": anneal, "anneals by its state": anneal_by_state, "names": name, "logs": loss}
+    update = Update(lambda engine, batch: engine.model(batch[0]), losses[how], SLOW)
     engine = Engine(update, model=classifier(), seed=0)
     engine.attach(Validation([(X[:8], Y[:8])]))
+    engine.run(loader(), max_epochs=1)
+
+
+def plateau_by_hand(folder: Path, *, restores: bool) -> None:
+    model = classifier()
+    optimizer = SLOW(model.parameters())
+    scheduler = ReduceLROnPlateau(optimizer)
+    engine = Engine(Update.supervised(F.cross_entropy, optimizer), model=model, seed=0)
+    engine.connect(Events.EPOCH_COMPLETED, lambda engine: scheduler.step(float(engine.loss)))
+    if restores:
+        engine.connect(Events.CHECKPOINT_LOADED, lambda engine: scheduler.load_state_dict({}))
+    engine.attach(Checkpoint(folder))
+    engine.run(loader(), max_epochs=2)
+
+
+def evaluated(times: int, folder: Path) -> None:
+    engine = trainer()
+    evaluator = Engine(Update.supervised(F.cross_entropy), model=engine.model)
+    evaluator.attach(Metrics(loss=Average(F.cross_entropy)), CSVLogger(folder / f"{times}.csv"))
+    engine.run(loader(), max_epochs=1)
+    for _ in range(times):
+        engine.evaluate(evaluator, loader())
+
+
+def averages_loaded(folder: Path, *, evaluate: bool) -> None:
+    engine = trainer()
+    engine.attach(EMA(0.9, evaluate=evaluate), Checkpoint(folder / str(evaluate)))
+    engine.run(loader(), max_epochs=1)
+    evaluator = Engine(Update.supervised(F.cross_entropy), model=classifier())
+    evaluator.load_weights(Checkpoint.load(folder / str(evaluate)))
+
+
+def changed_loss(change: Callable[[Any], Tensor]) -> None:
+    engine = trainer()
+
+    def weight(engine: Engine) -> None:
+        update = engine.state.update
+        update.loss = change(update)
+
+    engine.connect(Events.LOSS_COMPUTED, weight)
     engine.run(loader(), max_epochs=1)
 
 
@@ -347,6 +416,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         partial(accumulated, divided),
         partial(accumulated, lambda output, target: F.cross_entropy(output, target, reduction="none").sum()),
     ),
+    "a penalty beside a mean": ("W83", partial(accumulated, penalized), partial(accumulated, summed_terms)),
     "one sample": (
         "W83",
         partial(accumulated, nn.CrossEntropyLoss(reduction="sum"), 1),
@@ -363,6 +433,12 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         partial(scheduled, partial(CosineAnnealingWarmRestarts, T_0=10)),
     ),
     "a counter that is logged": ("W65", partial(counted, "logs"), partial(counted, "anneals")),
+    "a counter in a message": ("W65", partial(counted, "names"), partial(counted, "anneals by its state")),
+    "a loss to report": (
+        "W80",
+        partial(changed_loss, lambda update: update.loss * 2),
+        partial(changed_loss, lambda update: update.raw_loss * 2),
+    ),
     "a split of changed samples": ("W50", partial(split, 0.0), partial(split, 0.1)),
     "manual optimization": ("W29", partial(made_by_hand, right=True), partial(made_by_hand, right=False)),
     "one picture": ("W27", partial(single_sample, 1), partial(single_sample, 3)),
@@ -411,3 +487,15 @@ def test_a_code_is_reported_where_something_is_wrong_only(code: str, right: Scri
 def test_a_position_that_is_restored_is_in_some_checkpoint(tmp_path: Path) -> None:
     assert "W87" not in reported(partial(scheduled_by_hand, tmp_path / "one", restores=True))
     assert "W87" in reported(partial(scheduled_by_hand, tmp_path / "other", restores=False))
+    assert "W87" not in reported(partial(plateau_by_hand, tmp_path / "third", restores=True))
+    assert "W87" in reported(partial(plateau_by_hand, tmp_path / "fourth", restores=False))
+
+
+def test_one_evaluation_may_have_a_log(tmp_path: Path) -> None:
+    assert "W62" not in reported(partial(evaluated, 1, tmp_path))
+    assert "W62" in reported(partial(evaluated, 2, tmp_path))
+
+
+def test_averages_that_evaluations_did_not_use_are_not_missed(tmp_path: Path) -> None:
+    assert "W56" not in reported(partial(averages_loaded, tmp_path, evaluate=False))
+    assert "W56" in reported(partial(averages_loaded, tmp_path, evaluate=True))
