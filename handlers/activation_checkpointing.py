@@ -295,7 +295,10 @@ def _check_operations(operations: Any) -> list[Operation]:
         elif isinstance(packet, Operation):
             found.append(packet)
         elif isinstance(one, str):
-            raise ValueError(f"{where}: torch has no operation aten.{one.removeprefix('aten.')}")
+            raise ValueError(
+                f"{where}: torch has no operation aten.{one.removeprefix('aten.')}; write the name of an operation in "
+                "torch.ops.aten, such as 'mm'"
+            )
         else:
             raise TypeError(f"{where}: {one!r} is neither an operation name nor a torch operator")
     return found

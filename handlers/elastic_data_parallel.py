@@ -97,7 +97,7 @@ class ElasticDataParallel(Distribution):
                 "C41",
                 f"{self.name!r}: {idle} of {processes} processes {'is' if idle == 1 else 'are'} idle, because "
                 + (f"there are more processes than shards ({count})" if few else reason),
-                f"start {shards.readers} process{'es' * (shards.readers > 1)}{', or use more shards' * few}",
+                f"set the number of processes to {shards.readers}{', or use more shards' * few}",
                 [self.name],
             )
         for function in functions_of_shards(engine) if processes > 1 else ():

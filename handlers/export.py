@@ -120,7 +120,7 @@ class Export(Handler):
         self.is_program = self.path.suffix in _PROGRAMS
         if example is not None and not (self.is_program and _is_input(example)):
             raise TypeError(
-                f"Export(example={example!r}): expected a model input, together with a path that ends in '.pt2' or "
+                f"Export(example={example!r}): expected an input of the model, and a path that ends in '.pt2' or "
                 "'.onnx'; for other paths, omit example="
             )
         self.example = example

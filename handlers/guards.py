@@ -183,7 +183,7 @@ class Guards(Handler):
                 f"the weights on rank {odd} differ from the weights on rank 0 before iteration "
                 f"{engine.state.iteration}",
                 "do not convert, move or replace parameters during a run, let only the engine step the optimizers, and "
-                "use engine.model in the forward; otherwise the gradients are not averaged over the ranks",
+                "use engine.model in the forward pass, because otherwise the gradients are not averaged over the ranks",
             )
 
     def _check_batch(self, engine: Engine) -> None:
@@ -285,7 +285,7 @@ class Guards(Handler):
                 f"the output of update {update.name!r} is the same for all samples of a batch, although their inputs "
                 "differ",
                 "look for dead ReLUs, saturated units, a learning rate that is too high, or inputs that the forward "
-                "does not use",
+                "pass does not use",
                 key=update.name,
             )
 
@@ -303,7 +303,7 @@ class Guards(Handler):
                 "G01",
                 f"{len(missing)} of the {len(wanted)} parameters of update {update.name!r} ({shown(missing, names)}) have no "
                 f"gradient in iteration {engine.state.iteration}",
-                "use engine.model in the forward; look for detach(), no_grad(), .item() and unused modules; freeze "
+                "use engine.model in the forward pass; look for detach(), no_grad(), .item() and unused modules; freeze "
                 "parameters that should not be trained",
                 key=(update.name, several),
                 severity="warning" if several else "info",
@@ -375,7 +375,7 @@ class Guards(Handler):
                 "G18",
                 f"the learning rate of update {update.name!r} has fallen from {facts.largest_rate:.3g} to {rate:.3g} by "
                 f"iteration {state.iteration} of {planned}",
-                'check how fast the schedule falls, when it ends, and its unit: LRScheduling(..., every="1ep") steps '
+                'check how fast the schedule decays, when it ends, and its unit: LRScheduling(..., every="1ep") steps '
                 "the schedule once per epoch",
                 key=update.name,
             )
@@ -468,8 +468,8 @@ class Guards(Handler):
         if found := untrained_spectral_norms(engine):
             self._report(
                 "G23",
-                f"the power iteration of the spectral norm of {found[0]!r} has not run, or not with the weights that "
-                "are evaluated, so these weights are divided by a number that is too small",
+                f"the power iteration of the spectral norm of {found[0]!r} has not run, or has not run with "
+                "the weights being evaluated, so these weights are divided by a number that is too small",
                 "run a few forward passes with these weights in training mode first",
             )
         look.statistics = statistics_of(engine)  # once the modes are set

@@ -107,8 +107,8 @@ class NEFTune(Handler):
         """Raise an error if the first forward has not called the embedding."""
         if self._draws.begun and not self._called and len(engine.updates) == 1:
             raise ValueError(
-                f"{self.name!r}: the forward did not call the embedding, so no noise was added; use "
-                "NEFTune(embedding=) to select an embedding that the forward calls, or, if you pass embeddings to the "
+                f"{self.name!r}: the forward pass did not call the embedding, so no noise was added; use "
+                "NEFTune(embedding=) to select an embedding that the forward pass calls, or, if you pass embeddings to the "
                 "model, pass token ids instead"
             )
 

@@ -460,7 +460,7 @@ def _amount(function: str, argument: str, value: Any) -> int | float:
         raise TypeError(f"{where}: expected an int (number of steps), or a float from 0 to 1 (fraction of the run)")
     if isinstance(value, Integral):
         if value < 0:
-            raise ValueError(f"{where}: expected 0 steps or more")
+            raise ValueError(f"{where}: expected 0 or more steps")
         return int(value)
     if not 0 <= float(value) <= 1:
         raise ValueError(f"{where}: expected a float from 0 to 1 (fraction of the run), or an int (number of steps)")

@@ -148,7 +148,7 @@ class SpikeGuard(Handler):
                     "C39",
                     f"{self.name!r} detects no spikes in the first window={self.window} steps, but update "
                     f"{update.name!r} takes only {steps} step{'' if steps == 1 else 's'}",
-                    "use a smaller window=, but at least 8" if steps > 8 else "omit it in runs of so few steps",
+                    "use a smaller window=, but at least 8" if steps > 8 else f"omit {self.name!r} in runs this short",
                     [self.name],
                 )
 

@@ -262,7 +262,7 @@ class TruncatedBPTT(Handler):
                 "W69",
                 f"{self.name!r}: the forward of update {update.name!r} sets no hidden state, so the recurrent layers "
                 "start each chunk from zero",
-                "in the forward, start from engine.state.update.hidden, and set engine.state.update.hidden to the new "
+                "in the forward pass, start from engine.state.update.hidden, and set engine.state.update.hidden to the new "
                 "hidden state",
                 self.name,
             )

@@ -41,7 +41,7 @@ class Beginnings:
                 finding(
                     "W82",
                     f"build({seed}) produced different {' and different '.join(different)} than in an earlier run with "
-                    "the same seed, so the runs of the study depend on each other",
+                    "the same seed, so the runs of the study are not independent",
                     "create the handlers, the model and the data inside build, so that each call returns new ones, and "
                     "do not modify objects that are shared between runs",
                 )
@@ -61,7 +61,7 @@ class Beginnings:
                     "W04",
                     f"the study compares {metric!r}, which a function writes in each batch. Unless this function "
                     "averages over the batches, the study compares the value from the last batch",
-                    "let Metrics compute the mean, in the engine that runs these batches: "
+                    "in the engine that runs these batches, let Metrics compute the mean: "
                     f"attach(Metrics({{{metric.rpartition('/')[2]!r}: Average(function)}}))",
                 )
             )

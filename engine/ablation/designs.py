@@ -225,7 +225,7 @@ def variants_of(designs: Sequence[Design], candidates: Sequence[str]) -> list[Va
                 )
     if BASELINE not in found:
         raise ValueError(
-            f"no variant is named {BASELINE!r}, although every comparison is made with the baseline; the variants are "
+            f"every comparison is made with the baseline, but no variant is named {BASELINE!r}; the variants are "
             f"{', '.join(found)}"
         )
     if len(found) == 1:

@@ -284,7 +284,7 @@ def _split(splitter: Any, arguments: tuple[Any, ...]) -> tuple[Fold, ...]:
         for train, test in splitter.split(*arguments)
     )
     if not found:
-        raise ValueError(f"KFold(splitter={splitter!r}) returns no folds for this data")
+        raise ValueError(f"KFold(splitter={splitter!r}): the splitter returned no folds for this data")
     for place, (train, test) in enumerate(found):
         if not train or not test or set(train) & set(test):
             raise ValueError(

@@ -89,7 +89,9 @@ def out_of_fold(predicted: Mapping[int, Tensor], tests: Sequence[Sequence[int]],
     kinds = {(one.dtype, tuple(one.shape[1:])) for one in predicted.values()}
     if len(kinds) > 1:
         listing = ", ".join(sorted(f"{dtype} of shape {shape}" for dtype, shape in kinds))
-        raise ValueError(f"predictions: the predictions of the folds differ in type or shape: {listing}")
+        raise ValueError(
+            f"predictions: the predictions of the folds differ in dtype, or in the shape of a single prediction: {listing}"
+        )
     ((dtype, shape),) = kinds
     counts = torch.zeros(samples, dtype=torch.int64)
     total = torch.zeros((samples, *shape), dtype=dtype)

@@ -388,8 +388,8 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
         combination = tuple(on[factor] is True for factor in factors)
         if combination in cells:
             raise ValueError(
-                f"effects(variants=...): {cells[combination]!r} and {variant.name!r} have the same combination "
-                "of factors"
+                f"effects(variants=...): {cells[combination]!r} and {variant.name!r} enable the same factors; "
+                "pass only one of them"
             )
         cells[combination] = variant.name
     for combination in product((False, True), repeat=len(factors)):

@@ -92,7 +92,7 @@ def _report(lines: list[Line], metric: str | None, mode: Literal["min", "max"] |
         results.append(to_result(name, line, metric))
     if BASELINE not in variants:
         raise ValueError(
-            f"no run belongs to the variant {BASELINE!r}, although every comparison is made with the baseline; the "
+            f"every comparison is made with the baseline, but no run belongs to the variant {BASELINE!r}; the "
             f"variants are {', '.join(variants)}"
         )
     ordered = sorted(variants.values(), key=lambda one: one.name != BASELINE)

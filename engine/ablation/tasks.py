@@ -160,7 +160,8 @@ def _check_same_variants(task: str, plan: Plan, first_task: str, first: Plan) ->
 def _ends(task: str, ends: object) -> Ends:
     if not isinstance(ends, tuple | list) or len(ends) != 2:
         raise TypeError(
-            f"Study(scores={{{task!r}: {ends!r}}}): expected the two values that count as 0 and 1, such as (0.1, 1.0)"
+            f"Study(scores={{{task!r}: {ends!r}}}): expected the two values of the metric that map to a score of 0 "
+            "and of 1, such as (0.1, 1.0)"
         )
     zero, one = ends
     if any(isinstance(end, bool) or not isinstance(end, int | float) or not math.isfinite(end) for end in ends) or (

@@ -173,7 +173,7 @@ class Log(Part["Engine"]):
         except (TypeError, ValueError, RuntimeError) as error:
             way_out = "pass 1 or 3 channels, and layout= if the channels do not come first"
             if isinstance(error, TypeError):
-                way_out = "pass a tensor, an array or a PIL image"
+                way_out = "pass a tensor or an array of real numbers, or a PIL image"
             self._report("image", name, f"the image is not logged: {error}", way_out)
             return
         if problem is not None:
@@ -343,7 +343,7 @@ def as_pixels(image: Any, layout: str | None) -> tuple[np.ndarray[Any, np.dtype[
     if channels not in (1, 3) or pixels.numel() == 0:
         raise ValueError(f"an image of {height} x {width} pixels with {channels} channels ({layout}) cannot be shown")
     if pixels.is_complex():
-        raise ValueError("complex numbers cannot be shown")
+        raise TypeError("complex numbers cannot be shown")
     real, most = pixels.is_floating_point(), 1 if pixels.is_floating_point() or pixels.dtype is torch.bool else 255
     problem = _out_of_range(widened(pixels), real)
     pixels = pixels if pixels.dtype in (torch.float32, torch.float64) else widened(pixels)

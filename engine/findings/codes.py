@@ -23,8 +23,8 @@ _TEXTS = {
     # W0x: metrics and the handlers that monitor them
     "W01": 'A handler monitors a metric in the wrong direction, such as `mode="max"` for a loss, so it would keep '
     "the worst value.",
-    "W02": "A monitored metric is NaN. NaN never counts as an improvement, so patience runs out and no best "
-    "checkpoint is written.",
+    "W02": "A monitored metric is NaN. NaN never counts as an improvement: it uses up patience, and the weights at "
+    "this value are not kept or exported as the best.",
     "W03": "The class of the batch has no length, so each batch counts as one sample. Averages then give a short last "
     "batch the same weight as a full batch.",
     "W04": "A metric is not, or is not known to be, the value over all samples. It is either the value of the last "
@@ -33,10 +33,11 @@ _TEXTS = {
     "0 to 1, as logits do.",
     "W06": "A handler monitors a metric of the training data, although validation metrics are also measured. "
     "Overfitting goes undetected.",
-    "W07": "The patience of `EarlyStopping` is longer than the run, so it cannot stop the run.",
-    "W08": "`min_delta` is as large as all values of the metric, so it may be too large for any value to count as an "
-    "improvement, and the run stops early.",
-    "W09": "A check raised an error and was skipped. The run continues, because it does not depend on the check.",
+    "W07": "The metric has too few values in this run to exhaust the patience of `EarlyStopping`, so the patience "
+    "cannot stop the run.",
+    "W08": "`min_delta` is at least as large as every value of the metric so far. No improvement may be large enough "
+    "to count, so the run stops early.",
+    "W09": "A check raised an error and was skipped. The run does not depend on the check, so it continues.",
     # W1x: steps and optimizers
     "W10": "The engine trains nothing: no `Update` has an optimizer, but `run` was called for several epochs, as in training.",
     "W11": "Parameters of the model are in no optimizer, because a layer was created, replaced or unfrozen after the "
@@ -52,8 +53,8 @@ _TEXTS = {
     "W17": "Your code calls `optimizer.step()`. The engine also calls it, so the engine does not count all steps.",
     "W18": "The learning rate is 0 for a whole epoch, so nothing is learned; or it is negative, so steps increase the "
     "loss.",
-    "W19": "A guard skipped steps, because their gradients or losses were not finite, or were far above the usual "
-    "values.",
+    "W19": "A guard skipped steps, or went back and skipped batches, because their gradients or losses were not "
+    "finite, or were far above the usual values.",
     # W2x: data
     "W20": "An evaluation draws its samples with replacement, so samples may count more than once or not at all.",
     "W21": "The data yields more batches than its length says, or the evaluation data yields fewer. Schedules and "
@@ -68,7 +69,7 @@ _TEXTS = {
     "W26": "Every worker iterates over the whole iterable dataset, so each sample appears once per worker in an epoch.",
     "W27": "BatchNorm normalizes over the batch, but its input has a single sample, so the batch statistics are those of "
     "this one sample.",
-    "W28": "Your code wrote to the batches of the data in place, so later epochs train on the batches as they are then.",
+    "W28": "Your code wrote to the batches of the data in place, so later epochs train on the changed batches.",
     "W29": "An update ran no optimizer step, because its function returned no loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming
     "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
@@ -98,9 +99,9 @@ _TEXTS = {
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
     "process, so each rank works as if it were alone: the ranks may read the same data and write the same files.",
-    "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler has no "
-    "`load_state_dict`, `torch.load` rejects an object, or a value that the forward pass or a handler changes is "
-    "not saved.",
+    "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler overrides `state_dict` "
+    "but not `load_state_dict`, `torch.load` rejects an object, or a value that the forward pass or a handler changes "
+    "is not saved.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation
@@ -108,9 +109,9 @@ _TEXTS = {
     "on them, the metrics are noisy.",
     "W51": "An evaluator measures a model other than the one being trained, so its metrics do not reflect the "
     "training.",
-    "W52": "Parts of the model are in eval mode when a training run begins, so their dropout is off and their batch "
-    "statistics do not update.",
-    "W53": "An evaluator measures nothing, because no metrics are attached to it and no function is connected.",
+    "W52": "Parts of the model are in eval mode when a training run begins. Frozen parts stay in eval mode, so their "
+    "dropout is off and their batch statistics do not update; other parts are set to training mode.",
+    "W53": "An evaluator measures nothing, because no handler is attached to it and no function is connected.",
     "W54": "Predictions are collected from shuffled data, so their order differs from the order of the dataset.",
     "W55": "After this run, an average of the weights still consists mostly of the weights with which it started, so "
     "evaluation metrics may be worse than training metrics.",
@@ -124,9 +125,10 @@ _TEXTS = {
     "differently.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar is set to show a metric that nothing measures.",
-    "W62": "A logger is attached to an evaluator, whose epochs and iterations restart with each evaluation, so the "
-    "rows do not tell when it ran; a trace restarts, too.",
-    "W63": "The interval of a logger is longer than the run, so the logger never wrote at this interval.",
+    "W62": "A logger is attached to an evaluator that runs several times, whose epochs and iterations restart with "
+    "each evaluation, so the rows do not show when in the training the evaluation ran. A trace also restarts with each "
+    "evaluation.",
+    "W63": "The interval of a logger is longer than the run, so the logger wrote neither losses nor learning rates.",
     "W64": "The accuracy never exceeded the accuracy of always predicting the most frequent class, so the model seems "
     "to learn nothing about the labels.",
     "W65": "A loss reads the iteration or epoch of its engine. An evaluator counts from 1 in each evaluation, so the "
@@ -152,15 +154,15 @@ _TEXTS = {
     "W75": "Parameters have gradients before the first backward pass of a window, for example because your code calls "
     "`backward()`. The step includes these gradients.",
     "W76": "Your code keeps losses or outputs with their graphs, so the memory of these iterations is not freed.",
-    "W77": "Targets are outside the range that the loss accepts, or that the activation before it can reach.",
+    "W77": "Targets are outside the range that the loss accepts, or outside the range of the activation before the loss.",
     "W78": "The global generator is seeded in each iteration, so dropout draws the same mask every time.",
     "W79": "The loss is computed over a single class, so it is constant and its gradients are zero.",
     # W8x: functions and handlers, studies, and more about losses
     "W80": "A function changes only the reported loss. Gradients come from `backward_loss`, which is unchanged.",
     "W81": "The runs of a study are identical although their seeds differ, so a single result is counted several "
     "times.",
-    "W82": "The runs of a study start with different handlers, updates, weights or data than earlier runs with the same "
-    "seed, so the runs depend on each other.",
+    "W82": "The runs of a study start with handlers, updates, weights or data that differ from those of earlier runs "
+    "with the same seed, so the runs are not independent.",
     "W83": "The loss is a sum over the batch, but the engine averages the batches of a window, so the step matches "
     "neither the sum nor the mean over the window.",
     "W84": "Optimizer steps ran, but no weight changed, because gradients are zero, or steps are below the precision "
@@ -168,21 +170,21 @@ _TEXTS = {
     "W85": "A function returns a batch or a loss, but return values of connected functions are ignored.",
     "W86": "A learning-rate scheduler was built for an optimizer, but nothing calls its `step()`, so the learning rate "
     "stays at its initial value.",
-    "W87": "A function steps the scheduler, so checkpoints do not contain its position, and a resumed run restarts "
-    "the schedule.",
+    "W87": "A function steps the scheduler, so checkpoints do not contain the position of the scheduler, and a resumed "
+    "run restarts the schedule.",
     "W88": "A recurrent or attention layer treats the samples of a batch as time steps, because it expects the time "
     "dimension first.",
     "W89": "Something other than the schedule changes the learning rate.",
     "W90": "The loss is a negated distance, so minimizing it increases the distance.",
     "W91": "A function evaluates the model in training mode, where dropout and batch normalization behave differently.",
     "W92": "The loss depends on trainable tensors that no optimizer holds, such as those of an older model.",
-    "W93": "A reshape in place of a transpose, or a softmax over the batch, mixes the values of different samples or "
-    "positions.",
-    "W94": "The forward pass uses only one output step of a recurrent layer, and that step is padding in the shorter "
-    "sequences, or depends on only one step of the sequence.",
+    "W93": "A reshape where a transpose was needed, or a softmax over the batch, mixes the values of different samples "
+    "or positions.",
+    "W94": "The forward pass uses only one output step of a recurrent layer. This step is padding in the shorter "
+    "sequences, or was computed without seeing any other step (in a bidirectional layer, in the backward direction).",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
-    "W96": "The loss is a mean over targets. The batches of a window have different numbers of targets, but equal "
-    "weights.",
+    "W96": "The loss is a mean over targets, but the weights of the batches (of a window, or of the ranks) do not "
+    "match their numbers of targets, so the targets do not count equally.",
     "W97": "The first loss is far above that of random guessing, usually because the inputs or the initial weights "
     "are too large.",
     "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
@@ -191,7 +193,7 @@ _TEXTS = {
     "C01": "A handler monitors a metric that nothing measures.",
     "C02": "Metrics are measured, but no handler logs, shows or monitors them.",
     "C03": "Two handlers use the same value at the same event, phase and rank, and at least one of them writes it, so "
-    "the order in which you attach them matters.",
+    "the order in which you attach them may matter.",
     "C04": "Gradients are clipped twice.",
     "C05": "A schedule steps in a different unit than it was written for: its lengths are in epochs, for example, but "
     "it steps after each optimizer step.",
@@ -210,8 +212,8 @@ _TEXTS = {
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
     "C17": "An interval is longer than this run, so the action that it triggers never runs.",
     "C18": "Weight averaging is set to start after the end of this run, so the averages are never used.",
-    "C19": "The patience is longer than the run, so it cannot stop the run.",
-    "C20": "An evaluation measures nothing, because no metrics are attached to the evaluator.",
+    "C19": "The metric has too few values in this run to exhaust the patience, so the patience cannot stop the run.",
+    "C20": "An evaluation measures nothing, because the evaluator has no handlers and no connected functions.",
     "C21": "The last batch has one sample, for which BatchNorm cannot compute a variance. PyTorch may raise an error.",
     "C22": "An accumulation window is longer than an epoch. Windows end with the epoch, so steps use fewer batches.",
     "C23": "A schedule changes the learning rates of only some optimizers.",
@@ -228,17 +230,17 @@ _TEXTS = {
     "processes, so each one trains alone.",
     "C31": "`Preemption` would stop the run, but no handler would save its state.",
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
-    "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights and "
-    "stay equal.",
+    "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights, so "
+    "they stay equal or differ only in their biases.",
     "C34": "The running statistics of a BatchNorm layer stay at their initial values, or come almost only from the "
     "last batch, because its `momentum` follows the opposite convention. In PyTorch, `momentum` is the weight of the "
     "new batch.",
     "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
-    "C36": "The same layer object appears in several places in the model, so these places share its weights. `[layer] "
-    "* n` does this.",
+    "C36": "The same layer object appears in several places in the model, so these places share its weights, as in "
+    "`[layer] * n`.",
     "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
     "C38": "A handler for multi-process training is attached in a notebook, which runs as a single process.",
-    "C39": "`SpikeGuard` needs more steps to learn the usual loss than the run has, so it does nothing.",
+    "C39": "The run has no more steps than `SpikeGuard` needs to learn the usual loss, so it detects no spikes.",
     "C40": "A metric name without a prefix was taken to mean the validation metric.",
     "C41": "There are more processes than compute shards, or their number does not divide the shards, so some of the "
     "processes are idle.",
@@ -248,11 +250,11 @@ _TEXTS = {
     "G01": "Parameters in the optimizer have no gradient, so they do not train. The finding is only informational if "
     "these are a minority.",
     "G02": "All gradients are zero, so the step changes nothing.",
-    "G03": "An optimizer step does not change the weights.",
+    "G03": "An optimizer step does not change the weight with the largest gradient.",
     "G04": "The learning rate is 0.",
     "G05": "Parameters of the model are in no optimizer, probably because a layer was created, replaced or unfrozen after "
     "the optimizer was built.",
-    "G06": "Modules are in eval mode in the forward pass of the training, so dropout is off and batch statistics are frozen.",
+    "G06": "Modules are in eval mode in the forward pass during training, so dropout is off and batch statistics are frozen.",
     "G07": "Dropout is active in an evaluation, so its metrics are random.",
     "G08": "The running statistics of normalization layers change in an evaluation, so evaluating changes the model.",
     "G09": "The weights differ between ranks, so the ranks train different models.",
@@ -260,22 +262,23 @@ _TEXTS = {
     "G11": "The data yields the same batch again and again.",
     "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1, so they are the target "
     "of no class.",
-    "G13": "The inputs, or what may be the inputs, have large values, so they do not seem normalized.",
-    "G14": "The inputs or the loss are NaN or infinite.",
-    "G15": "Each of three batches had labels of a single class. The finding is only informational if this is the same class in "
-    "all batches.",
+    "G13": "The inputs (or the first floating-point tensor of the batch, where the inputs cannot be identified) have "
+    "large values, so they do not seem normalized.",
+    "G14": "The inputs contain NaN, or the loss is NaN or infinite.",
+    "G15": "In each of the last three checks, all labels of the batch were of one class. The finding is only "
+    "informational if this is the same class in all batches.",
     "G16": "The model gives the same output for all samples of a batch, although their inputs differ.",
     "G17": "The loss is exactly the same for different batches, so it does not depend on the data.",
-    "G18": "The learning rate is almost 0 before the middle of the run: the schedule falls fast, ends early, or counts in "
+    "G18": "The learning rate is almost 0 before the middle of the run: the schedule decays fast, ends early, or counts in "
     "the wrong unit.",
     "G19": "The gradient norm has grown by a factor of a million, so training diverges.",
     "G20": "Your code calls `optimizer.step()` in addition to the engine.",
     "G21": "Frozen normalization layers still update their running statistics.",
     "G22": "Only normalization layers are trained, and the last layer is frozen, so the model cannot learn new "
     "classes.",
-    "G23": "The power iteration of a spectral norm has not run, or not with the weights that are evaluated, so they are "
-    "divided by a number that is too small.",
-    "G24": "The mean loss of an epoch equals that of random guessing.",
+    "G23": "The power iteration of a spectral norm has not run, or has not run with the weights being evaluated, so "
+    "these weights are divided by a number that is too small.",
+    "G24": "In every check of an epoch (at least five), the loss was within 1 % of the loss of random guessing.",
 }
 
 CODES: dict[str, tuple[Severity, str]] = {

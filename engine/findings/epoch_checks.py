@@ -294,7 +294,7 @@ class EpochChecks:
                 "W18",
                 f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: "
                 f"{min(rates):.3g}, so steps increase the loss",
-                "check the schedule, whose factor falls below 0",
+                "check the schedule, whose factor becomes negative",
                 key=update.name,
             )
 

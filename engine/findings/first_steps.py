@@ -205,7 +205,7 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
             "W49",
             f"update {update.name!r}: {owner} relies on {' and '.join(events)}, which only compute() emits, but {by!r} "
             f"computes the gradients without calling compute(), so {owner} has no effect on this update",
-            f"detach one of the two, or let {by!r} call compute()",
+            f"detach {owner} or {by!r}, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
 
@@ -336,9 +336,9 @@ class _Look:
                 f"the loss of update {update.name!r} depends on {counted(len(lasting), 'tensor')} with "
                 f"requires_grad=True of shape {shapes}, which {'is' if len(lasting) == 1 else 'are'} in no optimizer and "
                 "in no model of the engine",
-                "if they belong to an older model, use engine.model in the forward pass; to train them, make them "
-                "parameters of the model, or of a module passed to the Engine: model={'model': ..., 'loss': ...}; and "
-                "freeze them, or create them without requires_grad, if they are inputs or should not be trained",
+                "if they belong to an older model, use engine.model in the forward pass; if they should be trained, "
+                "make them parameters of the model, or of a module passed to the Engine: model={'model': ..., 'loss': "
+                "...}; if they are inputs or should not be trained, freeze them, or create them without requires_grad",
                 key=update.name,
             )
 

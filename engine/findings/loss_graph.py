@@ -92,7 +92,7 @@ def problems_of(
             yield (
                 "W72",
                 f"{_PROBABILITIES[name]} is applied twice in a row, in the loss or right before it",
-                "remove either the one at the end of the model or the one in the loss function",
+                f"remove the {_PROBABILITIES[name]} either from the end of the model or from the loss function",
             )
         elif name in _DISTANCES:
             yield from _out_of_reach(node)
@@ -217,7 +217,7 @@ def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Pr
     smallest, largest = (float(one) for one in values.aminmax())
     between = least == -1.0 and bool((values == 0).any())
     if smallest < least - 1e-3 or largest > most + 1e-3 or between:
-        expected = "of -1 or 1" if least == -1.0 else "from 0 to 1"
+        expected = "that are -1 or 1" if least == -1.0 else "from 0 to 1"
         found = f"those of the first batch lie between {smallest:.4g} and {largest:.4g}"
         yield "W77", f"{function} expects targets {expected}, but {found}", f"convert the targets to numbers {expected}"
 

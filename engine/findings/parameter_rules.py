@@ -35,7 +35,8 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
                 f"the optimizer of update {update.name!r} holds {len(foreign)} parameters (of shape "
                 f"{listed(str(tuple(one.shape)) for one in foreign)}) that do not belong to the model, so they are "
                 "not moved with the model",
-                "build the optimizer from the model's parameters, or add their module: Engine(model={'model': ..., 'loss': ...})",
+                "build the optimizer from the model's parameters, or add the module that these parameters belong to: "
+                "Engine(model={'model': ..., 'loss': ...})",
                 severity="warning" if replaced and update.spec.parameters is None else "info",
             )
 

@@ -73,7 +73,7 @@ def failed_look(name: str, error: Exception) -> Finding:
     return finding(
         "W09",
         f"the check {name} is skipped, because it raised {type(error).__name__}: {text}",
-        "the run does not depend on the check; please report the error, and describe the data and the model",
+        "please report the error, and describe your data and model; the run does not depend on the check",
     )
 
 

@@ -178,9 +178,9 @@ def report_loss_parameters(engine: Engine) -> None:
                 "W42",
                 f"the loss {kind} has parameters that no optimizer of the engine holds, so the engine does not train "
                 f"them: {', '.join(missing)}",
-                f"pass the optimizer as a factory, or with these parameters: [*model.parameters(), *{name}.parameters()]"
-                f"; add {name!r} to parameters=, if you pass it; if they should stay constant, call "
-                "requires_grad_(False) on them; allow W42 if your own code trains them",
+                f"pass the optimizer as a factory (if you also pass parameters=, add {name!r} to it), or build the optimizer "
+                f"with these parameters as well: [*model.parameters(), *{name}.parameters()]; if they should stay "
+                "constant, call requires_grad_(False) on them; if your own code trains them, allow W42",
                 key=name,
             )
         elif trained and not left:

@@ -155,7 +155,7 @@ class TargetCounts:
             "W96",
             f"update {update.name!r}: the loss is divided by {over}, which is {one.number:.6g} and "
             f"{other.number:.6g} in two {what}, but {alike}",
-            f"weight the batches by this number: GradientAccumulation({update.window.length}, weight=lambda engine: "
+            f"weight each batch by {over}: GradientAccumulation({update.window.length}, weight=lambda engine: "
             f"{number})",
             key=update.name,
         )

@@ -154,7 +154,9 @@ def _check(tensors: Mapping[str, Tensor], path: Path) -> None:
         found = set(file.keys())
         for name, tensor in tensors.items():
             if name not in found or not _equal(file.get_tensor(name), tensor):
-                raise OSError(f"export_weights(): {name!r} in the written file differs from the tensor in the model")
+                raise OSError(
+                    f"export_weights(): {name!r} is missing from the written file, or differs from the tensor in the model"
+                )
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:

@@ -229,17 +229,19 @@ def codes_page() -> str:
     text = [
         "# Warning codes (W, C, G)",
         "",
-        "What looks wrong but may be meant is reported once a run, with a code. Where it is meant,",
-        '`Engine(..., allow=["W14"])` and `with signalfire.allow("W14"):` silence it. `{...}` stands for a name or a value.',
-        "A `warning` is a Python warning. An `info` needs nothing done: `engine.findings.of_run()` has it, and of the codes "
-        f"{', '.join(sorted(PRINTED))} it is printed as one line on stderr.",
+        "Something that looks wrong but may be intended is reported once per run, with a code. If it is intended,",
+        'silence it with `Engine(..., allow=["W14"])` or `with signalfire.allow("W14"):`. `{...}` stands for a name or a value.',
+        "A `warning` is a Python warning. An `info` requires no action: `engine.findings.of_run()` contains it, and "
+        "for the codes "
+        f"{', '.join(sorted(PRINTED))} it is also printed as one line on stderr.",
         "",
     ]
     ways = ways_out()
     for letter, title in GROUPS.items():
         text += [f"## {title}", "", "| code | severity | what it means | what to do |", "|---|---|---|---|"]
         text += [
-            f"| [{code}]{{#{code}}} | {level} | {what} | {'; or '.join(map(_in_table, ways[code])) or 'said in the finding'} |"
+            f"| [{code}]{{#{code}}} | {level} | {what} | "
+            f"{'; or '.join(map(_in_table, ways[code])) or 'the finding says what to change'} |"
             for code, (level, what) in CODES.items()
             if code[0] == letter
         ]

@@ -74,7 +74,7 @@ class ScalarLogger(Handler):
             engine.findings.report(
                 "W40",
                 f"{self.name!r} cannot write {entry.name!r}: {type(error).__name__}: {error}",
-                "draw or convert the value outside the run to reproduce the error",
+                "to reproduce the error, draw or convert the value outside the run",
                 self.name,
                 key=entry.name,
             )

@@ -70,7 +70,7 @@ def check_factory(scheduler: Any) -> None:
     if inspect.isfunction(base := base_of(scheduler)) and base.__module__ == "signalfire.handlers.schedules":
         given = ", ".join(f"{name}={value!r}" for name, value in getattr(scheduler, "keywords", {}).items())
         raise TypeError(
-            f"LRScheduling({scheduler!r}): {base.__name__} is not a factory but returns one; pass "
+            f"LRScheduling({scheduler!r}): {base.__name__} is a function that returns a factory; call it: "
             f"{base.__name__}({given or '...'})"
         )
 

@@ -71,7 +71,7 @@ def sums_of_loss(by: Handler, update: UpdateState) -> Iterator[Finding]:
             "W04",
             f"{by.name!r} averages the loss of update {update.name!r} over samples, but this loss "
             f"{'is' if of_torch else 'may be'} a sum over the batch (reduction='sum'), which grows with the batch size",
-            "use reduction='mean'" if of_torch else "if so, divide the loss by the number of samples",
+            "use reduction='mean'" if of_torch else "if it is a sum, divide the loss by the number of samples",
             [by.name],
             None if of_torch else "info",
         )

@@ -214,7 +214,7 @@ def test_the_embedding_is_found_or_named() -> None:
         build(NEFTune(), model=TwoTables()).run(texts(), max_epochs=1)
     with pytest.raises(ValueError, match=r"'x' is not a module of the model; .* embeddings are 'tokens', 'places'"):
         build(NEFTune(embedding="x"), model=TwoTables()).run(texts(), max_epochs=1)
-    with pytest.raises(ValueError, match=r"'nef_tune': the forward did not call the embedding"):
+    with pytest.raises(ValueError, match=r"'nef_tune': the forward pass did not call the embedding"):
         build(NEFTune(embedding="tokens"), model=Unused()).run(texts(), max_epochs=1)
     torch.manual_seed(0)
     named = build(NEFTune(), model=Named())

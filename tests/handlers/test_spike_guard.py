@@ -880,7 +880,7 @@ def test_steps_that_compute_their_gradients_several_times_go_back_as_well(way: s
         ({"max_steps": 30}, [("update 'a' takes only 30 steps", "use a smaller window=, but at least 8")]),
         (
             {"max_iters": 1},
-            [(f"update {name!r} takes only 1 step", "omit it in runs of so few steps") for name in "ab"],
+            [(f"update {name!r} takes only 1 step", "omit 'spike_guard' in runs this short") for name in "ab"],
         ),
     ],
 )

@@ -260,7 +260,7 @@ def test_effects_refuse_what_is_not_the_whole_factorial_design() -> None:
         effects(factorial(), FACTORS, variants=CELLS[:-1])
     with pytest.raises(ValueError, match=r"the factors of variant 'none' are \['clip', 'ema', 'mixup'\]"):
         effects(factorial(), FACTORS[:2], variants=CELLS)
-    with pytest.raises(ValueError, match="have the same combination of factors"):
+    with pytest.raises(ValueError, match="enable the same factors; pass only one of them"):
         effects(factorial(), FACTORS, variants=[*CELLS, Variant("again", level=CELLS[0].level)])
     with pytest.raises(ValueError, match="order=4"):
         effects(factorial(), FACTORS, 4, variants=CELLS)

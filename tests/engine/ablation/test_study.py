@@ -433,7 +433,7 @@ def test_a_design_without_a_baseline_is_refused() -> None:
         def variants(self, candidates: Any) -> list[Variant]:
             return [Variant("all"), Variant("none", frozenset(candidates))]
 
-    with pytest.raises(ValueError, match=r"no variant is named 'baseline'.* the variants are all, none"):
+    with pytest.raises(ValueError, match=r"but no variant is named 'baseline'.* the variants are all, none"):
         make_study().plan(Mine())
 
 
