@@ -247,7 +247,7 @@ class Sentences:
         if not 0 < size < math.inf:
             return ""
         return (
-            f"; a difference of {self._amount(size, unit=True)} is detected with a probability of 80 %, and a smaller "
+            f"; a difference of {self._amount(size, unit=True)} would be detected with a probability of 80 %, so a smaller "
             "one may exist"
         )
 

@@ -23,11 +23,11 @@ _TEXTS = {
     # W0x: metrics and the handlers that monitor them
     "W01": 'A handler monitors a metric in the wrong direction, such as `mode="max"` for a loss, so it would keep '
     "the worst value.",
-    "W02": "A monitored metric is NaN. NaN never counts as an improvement: it uses up patience, and the weights at "
-    "this value are not kept or exported as the best.",
+    "W02": "A monitored metric is NaN. NaN never counts as an improvement: it uses up patience, and the weights that "
+    "were evaluated when it occurred are not kept or exported as the best.",
     "W03": "The class of the batch has no length, so each batch counts as one sample. Averages then give a short last "
     "batch the same weight as a full batch.",
-    "W04": "A metric is not, or is not known to be, the value over all samples. It is either the value of the last "
+    "W04": "A metric is not computed over all samples, or may not be. It is either the value of the last "
     "batch, or the mean of per-batch values, which for a metric such as F1 differs from the value over all samples.",
     "W05": "`Accuracy` compares scores with a threshold for probabilities, but the scores lie outside the range from "
     "0 to 1, as logits do.",
@@ -240,11 +240,11 @@ _TEXTS = {
     "`[layer] * n`.",
     "C37": "Linear layers follow each other without an activation, so together they are one linear map.",
     "C38": "A handler for multi-process training is attached in a notebook, which runs as a single process.",
-    "C39": "The run has no more steps than `SpikeGuard` needs to learn the usual loss, so it detects no spikes.",
+    "C39": "`SpikeGuard` needs all steps of the run, or more, to learn the usual loss, so it detects no spikes.",
     "C40": "A metric name without a prefix was taken to mean the validation metric.",
     "C41": "There are more processes than compute shards, or their number does not divide the shards, so some of the "
     "processes are idle.",
-    "C42": "A function is called only for the shards of its own process, so its result depends on the number of "
+    "C42": "In each process, a function is called only for that process's shards, so its result depends on the number of "
     "processes.",
     # G: what `handlers.Guards` finds in a run
     "G01": "Parameters in the optimizer have no gradient, so they do not train. The finding is only informational if "

@@ -20,9 +20,8 @@ def test_sentences_of_leaving_one_out() -> None:
         "Without mixup, accuracy rose by 1.6 percentage points (95 % interval 0.8 to 2.5, p = 0.0078 adjusted, 8 seeds): "
         "the setup is better without it.",
         "Without clip, accuracy shows no significant difference with 8 seeds (change of 0.1 percentage points, 95 % interval "
-        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points is detected with a probability of 80 %, "
-        "and a smaller "
-        "one may exist.",
+        "-1.4 to 1.5, p = 1 adjusted); a difference of 2.2 percentage points would be detected with a probability of 80 %, "
+        "so a smaller one may exist.",
         "Without noise, accuracy was exactly the same with all 8 seeds.",
         "Without sched, accuracy fell by 2.0 percentage points (the same with every seed, so there is no interval, "
         "p = 0.0078 adjusted, 8 seeds): it contributes.",
@@ -217,7 +216,7 @@ def test_effects_and_interactions_have_sentences() -> None:
     )
     assert ema.endswith(", p = 0.0078 adjusted, 8 seeds): it contributes.")
     assert mixup.startswith("mixup has no significant effect on accuracy (")
-    assert mixup.endswith(" is detected with a probability of 80 %, and a smaller one may exist.")
+    assert mixup.endswith("  would be detected with a probability of 80 %, so a smaller one may exist.")
     assert both.startswith("The interaction ema x mixup raises accuracy by 1.0 percentage points (95 % interval 0.")
     assert "contributes" not in both
     worse = report(changes, FACTORIAL, mode="min").sentences()[3]
