@@ -35,8 +35,8 @@ _TEXTS = {
     "Overfitting goes undetected.",
     "W07": "The metric has too few values in this run to exhaust the patience of `EarlyStopping`, so the patience "
     "cannot stop the run.",
-    "W08": "`min_delta` is at least as large as every value of the metric so far. No improvement may be large enough "
-    "to count, so the run stops early.",
+    "W08": "`min_delta` is at least as large as every value of the metric so far. Improvements may therefore be too "
+    "small to count, and the run stops early.",
     "W09": "A check raised an error and was skipped. The run does not depend on the check, so it continues.",
     # W1x: steps and optimizers
     "W10": "The engine trains nothing: no `Update` has an optimizer, but `run` was called for several epochs, as in training.",
@@ -44,8 +44,8 @@ _TEXTS = {
     "optimizer was built. They do not train.",
     "W12": "Optimizer steps ran, but no parameter had a gradient, so the model does not learn. Usually the "
     "graph is cut between the parameters and the loss.",
-    "W13": "Some parameters in the optimizer had no gradient at any step of an epoch, so they do not train. It is "
-    "only informational if these are a minority.",
+    "W13": "Some parameters in the optimizer had no gradient at any step of an epoch, so they do not train. The "
+    "finding is only informational if these are a minority.",
     "W14": "Modules were set to eval mode during training and stayed in eval mode, so dropout is off and batch "
     "statistics are frozen.",
     "W15": "Weights or the loss are NaN. Training cannot recover from NaN weights.",
@@ -69,7 +69,7 @@ _TEXTS = {
     "W26": "Every worker iterates over the whole iterable dataset, so each sample appears once per worker in an epoch.",
     "W27": "BatchNorm normalizes over the batch, but its input has a single sample, so the batch statistics are those of "
     "this one sample.",
-    "W28": "Your code wrote to the batches of the data in place, so later epochs train on the changed batches.",
+    "W28": "Your code changed batches of the data in place, so later epochs train on the changed batches.",
     "W29": "An update ran no optimizer step, because its function returned no loss. A missing `return` is the usual cause.",
     # W3x: checkpoints and resuming
     "W30": "`Checkpoint(trained_only=True)` leaves nothing out, because no parameter is frozen when the run starts.",
@@ -80,7 +80,7 @@ _TEXTS = {
     "W34": "A log on disk is not the log that the saved run was writing, so rows may be missing.",
     "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights in the loaded "
     "state.",
-    "W36": "The run starts from scratch although the folder contains the checkpoint of a preempted run.",
+    "W36": "The run starts from scratch although the checkpoint folder contains the checkpoint of a preempted run.",
     "W37": "A run ended, and its `Checkpoint` handler wrote nothing: its interval was never reached, or its metric "
     "never had a value.",
     "W38": "The log was moved, replaced or removed while the run was writing to it, for example by a second process "
@@ -125,9 +125,9 @@ _TEXTS = {
     "differently.",
     # W6x: logs and progress, and more about runs
     "W61": "The progress bar is set to show a metric that nothing measures.",
-    "W62": "A logger is attached to an evaluator that runs several times, whose epochs and iterations restart with "
-    "each evaluation, so the rows do not show when in the training the evaluation ran. A trace also restarts with each "
-    "evaluation.",
+    "W62": "A logger is attached to an evaluator that runs several times. The evaluator's epochs and iterations "
+    "restart with each evaluation, so the rows do not show when during training an evaluation ran. A trace also "
+    "restarts with each evaluation.",
     "W63": "The interval of a logger is longer than the run, so the logger wrote neither losses nor learning rates.",
     "W64": "The accuracy never exceeded the accuracy of always predicting the most frequent class, so the model seems "
     "to learn nothing about the labels.",
@@ -140,8 +140,8 @@ _TEXTS = {
     "which every `run()` emits.",
     "W69": "With `TruncatedBPTT`, the forward pass never carries the hidden state over, so each chunk starts from a "
     "hidden state of zeros.",
-    "W70": "Ranks that should each have their own data start with equal tensors, so they seem to train on the same "
-    "samples.",
+    "W70": "Ranks that should each have their own data have equal tensors in their first batches, so they seem to "
+    "train on the same samples.",
     # W7x: losses and gradients
     "W71": "Two updates train the same parameters, so the loss of each update also changes parameters that the other "
     "update trains.",
@@ -181,7 +181,8 @@ _TEXTS = {
     "W93": "A reshape where a transpose was needed, or a softmax over the batch, mixes the values of different samples "
     "or positions.",
     "W94": "The forward pass uses only one output step of a recurrent layer. This step is padding in the shorter "
-    "sequences, or was computed without seeing any other step (in a bidirectional layer, in the backward direction).",
+    "sequences, or was computed without seeing any other step. In a bidirectional layer, the latter holds for the "
+    "backward direction.",
     "W95": "The loss is computed over padding, so the model learns to predict the padding token.",
     "W96": "The loss is a mean over targets, but the weights of the batches (of a window, or of the ranks) do not "
     "match their numbers of targets, so the targets do not count equally.",
@@ -242,8 +243,8 @@ _TEXTS = {
     "C38": "A handler for multi-process training is attached in a notebook, which runs as a single process.",
     "C39": "`SpikeGuard` needs all steps of the run, or more, to learn the usual loss, so it detects no spikes.",
     "C40": "A metric name without a prefix was taken to mean the validation metric.",
-    "C41": "There are more processes than compute shards, or their number does not divide the shards, so some of the "
-    "processes are idle.",
+    "C41": "Some processes are idle, because there are more processes than compute shards, or because the number of "
+    "processes does not divide the number of shards.",
     "C42": "In each process, a function is called only for that process's shards, so its result depends on the number of "
     "processes.",
     # G: what `handlers.Guards` finds in a run
@@ -260,10 +261,10 @@ _TEXTS = {
     "G09": "The weights differ between ranks, so the ranks train different models.",
     "G10": "Nothing cleared the gradients of an earlier iteration, so the step includes these gradients.",
     "G11": "The data yields the same batch again and again.",
-    "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1, so they are the target "
-    "of no class.",
-    "G13": "The inputs (or the first floating-point tensor of the batch, where the inputs cannot be identified) have "
-    "large values, so they do not seem normalized.",
+    "G12": "Labels are outside the valid range, which is from 0 to the number of classes minus 1, so they belong "
+    "to no class.",
+    "G13": "The inputs have large values, so they do not seem normalized. If the inputs cannot be identified, the "
+    "finding is about the first floating-point tensor of the batch.",
     "G14": "The inputs contain NaN, or the loss is NaN or infinite.",
     "G15": "In each of the last three checks, all labels of the batch were of one class. The finding is only "
     "informational if this is the same class in all batches.",
