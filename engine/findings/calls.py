@@ -202,9 +202,9 @@ class FirstCalls(EagerMode):
                 "W97",
                 f"the first cross-entropy loss is {value:.3g}, but guessing among {classes} classes gives "
                 f"{guessing:.3g}, which usually means that the first outputs are far too large",
-                "normalize the inputs, and use PyTorch's default initialization or smaller initial weights; divide dot "
-                "products by the square root of their length, or by a temperature; if the weights were pretrained on "
-                "different classes, allow W97",
+                "normalize the inputs, and use PyTorch's default initialization or smaller initial weights; divide "
+                "dot products by the square root of the vectors' dimension, or by a temperature; if the weights were "
+                "pretrained on different classes, allow W97",
             )
 
     def _targets_given(self) -> Iterator[Problem]:

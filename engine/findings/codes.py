@@ -50,11 +50,12 @@ _TEXTS = {
     "statistics are frozen.",
     "W15": "Weights or the loss are NaN. Training cannot recover from NaN weights.",
     "W16": "Gradients were cleared inside an accumulation window, so the step uses only the batches after that point.",
-    "W17": "Your code calls `optimizer.step()`. The engine also calls it, so the engine does not count all steps.",
+    "W17": "Your code calls `optimizer.step()`, which the engine also calls. The engine counts only its own steps, so "
+    "it does not count all of them.",
     "W18": "The learning rate is 0 for a whole epoch, so nothing is learned; or it is negative, so steps increase the "
     "loss.",
-    "W19": "A guard skipped steps, or went back and skipped batches, because their gradients or losses were not "
-    "finite, or were far above the usual values.",
+    "W19": "A guard skipped steps, or rewound the run and skipped batches, because gradients or losses were not "
+    "finite, or were far above their usual values.",
     # W2x: data
     "W20": "An evaluation draws its samples with replacement, so samples may count more than once or not at all.",
     "W21": "The data yields more batches than its length says, or the evaluation data yields fewer. Schedules and "
@@ -231,8 +232,8 @@ _TEXTS = {
     "processes, so each one trains alone.",
     "C31": "`Preemption` would stop the run, but no handler would save its state.",
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
-    "C33": "A dropout layer drops nearly all of its inputs, or the units of a layer have equal initial weights, so "
-    "they stay equal or differ only in their biases.",
+    "C33": "A dropout layer drops nearly all of its inputs. Or all units of a layer start with the same weights, so "
+    "the units stay identical, or differ only in their biases.",
     "C34": "The running statistics of a BatchNorm layer stay at their initial values, or come almost only from the "
     "last batch, because its `momentum` follows the opposite convention. In PyTorch, `momentum` is the weight of the "
     "new batch.",
