@@ -216,7 +216,7 @@ def test_effects_and_interactions_have_sentences() -> None:
     )
     assert ema.endswith(", p = 0.0078 adjusted, 8 seeds): it contributes.")
     assert mixup.startswith("mixup has no significant effect on accuracy (")
-    assert mixup.endswith("  would be detected with a probability of 80 %, so a smaller one may exist.")
+    assert mixup.endswith(" would be detected with a probability of 80 %, so a smaller one may exist.")
     assert both.startswith("The interaction ema x mixup raises accuracy by 1.0 percentage points (95 % interval 0.")
     assert "contributes" not in both
     worse = report(changes, FACTORIAL, mode="min").sentences()[3]
