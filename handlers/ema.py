@@ -116,7 +116,7 @@ class EMA(AveragedWeights):
                 "C18",
                 f"{self.name!r} starts averaging after {self.start} optimizer steps, but the run takes only "
                 f"{update.steps + to_come}",
-                "start earlier, or train longer",
+                "start earlier, or train longer, in this run or in one that continues it",
                 [self.name],
             )
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from signalfire import AnyEvent, Engine, Events, Finding, FindingError, Handler, Interval, Phase, UpdateState, on
@@ -23,6 +22,7 @@ from ._common.watching import (
     Facts,
     Foreign,
     batch_of,
+    changed,
     differing_rank,
     first_of,
     frozen_last_layer,
@@ -93,7 +93,7 @@ class Guards(Handler):
         self._known: set[Tensor] = set()
         self._batches, self._labels = list[tuple[int, Any]](), list[tuple[int, int]]()
         self._foreign: list[Foreign] = []
-        self._stepped: set[Tensor] = set()
+        self._stepped, self._moving = set[Tensor](), set[str]()
         self._look: Look | None = None
 
     def attached(self, engine: Engine) -> None:
@@ -158,8 +158,8 @@ class Guards(Handler):
         self._look = look = safely(Look, engine, self.name)
         if look is None:
             return
-        safely(self._check_left_over, engine)
         safely(self._watch_modes, engine, look)
+        look.connect(Events.BACKWARD_STARTED, partial(safely, self._check_left_over))
         look.connect(Events.LOSS_COMPUTED, partial(safely, self._see_loss))
         look.connect(Events.GRADIENTS_READY, partial(safely, self._see_gradients))
         look.connect(Events.OPTIMIZER_STEP_STARTED, partial(safely, self._see_before_step))
@@ -192,11 +192,11 @@ class Guards(Handler):
         own_data = engine.overrides.data is None and state.epoch_length != 1
         if own_data and what is not None:
             self._check_repeated(engine, what)
-        if own_data and labels is not None and labels.numel() >= 4:
+        if own_data and labels is not None and min(len(labels), labels.numel()) >= 4:
             self._check_classes(engine, labels)
         if inputs is not None and inputs.numel():
             spread = float(widened(inputs.detach()).abs().mean())
-            if spread > 20:
+            if math.inf > spread > 20:
                 self._report(
                     "G13",
                     f"{name_of_inputs(state.batch)} are large: their mean absolute value is {spread:.3g}",
@@ -250,17 +250,19 @@ class Guards(Handler):
         look.watch(*left_in_eval(engine, self._modes))
 
     def _check_left_over(self, engine: Engine) -> None:
-        for update in engine.updates:
-            window = update.window
-            if window.filled == 0 and window.held == 0 and (left := total(p.grad for p in update.parameters)) > 0:
-                self._report(
-                    "G10",
-                    f"gradients with norm {left:.3g} already exist before iteration {engine.state.iteration} starts "
-                    f"and are added to the gradients of update {update.name!r}",
-                    "clear the gradients that your own backward() call produces, or use "
-                    "backward(inputs=...) to leave out the parameters of the model",
-                    key=update.name,
-                )
+        update, look = engine.state.update, self._look
+        if look is None or update.name not in look.begun:
+            return
+        look.begun.discard(update.name)
+        if (left := total(p.grad for p in update.parameters)) > 0:
+            self._report(
+                "G10",
+                f"gradients with norm {left:.3g} already exist before the backward pass of iteration "
+                f"{engine.state.iteration} and are added to the gradients of update {update.name!r}",
+                "clear the gradients that your own backward() call produces, or use "
+                "backward(inputs=...) to leave out the parameters of the model",
+                key=update.name,
+            )
 
     def _see_loss(self, engine: Engine) -> None:
         update, batch = engine.state.update, engine.state.batch
@@ -422,7 +424,7 @@ class Guards(Handler):
                 "G20",
                 f"the optimizer of update {update.name!r} was stepped {counted(calls, 'time')} in iteration "
                 f"{engine.state.iteration}, more often than the engine steps it",
-                "remove your optimizer.step(): the engine calls it once per accumulation window",
+                "return the loss, and remove your backward() and optimizer.step(), because the engine calls them",
                 key=update.name,
             )
         if look.in_eval:
@@ -432,13 +434,17 @@ class Guards(Handler):
                 "is off and batch statistics are not used",
                 "call model.train() after each evaluation, or use engine.evaluate(), which restores the mode",
             )
-        if moving := moving_frozen_norms(engine, look.statistics, look.trained):
+        moving = moving_frozen_norms(engine, look.statistics, look.trained)
+        if moving and self._moving.intersection(
+            moving
+        ):  # in one iteration, as for a generator, it is frozen on purpose
             self._report(
                 "G21",
                 f"the weights of {moving[0]!r} are frozen, but the training batches still update its running "
                 "statistics",
                 "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
             )
+        self._moving = set(moving)
         if left := look.left_over(self._stepped):
             self._report(
                 "G10",
@@ -486,7 +492,7 @@ class Guards(Handler):
                 "keep the model in eval mode, and pass training=self.training to dropout functions",
             )
         now = statistics_of(engine)
-        if moved := [path for path, old in look.statistics.items() if path in now and not torch.equal(old, now[path])]:
+        if moved := sorted(changed(look.statistics, now)):
             self._report(
                 "G08",
                 f"the running statistics of {moved[0]!r} change during an evaluation",

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.authoring import check_int, check_number, warn
-from signalfire.authoring.functions import names_in
+from signalfire.authoring.functions import is_users, names_in
 from signalfire.findings import finding
 
 __all__ = ["Preemption"]
@@ -105,19 +105,21 @@ class Preemption(Handler):
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report a run that no handler saves at the signal."""
-        if engine.training and not self._savers(engine):
+        exits = self.exit_status is not None  # else the script may save the state after run()
+        if engine.training and exits and not self._savers(engine):
             yield finding(
                 "C31",
-                f"{self.name!r} stops the run when a signal arrives, but nothing saves the run",
+                f"{self.name!r} stops the run when a signal arrives, but no receiver seems to save the run",
                 "attach a Checkpoint that saves the whole state, or connect a function to Events.PREEMPTED",
                 [self.name],
             )
 
     def _savers(self, engine: Engine) -> bool:
-        """Whether a receiver at the signal, or a function of the user's at any event, may save the run."""
-        functions = (one.receiver for signal in engine.signals.all() for one in signal.connections if one.owner is None)
+        """Whether a receiver at the signal, or one of the user's at any event, may save the run."""
+        receivers = [one.receiver for signal in engine.signals.all() for one in signal.connections]
+        named = {name for one in receivers if is_users(one) for name in names_in(one)}
         return any(one.owner != self.name for one in engine.signal(Events.PREEMPTED).connections) or any(
-            {"save", "dump", "state_dict"} & names_in(one) for one in functions
+            name.startswith(("save", "dump", "state_dict")) for name in named
         )
 
     @on(Events.STARTED, phase=Phase.PREPARE, reads=[], writes=["signals"])

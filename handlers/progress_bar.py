@@ -420,23 +420,28 @@ class ProgressBar(Handler):
             return as_number(metrics.running[name]())
         if name in metrics:
             return as_number(metrics[name])
-        if name == "loss":
-            return as_number(engine.state.update.loss)
-        return next((self._smooth(suffix) for suffix, _ in _updates(engine)), None) if name == "smooth_loss" else None
+        for suffix, update in _updates(engine):
+            if name in ("smooth_loss", f"smooth_loss{suffix}"):
+                return self._smooth(suffix)
+            if name == f"loss{suffix}":
+                return as_number(update.loss)
+        return as_number(engine.state.update.loss) if name == "loss" else None
 
     def _smooth(self, suffix: str) -> float | None:
         return self._smoothed[suffix].value() if suffix in self._smoothed else None
 
     def _report_missing(self, engine: Engine) -> None:
         metrics = engine.state.metrics
-        known = {*metrics, *metrics.owners, *metrics.running, "loss", "smooth_loss"}
+        several = [f"/{update.name}" for update in engine.updates]
+        losses = {f"{kind}{suffix}" for kind in ("loss", "smooth_loss") for suffix in ("", *several)}
+        known = {*metrics, *metrics.owners, *metrics.running, *losses}
         for name in self.metrics or ():
             if metrics.under(name) not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
                 engine.findings.report(
                     "W61",
                     f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; available "
                     "metrics: "
-                    f"{', '.join(sorted(known - {'loss', 'smooth_loss'})) or 'none'}{did_you_mean(name, sorted(known))}",
+                    f"{', '.join(sorted(known - losses)) or 'none'}{did_you_mean(name, sorted(known))}",
                     f"correct the name, or announce the metric: engine.state.metrics.announce('user', [{name!r}])",
                     self.name,
                     key=name,

@@ -131,9 +131,9 @@ class UpdateFrequency(Handler):
             if last is not None and due > last:
                 yield finding(
                     "C17",
-                    f"{self.name!r} never runs the update {name!r}: it is first due in iteration {due}, but this run "
-                    f"ends with iteration {last}",
-                    "use a smaller frequency or offset, or train longer",
+                    f"{self.name!r} does not run the update {name!r} in this run: it is first due in iteration {due}, but the "
+                    f"run ends with iteration {last}",
+                    "use a smaller frequency or offset, or train longer, in this run or in one that continues it",
                     [self.name],
                 )
 

@@ -87,8 +87,8 @@ def report_equal_runs(results: Iterable[Result]) -> None:
         warn(
             finding(
                 "W81",
-                f"the {len(baseline)} runs of the baseline are identical in every metric although their seeds differ, "
-                "so the same run is counted several times",
+                f"the {len(baseline)} runs of the baseline are identical in every metric although their seeds differ, so they "
+                "are probably the same run, counted several times",
                 "in build(seed), use the seed for the initial weights and the data order, and remove "
                 "torch.manual_seed from build; if nothing in the training is random, one seed is enough",
             )

@@ -78,8 +78,8 @@ def find_mode(engine: Engine, metric: str, given: Direction | None, *, by: str, 
     if given is None or own is None or given == own:
         return given or own
     better = "greater" if own == "max" else "smaller"
-    what = f"{by}(mode={given!r}) monitors {metric!r}, but {better} values are better"
-    way_out = f"omit mode=, or write mode={own!r}"
+    what = f"{by}(mode={given!r}) monitors {metric!r}, but the metric declares that {better} values are better"
+    way_out = f"omit mode=, or write mode={own!r}; if the opposite is intended, allow W01"
     engine.findings.report("W01", what, way_out, *filter(None, [name]), key=(by, metric))
     return given
 
@@ -241,6 +241,7 @@ class Monitor:
             other = same or next(iter(others))
             # A rate may follow the training, and whoever writes "train" means it.
             follows = same is None or self.handler == "LRScheduling" or _base(self.metric) != self.metric
+            follows = follows or other.startswith("test")  # by which nothing should be chosen
             engine.findings.report(
                 "W06",
                 f"{self.handler} monitors {self.metric!r}, which is measured on the training data",

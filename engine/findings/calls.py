@@ -81,6 +81,7 @@ class FirstCalls(EagerMode):
         self._hidden: list[Tensor] = []  # of the latest recurrent layer
         self._targets: list[Tensor] = []  # of its cross entropies
         self._buffers: set[int] = set()
+        self._given: list[Tensor] = []  # to the models
         self._constant: list[tuple[Tensor, float]] = []  # sums of numbers, with a summand that has no gradient
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
         self._hooks = ExitStack()
@@ -91,6 +92,8 @@ class FirstCalls(EagerMode):
             self._buffers.update(id(one) for one in part._buffers.values() if one is not None)
             if isinstance(part, nn.RNNBase):
                 self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
+        for root in (one for one in self._engine.modules.values() if not isinstance(one, torch.jit.ScriptModule)):
+            self._hooks.callback(root.register_forward_pre_hook(self._note_given, with_kwargs=True).remove)
         super().__enter__()
         return self
 
@@ -120,8 +123,8 @@ class FirstCalls(EagerMode):
             self.problems += look(self, args, named, result)
         elif name == "grad":
             self.points += tensors_in(_argument(args, named, 1, "inputs"))
-        if self._buffers.isdisjoint(map(id, args)):  # else frequencies, which each sample is meant to meet
-            note_operands(args, result)
+        if self._buffers.isdisjoint(map(id, args)) and not any(isinstance(one, nn.Parameter) for one in args):
+            note_operands(args, result)  # else frequencies, which each sample is meant to meet
         self._follow(args, named, result)
 
     def _follow(self, args: Any, named: Any, result: Any) -> None:
@@ -182,7 +185,7 @@ class FirstCalls(EagerMode):
 
     def _cross_entropy(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         scores, target = _argument(args, named, 0, "input"), _argument(args, named, 1, "target")
-        if target.is_floating_point() or scores.dim() < 2 or target.numel() == 0:
+        if target.is_floating_point() or scores.dim() < 2 or target.numel() == 0 or not result.requires_grad:
             return
         reduction = named.get("reduction", "mean")
         if reduction != "none":  # what a mask may leave out
@@ -209,19 +212,14 @@ class FirstCalls(EagerMode):
 
     def _targets_given(self) -> Iterator[Problem]:
         """Targets that the batch has among its inputs as well."""
-        targets = {id(one) for one in self._targets}
-        inputs = [one for one in tensors_in(self._engine.state.batch) if id(one) not in targets]
-        if any(is_among(inputs, one) or self._is_repeated(one) for one in self._targets):
+        if any(is_among(self._given, one) and has_values_in_rows(one) for one in self._targets):
             yield (
                 "W98",
-                "the targets are equal to an input of the same batch, so a model that copies this input has a loss of "
-                "zero",
+                "the targets are equal to an input of the model, so a model that copies this input, and neither shifts nor "
+                "masks it, has a loss of zero",
                 "in a language model, the targets are the next tokens: use inputs[:, :-1] as inputs and inputs[:, 1:] "
                 "as targets; for a model that should reconstruct its inputs, allow W98",
             )
-
-    def _is_repeated(self, target: Tensor) -> bool:
-        return sum(one is target for one in tensors_in(self._engine.state.batch)) > 1 and has_values_in_rows(target)
 
     def _padding(self, target: Tensor, ignored: int, classes: int, weight: Tensor | None) -> Iterator[Problem]:
         """Targets that are padding, where the classes are the tokens of an embedding; in a classifier of texts they are not."""
@@ -245,9 +243,11 @@ class FirstCalls(EagerMode):
                 )
 
     def _nll_loss(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
-        """What it averages over; its graph shows the rest."""
+        """What it averages over, and targets that are padding; its graph shows the rest."""
         self._note_mean(args, named, result)
-        yield from ()
+        scores, target = _argument(args, named, 0, "input"), _argument(args, named, 1, "target")
+        if scores.dim() > 1 and target.numel() and named.get("reduction", "mean") != "none" and result.requires_grad:
+            yield from self._padding(target, int(named.get("ignore_index", -100)), scores.shape[1], named.get("weight"))
 
     def _note_mean(self, args: Any, named: Any, result: Any) -> None:
         if self._counts_targets and (mean := mean_over(args, named, result)) is not None:
@@ -295,12 +295,16 @@ class FirstCalls(EagerMode):
                 "to swap dimensions, use transpose or permute",
             )
 
+    def _note_given(self, model: Any, args: Any, named: Any) -> None:
+        self._given += tensors_in((args, named))
+
     def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
         output = returned[0] if isinstance(returned, tuple) and returned else None
         self._hidden = tensors_in(returned[1:]) if isinstance(returned, tuple) else []
         if isinstance(output, Tensor) and output.dim() == 3:
             kind = "both" if layer.bidirectional else "forward"
-            self._recurrent.append(_Sequence(output, layer.batch_first, kind, self._hidden))
+            if kind == "forward" or layer.num_layers == 1:  # in a second layer, each step has seen all of the first
+                self._recurrent.append(_Sequence(output, layer.batch_first, kind, self._hidden))
 
     def _step(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         """One step of what a recurrent layer returned."""
@@ -318,7 +322,7 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
     **dict.fromkeys(("softmax", "log_softmax"), FirstCalls._softmax),
     **dict.fromkeys(("view", "reshape"), FirstCalls._reshape),
     **dict.fromkeys(("__getitem__", "select"), FirstCalls._step),
-    **dict.fromkeys(("add", "__add__", "__radd__"), FirstCalls._sum),
+    **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__isub__"), FirstCalls._sum),
 }
 """What looks at a call, by the name of torch's function."""
 
@@ -337,8 +341,8 @@ def _term_without_gradient(value: float) -> Problem:
     return (
         "W99",
         f"a term of the loss ({value:.3g}) has no gradient, so it has no effect on training",
-        "compute the term from the parameters without .data, .detach(), .item() or no_grad(); second-order gradients "
-        "also need create_graph=True; if the term should only be reported, allow W99",
+        "compute the term from the parameters without .data, .detach() or no_grad(); second-order gradients "
+        "also need create_graph=True; if the term should be constant, allow W99",
     )
 
 
@@ -348,12 +352,12 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
         return
     steps = f"of the {one.length} output steps of a"
     if one.kind == "forward":
-        what = f"{steps} recurrent layer, only the first is used, and this step depends on no other step"
+        what = f"{steps} recurrent layer, only the first is used, and this step depends on no other step of its input"
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
         what = (
             f"{steps} bidirectional layer, only the last is used, and in the backward direction, this step depends on "
-            "no other step"
+            "no other step of its input"
         )
         way_out = (
             "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1); an LSTM returns "
@@ -369,7 +373,7 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
 
 def _targets_among_inputs(batch: Any, update: UpdateState) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
-    tensors = tensors_in(batch)
+    tensors = tensors_in(batch) if update.function is None else []  # a function may use the batch in any way
     if update.spec.target is not None:
         tensors = [*tensors[:1], *tensors_in(update.spec.target_in(batch))]
     if len(tensors) != 2 or not all(map(_has_values, tensors)):  # of three, the second may be no target

@@ -99,7 +99,8 @@ _TEXTS = {
     "the usual cause.",
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
-    "process, so each rank works as if it were alone: the ranks may read the same data and write the same files.",
+    "process, so each rank measures, saves and logs as if it were alone: the ranks may read the same data and write "
+    "the same files.",
     "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler overrides `state_dict` "
     "but not `load_state_dict`, `torch.load` rejects an object, or a value that the forward pass or a handler changes "
     "is not saved.",
@@ -160,8 +161,8 @@ _TEXTS = {
     "W79": "The loss is computed over a single class, so it is constant and its gradients are zero.",
     # W8x: functions and handlers, studies, and more about losses
     "W80": "A function changes only the reported loss. Gradients come from `backward_loss`, which is unchanged.",
-    "W81": "The runs of a study are identical although their seeds differ, so a single result is counted several "
-    "times.",
+    "W81": "The runs of a study are identical although their seeds differ, so a single result is probably counted "
+    "several times.",
     "W82": "The runs of a study start with handlers, updates, weights or data that differ from those of earlier runs "
     "with the same seed, so the runs are not independent.",
     "W83": "The loss is a sum over the batch, but the engine averages the batches of a window, so the step matches "
@@ -169,8 +170,8 @@ _TEXTS = {
     "W84": "Optimizer steps ran, but no weight changed, because gradients are zero, or steps are below the precision "
     "of the weights.",
     "W85": "A function returns a batch or a loss, but return values of connected functions are ignored.",
-    "W86": "A learning-rate scheduler was built for an optimizer, but nothing calls its `step()`, so the learning rate "
-    "stays at its initial value.",
+    "W86": "A learning-rate scheduler was built for an optimizer, but was not stepped in a run of several epochs, so the "
+    "learning rate was constant.",
     "W87": "A function steps the scheduler, so checkpoints do not contain the position of the scheduler, and a resumed "
     "run restarts the schedule.",
     "W88": "A recurrent or attention layer treats the samples of a batch as time steps, because it expects the time "
@@ -189,7 +190,7 @@ _TEXTS = {
     "match their numbers of targets, so the targets do not count equally.",
     "W97": "The first loss is far above that of random guessing, usually because the inputs or the initial weights "
     "are too large.",
-    "W98": "The inputs contain the targets, so the model can copy them and the loss is meaningless.",
+    "W98": "The inputs of the model contain the targets, so the model can copy them, unless it shifts or masks them.",
     "W99": "A term of the loss has no gradient, so it changes the reported loss but trains nothing.",
     # C: what `Engine.check` finds before a run
     "C01": "A handler monitors a metric that nothing measures.",
@@ -212,8 +213,8 @@ _TEXTS = {
     "C14": "The validation data contains training samples, so its metrics cannot show overfitting.",
     "C15": "An evaluator has a different model, which shares no parameters with the model being trained.",
     "C16": "Random augmentation draws from generators that a resumed run does not restore, so the resume is not exact.",
-    "C17": "An interval is longer than this run, so the action that it triggers never runs.",
-    "C18": "Weight averaging is set to start after the end of this run, so the averages are never used.",
+    "C17": "An interval is longer than this run, so the action that it triggers does not run in it.",
+    "C18": "Weight averaging is set to start after the end of this run, so this run has no averages.",
     "C19": "The metric has too few values in this run to exhaust the patience, so the patience cannot stop the run.",
     "C20": "An evaluation measures nothing, because the evaluator has no handlers and no connected functions.",
     "C21": "The last batch has one sample, for which BatchNorm cannot compute a variance. PyTorch may raise an error.",
@@ -230,11 +231,11 @@ _TEXTS = {
     "C29": "Labels are smoothed twice, by the loss and by `LabelSmoothing`.",
     "C30": "The process was launched as one of several, for example by `torchrun`, but no handler connects the "
     "processes, so each one trains alone.",
-    "C31": "`Preemption` would stop the run, but no handler would save its state.",
+    "C31": "`Preemption` would stop the run, but no receiver seems to save its state.",
     "C32": "Weights are trained in float16, where small gradients and small steps become zero.",
     "C33": "A dropout layer drops nearly all of its inputs. Or all units of a layer start with the same weights, so "
     "the units stay identical, or differ only in their biases.",
-    "C34": "The running statistics of a BatchNorm layer stay at their initial values, or come almost only from the "
+    "C34": "The running statistics of a BatchNorm layer stay as they are, or come almost only from the "
     "last batch, because its `momentum` follows the opposite convention. In PyTorch, `momentum` is the weight of the "
     "new batch.",
     "C35": "`requires_grad` was set on a module, where PyTorch ignores it. The parameters are not frozen.",
@@ -300,6 +301,10 @@ REPEATS: dict[str, tuple[str, ...]] = {
     "W15": ("G14",),
     "W53": ("C20",),
     "W57": ("G07", "G08"),
+    "G07": ("W57",),
+    "G08": ("W57",),
+    "G20": ("W17",),
+    "W75": ("G10",),
     "W37": ("C01", "C17"),
     "W92": ("W42", "C27"),
 }

@@ -93,8 +93,8 @@ def _is_named(kind: type, name: str) -> bool:
 def report_double(engine: Engine, event: object, added: Connection, others: Iterable[Connection]) -> None:
     """Report a function that is about to be called twice at an event: connected twice, or defined again and connected again."""
     for other in others:
-        if other.filter is not None and added.filter is not None:
-            continue  # "every 100, and at the first": meant
+        if added.phase != other.phase or (other.filter is not None and added.filter is not None):
+            continue  # before and after a change, or "every 100, and at the first": meant
         if added.of(other.receiver):
             what = f"{added!r} is connected to {event} twice, so it is called twice"
         elif _replaces(added.receiver, other.receiver):

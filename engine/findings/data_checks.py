@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from inspect import unwrap
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def check_data(engine: Engine) -> None:
 def report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None:
     """Report ranks that should have the same data, and have not."""
     same = isinstance(engine.group.data, SameData)
-    if any(repr(one) != repr(contents[0]) for one in contents):  # by which NaN is equal to NaN
+    if not all(_are_alike(one, contents[0]) for one in contents):
         engine.findings.report(
             "W25",
             f"the data ({type(data).__name__}) is {use_of_data(same)} {engine.processes.world_size} ranks, but the "
@@ -67,9 +68,18 @@ def report_different(engine: Engine, data: Any, contents: Sequence[Any]) -> None
         )
 
 
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether two ranks describe the same data: the last digits of sums depend on the processor and the number of threads."""
+    if isinstance(one, list | tuple) and type(one) is type(other) and len(one) == len(other):
+        return all(map(_are_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-9) or (math.isnan(one) and math.isnan(other))
+    return bool(repr(one) == repr(other))
+
+
 def _check_own(engine: Engine, data: Any) -> None:
     """Compare the first batches of ranks that bring their own data; one collective a run."""
-    content = engine.findings.look(values_of_first_batch, data)
+    content = engine.findings.look(_tensors_of_first_batch, data)
     others = engine.processes.gather(content)
     if content and all(one == others[0] for one in others):
         engine.findings.report(
@@ -78,6 +88,12 @@ def _check_own(engine: Engine, data: Any) -> None:
             "the tensors of the first batch are equal on all of them, so they seem to train on the same samples",
             "give each rank its own part of the data, or use shard_policy='auto'",
         )
+
+
+def _tensors_of_first_batch(data: Any) -> list[Any]:
+    """What `values_of` returns of the first batch, if it has a tensor: numbers may only count steps."""
+    batch = first_batch(data)
+    return values_of(batch) if any(True for _ in tensors_in(batch)) else []
 
 
 def values_of_first_batch(data: Any) -> list[Any]:
@@ -183,17 +199,24 @@ def _may_be_drawn_from(loader: Any, place: str) -> bool:
 # ---- as epochs end ------------------------------------------------------------------------------------------------
 
 
+_written: WeakKeyDictionary[Engine, tuple[ref[Tensor], Tensor]] = WeakKeyDictionary()
+"""A tensor of the batches that the last epoch has written to, with its values as the next epoch begins."""
+
+
 def note_batches(engine: Engine) -> None:
     """Note the batches of a list as an epoch begins: what was changed before that is not changed between two epochs."""
     if engine.feed.versions is not None:
         engine.feed.versions = _versions(engine.feed.current.data)
+    tensor = _written[engine][0]() if engine in _written else None
+    if tensor is not None:
+        _written[engine] = ref(tensor), tensor.detach().clone()
 
 
 def _versions(data: Any) -> list[tuple[ref[Tensor], int]] | None:
     """The tensors of a list of batches, and how often each was changed in place; None for other data."""
     if not is_plain(data) or len(data) > _MOST_BATCHES:
         return None
-    tensors = _plain_tensors(data)
+    tensors = [one for one in _plain_tensors(data) if not one.requires_grad]  # an optimizer may train them
     return None if any(torch.is_inference(one) for one in tensors) else [(ref(one), one._version) for one in tensors]
 
 
@@ -215,24 +238,32 @@ def check_epoch(engine: Engine, began: int) -> None:
 
 
 def _check_versions(engine: Engine) -> None:
-    """Report batches of a list that were changed in place during the first epoch of the run."""
+    """Report batches of a list that an epoch has changed in place, once the next one has changed their values again."""
     feed = engine.feed
-    if feed.versions is not None and feed.current.given is feed.current.data:
-        held = {id(one) for one in _plain_tensors(feed.current.data)}  # where batches were replaced, there are others
-        tensors = [(one(), version) for one, version in feed.versions]
-        if any(one is not None and id(one) in held and one._version != version for one, version in tensors):
+    if feed.current.given is not feed.current.data:
+        return
+    held = {id(one) for one in _plain_tensors(feed.current.data)}  # where batches were replaced, there are others
+    if (found := _written.pop(engine, None)) is not None:
+        tensor, before = found[0](), found[1]
+        if tensor is not None and id(tensor) in held and not torch.equal(tensor, before):
             engine.findings.report(
                 "W28",
                 "the batches of the data were written to in place, so later epochs read them as they are now",
                 "copy a batch before you change it: inputs = inputs.clone()",
             )
+    elif feed.versions is not None:
+        tensors = [(one(), version) for one, version in feed.versions]
+        changed = (one for one, version in tensors if one is not None and id(one) in held and one._version != version)
+        if (tensor := next(changed, None)) is not None:
+            _written[engine] = ref(tensor), tensor
         feed.versions = None
 
 
 def report_length(engine: Engine, more: bool) -> None:
     """Report data that gives another number of batches than its length says: more, or so many as the epoch has."""
     data, length, given = engine.feed.current.data, engine.feed.current.length, engine.state.epoch_iteration
-    if length is not None and (more or given != length):
+    counted = more and engine.feed.current.given_length  # by run(epoch_length=), which may cut an endless stream
+    if length is not None and (more or given != length) and not counted:
         what = "it yields more batches, which are not used" if more else f"it yielded {given} batches"
         engine.findings.report(
             "W21",
@@ -265,7 +296,7 @@ def _has_no_loss(engine: Engine, update: UpdateState) -> bool:
     if update.steps or update.last_skip not in (None, NO_GRADIENT):
         return False
     left_out = update.window.held or update.omitted_in == engine.state.iteration
-    return update.raw_loss is None and not left_out and not _steps_itself(update)
+    return update.raw_loss is None and not left_out and not steps_itself(update)
 
 
 def _report_no_loss(engine: Engine, update: UpdateState, began: int) -> None:
@@ -298,7 +329,7 @@ def _returns_nothing(update: UpdateState) -> bool:
     return bool(nothing) and all(nothing)
 
 
-def _steps_itself(update: UpdateState) -> bool:
+def steps_itself(update: UpdateState) -> bool:
     """Whether what has returned None makes the steps itself."""
     return names_in(_function_of(update)) >= {"backward", "step"}
 

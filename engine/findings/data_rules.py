@@ -79,6 +79,8 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
             return  # no two epochs have the same batches
         if all(one.window.length_of and one.window.length_of(1) >= len(data) for one in it.engine.updates):
             return  # each step is made with all samples, in whatever order
+        if not all(one.one_step_per_batch for one in it.engine.updates) or _draws(data.dataset):
+            return  # a series in chunks, or samples that are drawn as they are read
         yield finding(
             "C13",
             "the training data is not shuffled"
@@ -90,6 +92,27 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
             "use DataLoader(..., shuffle=True)",
             severity="warning" if by_class else "info",
         )
+
+
+def _draws(dataset: Any) -> bool:
+    """Whether reading a sample draws it at random, by what the code of a dataset names."""
+    names = names_in(getattr(type(dataset), "__getitem__", None))
+    return is_users(type(dataset)) and bool(names & _DRAWING)
+
+
+_DRAWING = {
+    "rand",
+    "randn",
+    "randint",
+    "randrange",
+    "choice",
+    "choices",
+    "sample",
+    "integers",
+    "uniform",
+    "normal",
+    "shuffle",
+}
 
 
 def _order_of(data: DataLoader[Any]) -> Any:
@@ -150,7 +173,7 @@ def _overlaps(it: Composition) -> Iterator[Finding]:
             continue  # two data sets, or one that is whole in both, of which `evaluated_on_training_data` tells
         trained, evaluated = _places(own), _places(other)
         shared = evaluated if trained is None else trained if evaluated is None else trained & evaluated
-        if shared and other is not own:
+        if shared and other is not own and not _is_of_training(one):
             yield _training_data(one.handler.name, f"contains {len(shared)} samples of the training data")
 
 
@@ -160,7 +183,7 @@ def batches_that_are_in_both(it: Composition) -> Iterator[Finding]:
     own = {
         id(batch) for batch in batches if type(batch) not in (int, str, type(None))
     }  # equal ones of these are one object
-    if _is_one_for_all(it):
+    if _is_one_for_all(it) or len(own) < len(batches):  # one object several times only counts the steps
         return
     for one in it.evaluations:
         if shared := 0 if one.data is it.data or _is_no_evidence(one) else _count_shared(own, one.data):
@@ -183,14 +206,15 @@ def _is_no_evidence(one: Evaluation) -> bool:
 
 def samples_that_are_in_both(it: Composition) -> Iterator[Finding]:
     """Equal samples of two data sets in memory, such as those that were oversampled before the split."""
-    if (own := _samples_of(it.data)) is None:
+    own = _samples_of(it.data)
+    if own is None or len(own.unique(dim=0)) < 0.9 * len(own):  # few different samples, which are equal by chance
         return
     for one in it.evaluations:
         if _whole(_dataset(one.data)) is _whole(_dataset(it.data)) or _is_of_training(one):
             continue
         other = _samples_of(one.data)
         if other is None or own.shape[1] != other.shape[1] or len(other.unique(dim=0)) < 0.9 * len(other):
-            continue  # few different samples, which are equal by chance
+            continue
         shared = int(torch.isin(_fingerprints(other), _fingerprints(own)).sum())
         if shared > 0.1 * len(other):
             what = f"contains {shared} samples that are equal to samples of the training data"

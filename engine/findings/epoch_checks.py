@@ -19,8 +19,10 @@ from ..authoring.functions import called_by, names_in
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
+from .data_checks import steps_itself
 from .evaluation_findings import effect_of_training
 from .loss_nodes import ignored_by
+from .other_optimizers import held_by_any_optimizer
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -189,7 +191,8 @@ class EpochChecks:
         unheld = [p for p in trainable(engine) if p not in held and not self._is_changed(p)]
         known = {p for p, trained in zip(self._known, self._trainable, strict=True) if trained}
         new = unheld if stale else [p for p in unheld if p not in known]
-        if new:
+        elsewhere = held_by_any_optimizer(new)
+        if new := [p for p in new if p not in elsewhere]:
             unfrozen = {*new} & ({*self._known} - known)
             what = _LATE[len(unfrozen) == len(new), bool(unfrozen)]
             engine.remark(
@@ -241,7 +244,8 @@ class EpochChecks:
 
     def _check_finite(self, update: UpdateState) -> None:
         """Report NaN in what the optimizer holds, and in the loss."""
-        engine, parameters, loss = self.engine, update.parameters, update.raw_loss
+        engine, loss = self.engine, update.raw_loss
+        parameters = [p for p in update.parameters if p.requires_grad]
         guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
         losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded and not self._ignores_all(loss) else []
         if not has_nan([*parameters, *losses]):
@@ -272,7 +276,13 @@ class EpochChecks:
         engine, update = self.engine, before.update
         steps = _steps_of(engine, update) - before.steps_of_optimizer
         counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
-        if before.counted is not None and counted_now is not None and counted_now - before.counted > steps:
+        is_by_hand = steps == 0 and steps_itself(update)
+        if (
+            not is_by_hand
+            and before.counted is not None
+            and counted_now is not None
+            and counted_now - before.counted > steps
+        ):
             engine.remark(
                 "W17",
                 f"the optimizer of update {update.name!r} counted {counted_now - before.counted} steps in epoch "
@@ -289,11 +299,11 @@ class EpochChecks:
                 "check lr=, the warm-up of the schedule, and the unit of its length (steps or epochs)",
                 key=update.name,
             )
-        if any(rate < 0 for rate in rates):
+        if negative := before.negative_rates():
             engine.remark(
                 "W18",
                 f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: "
-                f"{min(rates):.3g}, so steps increase the loss",
+                f"{min(negative):.3g}, so steps increase the loss",
                 "check the schedule, whose factor becomes negative",
                 key=update.name,
             )
@@ -313,6 +323,14 @@ class _Before:
         is_first = self.counts_versions and not update.steps
         self.sampled = [p for p in parameters if is_first and p.numel() and not p.is_meta]
         self.samples = _samples(self.sampled)
+
+    def negative_rates(self) -> list[float]:
+        """Rates below 0 that steps have used; not those that a schedule gives after its last step, a step below 0."""
+        steps = max(1, self.update.steps - self.steps)
+        now = zip(self.rates, rates_of(self.update), strict=False)
+        return [
+            one for one in (*self.rates, *(rate for was, rate in now if rate < 1.5 * (rate - was) / steps)) if one < 0
+        ]
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""

@@ -94,7 +94,18 @@ def has_other_weights(engine: Engine, evaluator: Engine) -> bool:
     own, others = _parameters(evaluator), _parameters(engine)
     if len(own) == len(others) and all(map(_are_equal, own, others)):
         return False
-    return not engine.running if before is None else before.sums == now.sums and before.iteration < now.iteration
+    if before is None:  # after a run, an average or a pruned copy may be meant, whose weights are near
+        return not engine.running and not _are_near(own, others)
+    return before.sums == now.sums and before.iteration < now.iteration
+
+
+def _are_near(own: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether most matrices are nearer to their counterparts than zeros are, as no new ones would be."""
+    pairs = [(a.detach(), b.detach()) for a, b in zip(own, others, strict=False) if a.dim() > 1 and not a.is_meta]
+    if len(own) != len(others) or not all(_are_comparable(a, b) for a, b in pairs):
+        return False
+    near = [bool((widened(a) - widened(b)).norm() < widened(b).norm()) for a, b in pairs]
+    return sum(near) * 2 > len(near)
 
 
 def report_other_weights(engine: Engine, evaluator: Engine) -> None:
@@ -102,8 +113,9 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
     if evaluator not in _calling_trained:
         engine.findings.report(
             "W51",
-            f"the evaluator {evaluator!r} shares no parameters with this engine's model, and the weights of the "
-            "evaluator did not change, so its metrics do not describe the model being trained",
+            f"the evaluator {evaluator!r} shares no parameters with this engine's model, and the weights of the evaluator "
+            + ("did not change" if engine.running else "differ")
+            + ", so its metrics do not describe the model being trained, unless that model makes its inputs",
             "build the evaluator on the same module: Engine(update.evaluation(), model=trainer.model); or copy the "
             "weights at EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
@@ -128,9 +140,11 @@ def _weights_of(engine: Engine, evaluator: Engine) -> _Weights:
 
 
 def _are_equal(one: Tensor, other: Tensor) -> bool:
-    if is_sharded(one) or is_sharded(other) or one.shape != other.shape or one.device != other.device:
-        return False
-    return torch.equal(one, other)
+    return _are_comparable(one, other) and torch.equal(one, other)
+
+
+def _are_comparable(one: Tensor, other: Tensor) -> bool:
+    return not (is_sharded(one) or is_sharded(other)) and one.shape == other.shape and one.device == other.device
 
 
 def report_nothing_measured(engine: Engine, evaluator: Engine, measured: dict[str, Any]) -> None:
@@ -209,12 +223,13 @@ def effect_of_training(part: nn.Module) -> str | None:
 def report_dropped_samples(engine: Engine) -> None:
     """Report a DataLoader that leaves out the last samples of an evaluation, or many of the training."""
     data = engine.feed.current.data
-    if not isinstance(data, DataLoader) or not data.drop_last or not data.batch_size:
+    by = getattr(data, "batch_sampler", None) or data
+    if not isinstance(data, DataLoader) or not getattr(by, "drop_last", False) or not getattr(by, "batch_size", None):
         return
-    if (samples := known_length(data.sampler)) is None:
+    if (samples := known_length(getattr(by, "sampler", None))) is None:
         return
-    dropped = samples % data.batch_size
-    last = "the last " * isinstance(data.sampler, SequentialSampler)
+    dropped = samples % by.batch_size
+    last = "the last " * isinstance(by.sampler, SequentialSampler)
     if engine.training and dropped > _MUCH * samples:
         engine.findings.report(
             "W59",
@@ -240,9 +255,9 @@ _MANY = 0.02  # of the samples: what makes a difference that is seen
 def report_drawn_samples(engine: Engine) -> None:
     """Report an evaluation of samples that are drawn with replacement: some come twice, and others not at all."""
     data = engine.feed.current.data
-    sampler = getattr(data, "sampler", None)
     if engine.training or not isinstance(data, DataLoader):
         return
+    sampler = getattr(data.batch_sampler, "sampler", data.sampler)
     if isinstance(sampler, WeightedRandomSampler | RandomSampler) and sampler.replacement:
         engine.findings.report(
             "W20",

@@ -73,6 +73,8 @@ class FirstLosses:
     @contextmanager
     def _looking_at_calls(self, engine: Engine, update: UpdateState) -> Iterator[None]:
         look, findings = self._look, engine.findings
+        if not look.has_begun:
+            findings.look(note_scale, engine, engine.state.batch)  # which the forward may normalize in place
         if findings.look(look.begins, update):
             samples = findings.look(samples_of, engine, engine.state.batch)
             findings.look(report_single_samples, engine, engine.state.batch)
@@ -151,8 +153,10 @@ class FirstEvaluation:
             engine.findings.report(
                 "W57",
                 f"the forward pass of update {update.name!r} applies dropout in an evaluation, because it calls a "
-                "dropout function without passing the mode",
-                "pass the mode: F.dropout(x, training=self.training); allow W57 if the randomness is intended",
+                "dropout function without passing the mode, or calls a module outside of this engine that is in training "
+                "mode",
+                "pass the mode: F.dropout(x, training=self.training), or call eval() on the module; allow W57 if the "
+                "randomness is intended",
                 key=update.name,
             )
 
@@ -254,6 +258,11 @@ class _Look:
         self.counts: dict[str, TargetCounts] = {}
         self.points: list[Tensor] = []
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether a loss was seen."""
+        return bool(self._seen)
+
     def begins(self, update: UpdateState) -> bool:
         """Whether it is the update's first loss, of a model that is not compiled: hooks would have it compiled again."""
         engine = self.engine()
@@ -284,7 +293,6 @@ class _Look:
         engine = self.engine()
         assert engine is not None
         if not self._seen:
-            engine.findings.look(note_scale, engine, engine.state.batch)
             engine.findings.look(self._unsaved.note, engine)
         if update.name not in self._seen:
             self._seen.add(update.name)

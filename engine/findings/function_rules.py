@@ -110,14 +110,26 @@ def _clips(function: Any, it: Composition) -> bool:
     With a bound that is infinite or huge, it measures their norm.
     """
     code, names = code_of(function), names_in(function)
-    if not _CLIPS & names or {"backward", "grad"} & names or not _concerns(function, it):
+    if not _CLIPS & names or {"backward", "grad", "step"} & names or not _concerns(function, it):
         return False
-    constants = getattr(code, "co_consts", ())
-    measures = "inf" in constants or any(isinstance(one, int | float) and one >= _HUGE for one in constants)
+    constants = (*getattr(code, "co_consts", ()), *_variables_of(function))
+    measures = any(_is_huge(one) for one in constants)
     return not measures and "inf" not in names
 
 
 _HUGE = 1e6
+
+
+def _is_huge(one: Any) -> bool:
+    return (isinstance(one, str) and one == "inf") or (isinstance(one, int | float) and one >= _HUGE)
+
+
+def _variables_of(function: Any) -> Iterator[Any]:
+    """The values of the variables outside of a function that it uses."""
+    own = getattr(function, "__func__", function)
+    if isinstance(own, FunctionType):
+        variables = inspect.getclosurevars(own)
+        yield from (*variables.globals.values(), *variables.nonlocals.values())
 
 
 def _concerns(function: Any, it: Composition) -> bool:
@@ -142,12 +154,19 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     least = min(1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates)
     way_out = "clip at GRADIENTS_READY, where the gradients of a whole window are averaged, or attach GradientClipping"
     for event, one in _users_clips(it):
-        if event not in _WITH_GRADIENTS:
+        itself = _CLIPS & {*getattr(code_of(one.receiver), "co_names", ())}  # not in a function that it makes
+        if event not in _WITH_GRADIENTS and itself:
             what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
             yield finding("C26", what, way_out)
-        elif event is Events.BACKWARD_COMPLETED and least > 1:
+        elif event is Events.BACKWARD_COMPLETED and least > 1 and not _decides(one.receiver):
             what = f"the function {one!r} clips gradients after each of the {least} batches in a window"
             yield finding("C26", f"{what}, instead of once for the whole step", way_out)
+
+
+def _decides(function: Any) -> bool:
+    """Whether a function of the user's has a condition, such as for the last batch of a window."""
+    code = code_of(function)
+    return code is not None and any("JUMP" in one.opname and "_IF_" in one.opname for one in dis.get_instructions(code))
 
 
 def _users_clips(it: Composition) -> Iterator[tuple[Events, Connection]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..authoring.functions import is_users
+from ..authoring.functions import is_users, package_of
 from ..core.events import Events
 from ..distributed.sharded import local_part
 
@@ -55,8 +55,9 @@ class GivenGradients:
         """Count what the backward gives that comes next."""
         self.end_backward()  # of a batch that was skipped, or of a backward that raised an error
         self._now.clear()
-        self._hooks = [one.register_hook(partial(self._look, one)) for one in self._parameters]
-        self._hooks += [one.register_post_accumulate_grad_hook(self._note) for one in self._parameters]
+        trained = [one for one in self._parameters if one.requires_grad]  # since the window began, some may be frozen
+        self._hooks = [one.register_hook(partial(self._look, one)) for one in trained]
+        self._hooks += [one.register_post_accumulate_grad_hook(self._note) for one in trained]
 
     def end_backward(self) -> None:
         """Remove the hooks of this backward."""
@@ -126,7 +127,8 @@ class GivenGradients:
         """Whether receivers, or an optimizer that holds gradients itself, may have used what was moved aside."""
         later = any(_has_users(engine, one) for one in (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED))
         if self._emptied:
-            fills = later or engine.overrides.step is not None
+            own = package_of(engine.find_update(self._update).optimizer) != "torch"  # it may hold their sum
+            fills = later or own or engine.overrides.step is not None
             return _stepped(cleared) or (fills and any(_has_values(p.grad) for p, *_ in cleared))
         if self._changed and _has_users(engine, Events.BACKWARD_COMPLETED):  # that of the last backward put them back
             return True

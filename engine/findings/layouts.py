@@ -89,7 +89,11 @@ def samples_of(engine: Engine, batch: Any) -> int | None:
         return None
     (length,) = lengths
     data = engine.feed.current.data
-    return length if _has_lists(tensors) or (isinstance(data, DataLoader) and data.batch_size == length) else None
+    # In order, rows may be the time steps of a series that was cut into columns.
+    by_size = (
+        isinstance(data, DataLoader) and data.batch_size == length and not isinstance(data.sampler, SequentialSampler)
+    )
+    return length if _has_lists(tensors) or by_size else None
 
 
 def _has_lists(tensors: list[Tensor]) -> bool:

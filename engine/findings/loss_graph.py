@@ -209,17 +209,20 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
 
 
 def _targets(node: Any, function: str, least: float, most: float) -> Iterator[Problem]:
-    """Targets outside of a range; for a loss of margins, which takes -1 and 1, zeros as well."""
+    """Targets far outside of a range, since noisy labels may be near it; for margins, whose targets are -1 and 1, zeros."""
     target = saved_at(node, "target")
     if target is None or target.numel() == 0 or _may_be_masked(node):
         return
     values = target.detach().float()
     smallest, largest = (float(one) for one in values.aminmax())
     between = least == -1.0 and bool((values == 0).any())
-    if smallest < least - 1e-3 or largest > most + 1e-3 or between:
+    if smallest < least - _NOISE or largest > most + _NOISE or between:
         expected = "that are -1 or 1" if least == -1.0 else "from 0 to 1"
         found = f"those of the first batch lie between {smallest:.4g} and {largest:.4g}"
         yield "W77", f"{function} expects targets {expected}, but {found}", f"convert the targets to numbers {expected}"
+
+
+_NOISE = 0.3
 
 
 def _may_be_masked(node: Any) -> bool:
@@ -346,7 +349,9 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
         return
     number, child = number_of(saved_at(node, "other")), child_of(node)
     child = child_of(child) if kind_of_node(child) == "Neg" else child
-    if number is None or kind_of_node(child) in ("Add", "Sum", ""):  # the mean of several terms, or of the batch
+    is_mean_of_terms = kind_of_node(child) == "Add" and len([*_terms(child)]) == window
+    of_batch = kind_of_node(child) in ("Sum", "") or getattr(child, "_saved_reduction", None) == _SUM
+    if number is None or is_mean_of_terms or of_batch:
         return
     if not received and _may_be_weighted(node, kind_of_node(child), window):
         return
@@ -361,7 +366,5 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
 
 
 def _may_be_weighted(node: Any, kind: str, window: int) -> bool:
-    """Whether the factor belongs to the loss, as in half of a square, or is the weight of a loss that you wrote yourself."""
-    if kind in _NEVER_NEGATIVE:
-        return kind == "MseLoss" and window == 2
-    return window == 2 or node.name() == "MulBackward0"
+    """Whether the factor belongs to the loss: it is a weight, or the half of a square."""
+    return node.name() == "MulBackward0" or (window == 2 and (kind == "MseLoss" or kind not in _NEVER_NEGATIVE))

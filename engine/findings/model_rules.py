@@ -20,11 +20,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..authoring.functions import codes_of, is_users
+from ..authoring.functions import codes_of, is_users, names_in
 from ..core.update import UpdateState
 from ..distributed.sharded import is_sharded
 from ..updates.optimizers import optimizers_of
 from .composition import Composition
+from .other_optimizers import held_by_any_optimizer
 from .reports import Finding, finding
 
 __all__ = ["OF_MODELS", "half_precision_finding"]
@@ -49,6 +50,8 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward pass",
         )
     hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
+    elsewhere = held_by_any_optimizer(hidden)
+    hidden = [one for one in hidden if one not in elsewhere]
     if hidden and isinstance(value, Tensor):
         what = "a tensor that requires gradients but is not a parameter, so it is not trained, moved or saved with the model"
         return "C27", what, "if it should train, wrap the tensor in nn.Parameter(...)"
@@ -123,7 +126,8 @@ def layers_without_effect(it: Composition) -> Iterator[Finding]:
                 "C36",
                 f"{name or 'the model'} ({type(part).__name__}) uses the same layer object in {places} places, so "
                 "these places share its weights",
-                "build a layer for each place: nn.Sequential(*[make_layer() for _ in range(n)]); [layer] * n repeats one object",
+                "if they should not share them, build a layer for each place: nn.Sequential(*[make_layer() for _ in "
+                "range(n)]); [layer] * n repeats one object",
             )
         if (chain := _longest_chain(layers)) > 2 and _is_called_as_a_whole(part, it):
             yield finding(
@@ -139,16 +143,15 @@ def _is_called_as_a_whole(part: nn.Module, it: Composition) -> bool:
     if not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
         return False
     if part in it.engine.modules.values():
-        return not any(
-            _has_loop(one) for update in it.engine.updates for one in (update.spec.forward, update.spec.function)
-        )
+        functions = [one for update in it.engine.updates for one in (update.spec.forward, update.spec.function)]
+        return all(not is_users(one) or _calls_model(one) for one in functions if one is not None)
     places = [(type(one), name) for one in it.modules for name, child in one._modules.items() if child is part]
     return all(_calls(kind, name) for kind, name in places)
 
 
-def _has_loop(function: Any) -> bool:
-    """Whether a function of the user's has a loop, which may be over the layers of a model."""
-    return is_users(function) and any(one.opname == "FOR_ITER" for one in _instructions(function))
+def _calls_model(function: Any) -> bool:
+    """Whether a function calls ``engine.model`` itself, and not its layers."""
+    return any(one.argval == "model" and _is_of_call(one) for one in _instructions(function))
 
 
 def _calls(kind: type, attribute: str) -> bool:
@@ -200,13 +203,15 @@ _WITHOUT_EFFECT = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
 def unusual_options(it: Composition) -> Iterator[Finding]:
     """Options with which no optimizer converges."""
     schedules = any("rates" in (one.writes or ()) for one in it.connections)
+    by_hand = any(is_users(one.receiver) and "param_groups" in names_in(one.receiver) for one in it.connections)
     for update in it.engine.updates:
         groups = _groups(update)
         most = max((_begins(group) for _, group in groups), default=0.0)
-        if 0 < most < _LEAST_RATE and not schedules:
+        if 0 < most < _LEAST_RATE and not schedules and not by_hand:
             yield finding("C28", f"the optimizer of update {update.name!r}: {_tiny(most, groups[0][0])}",
                           "use a larger learning rate, such as 0.1 for SGD or 1e-3 for Adam")  # fmt: skip
-        scaled = update.optimizer is None and schedules  # a rate of 1 may be that of a schedule's factors
+        is_begun = any("initial_lr" in group for _, group in groups)
+        scaled = (schedules and not is_begun) or by_hand  # a rate of 1 may be that of a schedule's factors
         for kind, group in groups:
             for what, way_out in _unusual(kind, group, scaled):
                 yield finding("C28", f"the optimizer of update {update.name!r}: {what}", way_out)
@@ -263,7 +268,8 @@ _LEAST_RATE = 1e-7
 
 def weights_in_half_precision(it: Composition) -> Iterator[Finding]:
     """Weights that round small steps away, with gradients that become zero."""
-    half = [name for one, name in it.parameters.items() if one.requires_grad and one.dtype is torch.float16]
+    trained = [one for one in it.parameters if one in it.optimized or one in it.trained_by_user]
+    half = [it.parameters[one] for one in trained if one.requires_grad and one.dtype is torch.float16]
     if half:
         yield half_precision_finding(f"{len(half)} trained parameters are float16, such as {half[0]!r}")
 
@@ -285,7 +291,7 @@ def statistics_that_do_not_average(it: Composition) -> Iterator[Finding]:
         if not isinstance(part, _NormBase) or part.running_mean is None or part.momentum is None or not part.training:
             continue
         if not 0 < part.momentum < 0.9 and not _is_put_in_eval_mode(part, name, it):
-            keeps = "stay at their initial values" if part.momentum <= 0 else "come almost only from the last batch"
+            keeps = "stay as they are" if part.momentum <= 0 else "come almost only from the last batch"
             yield finding(
                 "C34",
                 f"the running statistics of the layer {name!r} {keeps}, because momentum={part.momentum:g}",
@@ -298,8 +304,13 @@ def _is_put_in_eval_mode(part: nn.Module, name: str, it: Composition) -> bool:
     """Whether a handler that freezes, or a ``train()`` of the user's, may keep a part in eval mode in the run."""
     parts = [getattr(handler, "parts", {}) for handler in it.handlers if getattr(handler, "freezes", False)]
     frozen = [path for one in parts for path, epoch in one.items() if epoch is None]
+    if any(is_users(one.receiver) and _OF_STATISTICS & names_in(one.receiver) for one in it.connections):
+        return True
     outer = [one for one in it.modules if type(one).train is not nn.Module.train]
     return any(fnmatchcase(f"{name}.", f"{path}.*") for path in frozen) or any(part in one.modules() for one in outer)
+
+
+_OF_STATISTICS = {"eval", "momentum", "update_bn"}
 
 
 def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:

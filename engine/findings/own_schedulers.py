@@ -50,7 +50,7 @@ class OwnSchedulers:
         engine = self.engine
         for update in engine.updates:
             found = self._living(update)
-            ended = engine.state.epoch - engine.state.epoch_open > self._epoch
+            ended = engine.state.epoch - engine.state.epoch_open - self._epoch
             if not found or update.steps == self._steps[update.name] or not ended:
                 continue
             names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
@@ -61,9 +61,11 @@ class OwnSchedulers:
                     what = f"a function steps the scheduler ({names}) of {optimizer}"
                     effect = "checkpoints lack its position, and a resumed run would restart the schedule"
                     engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
-            elif not self._may_wait(update, [before for _, before in found]):
-                what = f"a scheduler ({names}) was built for {optimizer} before the run, but nothing calls its step()"
-                engine.remark("W86", f"{what}, so the learning rate stays constant", way_out, key=update.name)
+            elif ended > 1 and not self._may_wait(
+                update, [before for _, before in found]
+            ):  # else a loop around may step it
+                what = f"a scheduler ({names}) was built for {optimizer}, but was not stepped in the {ended} epochs of this run"
+                engine.remark("W86", f"{what}, so the learning rate was constant", way_out, key=update.name)
 
     def _is_restored(self) -> bool:
         """Whether a function that is called as checkpoints are loaded loads a state, such as that of the scheduler."""

@@ -141,9 +141,9 @@ _ROUNDING = 1e-6
 
 
 def _sums(engine: Engine) -> dict[Tensor, tuple[float, float]]:
-    """The sum of the values of each parameter, and of their sizes."""
+    """The sum of the values of each parameter that an optimizer trains, and of their sizes."""
     found: dict[Tensor, tuple[float, float]] = {}
-    for parameter in (p for root in engine.modules.values() for p in root.parameters() if not p.is_meta):
+    for parameter in (p for update in engine.updates for p in update.parameters if not p.is_meta):
         own = local_part(parameter.detach())
         values = widened(torch.view_as_real(own) if own.is_complex() else own).nan_to_num()
         found[parameter] = float(values.sum()), float(values.abs().sum())

@@ -109,7 +109,7 @@ def _differ(one: Mean, other: Mean, weight: float, own: float) -> bool:
     numbers = one.number * own, other.number * weight
     scaled = numbers[0] * other.factor, numbers[1] * one.factor
     known = min(numbers) > 0 and not math.isnan(sum(scaled))
-    return known and not any(math.isclose(*several, rel_tol=1e-3) for several in (numbers, scaled))
+    return known and not any(math.isclose(*several, rel_tol=0.05) for several in (numbers, scaled))
 
 
 class TargetCounts:

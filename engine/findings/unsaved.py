@@ -90,8 +90,8 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         )
     yield finding(
         "W47",
-        f"the forward pass changes values that no saved state contains: {', and '.join(what)}. A resumed run starts "
-        "without these changes",
+        f"values that no saved state contains change during training: {', and '.join(what)}. A resumed run starts without "
+        "these changes",
         f"{'; '.join(ways_out)}; allow W47 if the results do not depend on these values",
         severity="info" if is_caching else "warning",
     )
@@ -115,6 +115,9 @@ def _saves_more(item: Any) -> bool:
 
 def _marks_in(holder: Holder, carried: set[str], used: set[str], held: set[str]) -> Iterator[tuple[str, Hashable]]:
     for key, value in holder.attributes.items():
+        kind: Any = type(holder.item)
+        if isinstance(value, Tensor) and key in _names(kind)[3]:
+            continue  # its own forward stores it, such as a loss for the module around it, before it is read
         if key in _compared(holder, value, carried, used, held) and (mark := mark_of(value)) is not None:
             yield f"{holder.name}.{key}", mark
 
@@ -131,6 +134,8 @@ def _compared(holder: Holder, value: Any, carried: set[str], used: set[str], hel
 
 def mark_of(value: Any, depth: int = 0) -> Hashable:
     """A mark of a value; None for one that is not compared."""
+    if type(value) in (int, float):
+        return "number", value if value == value else "nan"
     if type(value) in ATOMS:
         return type(value).__name__, repr(value)
     if isinstance(value, Tensor):

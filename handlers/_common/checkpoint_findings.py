@@ -73,12 +73,21 @@ def warn_unsynced(name: str, problem: OSError) -> None:
 
 def report_base(engine: Engine, name: str, base: FrozenBase) -> None:
     """Print how much of the modules a checkpoint leaves out; report a checkpoint that leaves out nothing."""
-    every = sum(p.nbytes for root in engine.modules.values() for p in root.parameters())
+    parameters = [p for root in engine.modules.values() for p in root.parameters()]
+    every = sum(p.nbytes for p in parameters)
     if base.count == 0:
+        changed = not all(p.requires_grad for p in parameters)
         engine.findings.report(
             "W30",
-            f"{name!r}: trained_only=True has no effect, because no parameter is frozen when the run starts",
-            "freeze parameters before run() with requires_grad_(False) or Freezing, or omit trained_only=True",
+            f"{name!r}: trained_only=True has no effect, because "
+            + (
+                "the frozen parameters were changed after the start"
+                if changed
+                else "no parameter is frozen when the run starts"
+            ),
+            "load the weights of frozen parameters before run()"
+            if changed
+            else "freeze parameters before run() with requires_grad_(False) or Freezing, or omit trained_only=True",
             name,
         )
     elif engine.processes.is_rank_zero:

@@ -63,6 +63,7 @@ class Look:
         dropout: whether an evaluation computes dropout; statistics: the values that nothing should change.
         trained: what was trained in an update that was seen.
         in_eval: a part that computed with gradients in eval mode, but was not in it when the run began.
+        begun: the updates whose window is empty, until their first backward.
     """
 
     def __init__(self, engine: Engine, owner: str) -> None:
@@ -73,6 +74,7 @@ class Look:
         self.statistics = statistics_of(engine)
         self.trained: set[Tensor] = set()
         self.in_eval = ""
+        self.begun = {one.name for one in engine.updates if one.window.filled == one.window.held == 0}
         self._engine = engine
         self._owner = owner
         self._connections: list[tuple[Signal, Connection]] = []
@@ -112,12 +114,16 @@ class Look:
             self._calls[key[0]] = max(self._calls.get(key[0], 0), self._made[key])
 
     def _note(self, parameter: Tensor, gradient: Tensor) -> None:
-        self._incoming.setdefault(parameter, gradient.detach().clone())
+        self._incoming[parameter] = gradient.detach().clone()
 
     def _compare(self, parameter: Tensor) -> None:
-        first = self._incoming.get(parameter)
-        if first is not None and parameter.grad is not None and parameter not in self._compared:
-            self._compared[parameter] = not torch.equal(first, parameter.grad)
+        newest = self._incoming.get(parameter)
+        if newest is None or parameter.grad is None:
+            return
+        if torch.equal(newest, parameter.grad):  # cleared before, perhaps after the backward of another model's loss
+            self._compared[parameter] = False
+        else:
+            self._compared.setdefault(parameter, True)
 
     def watch(self, name: str, parts: Collection[nn.Module]) -> None:
         """Watch in which mode these parts compute, except where hooks are compiled."""

@@ -423,12 +423,12 @@ class Metrics(Handler):
                 "return the mean of the batch, or use Accuracy",
             )
         if found is not None:
-            self._report_problem(engine, key, found, severity=self._severity(engine, found[0]))
+            self._report_problem(engine, key, found, severity=self._severity(engine, found[0], metric))
 
-    def _severity(self, engine: Engine, code: str) -> Literal["info"] | None:
-        """Whether a threshold for probabilities is only listed: not every score beside it is a logit."""
+    def _severity(self, engine: Engine, code: str, metric: Any) -> Literal["info"] | None:
+        """Whether a threshold for probabilities is only listed: not every score is a logit, and others than 0.5 were chosen."""
         of_loss = self.inputs is output_and_target and takes_logits(loss_of(engine.find_update(self.update)))
-        return None if code != "W05" or of_loss else "info"
+        return None if code != "W05" or (of_loss and metric.threshold == 0.5) else "info"
 
     def _check_chance(self, engine: Engine, trainer: Engine, key: str, metric: Accuracy) -> None:
         """Report an accuracy that training has never lifted above that of a constant answer."""

@@ -146,7 +146,10 @@ def _exceeds(one: int, other: int) -> bool:
 
 
 _SLOWER = "use a larger gamma", "use a larger gamma, or a larger step_size"
-_FILLED = "omit this argument to let LRScheduling fill in the length of the run, or correct its value"
+_FILLED = (
+    "omit this argument to let LRScheduling fill in the length of the run, or correct its value; keep it if a later run() "
+    "continues this run to that length"
+)
 _CORRECTED = "set this argument to the number of scheduler steps in the run"
 _SHORTENED = "set this argument to at most the number of scheduler steps in the run"
 _RESTS = {

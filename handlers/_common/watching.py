@@ -18,14 +18,18 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from signalfire import Engine, UpdateState
 from signalfire.authoring import as_signed, is_readable, tensors_in, widened
 from signalfire.authoring.batches import parts
+from signalfire.authoring.functions import called_by, names_in
 from signalfire.distributed import is_sharded, local_part
 from signalfire.findings.epoch_checks import held_by_optimizers, names_of
+from signalfire.findings.evaluation_findings import effect_of_training
 from signalfire.findings.loss_nodes import functions_of
+from signalfire.findings.other_optimizers import held_by_any_optimizer
 from signalfire.models.modules import frozen_copies, untrained_copies
 
 __all__ = [
     "Facts",
     "batch_of",
+    "changed",
     "checksum",
     "differing_rank",
     "first_of",
@@ -187,7 +191,7 @@ def out_of_range(output: Any, labels: Tensor | None, loss: Tensor | None = None)
     wrong = (labels < 0) | (labels >= classes)
     for one in IGNORED:
         wrong &= labels.long() != one
-    if not bool(wrong.any()) or (loss is not None and not _leaves_without_class(loss, output, wrong)):
+    if not bool(wrong.any()) or (loss is not None and not _leaves_without_class(loss, output, labels.long(), wrong)):
         return None
     return int(labels.min()), int(labels.max()), classes
 
@@ -204,21 +208,40 @@ def _has_classes(loss: Tensor) -> bool:
     return bool(functions_of(loss) & _OF_CLASSES)
 
 
-def _leaves_without_class(loss: Tensor, output: Tensor, wrong: Tensor) -> bool:
+def _leaves_without_class(loss: Tensor, output: Tensor, labels: Tensor, wrong: Tensor) -> bool:
     """Whether a loss compares this output with classes, and no class is the target of these samples."""
     nodes = [node for node in _nodes(loss) if _kind(node) in _OF_CLASSES]
     own = [node for node in nodes if output.shape in (_shape(node, "result"), _shape(node, "self"))]
     if not own or functions_of(loss) & _REFUSING:
         return False
     target = _saved(own[0], "target")
-    return target is None or target.shape != output.shape or not bool((target.movedim(1, -1)[wrong] > 0).any())
+    if target is None:
+        return any(_has_rows_for(one, output, labels, wrong) for one in _factors(loss))
+    return target.shape != output.shape or not bool((target.movedim(1, -1)[wrong] > 0).any())
+
+
+def _factors(loss: Tensor) -> list[Tensor]:
+    """What a loss multiplies with, such as targets with a one for each class."""
+    nodes = [node for node in _nodes(loss) if _kind(node) == "Mul"]
+    return [one for node in nodes for name in ("self", "other") if (one := _saved(node, name)) is not None]
+
+
+def _has_rows_for(factor: Tensor, output: Tensor, labels: Tensor, wrong: Tensor) -> bool:
+    """Whether a factor chooses the classes of the labels, and none where a label has no class."""
+    if factor.shape != output.shape or factor.requires_grad:
+        return False
+    rows, right = factor.movedim(1, -1) > 0, labels.clamp(0, output.shape[1] - 1)
+    chosen = rows.gather(-1, right[..., None])[..., 0]
+    return bool(chosen[~wrong].all()) and not bool(rows[wrong].any())
 
 
 def _may_be_targets(labels: Tensor, loss: Tensor) -> bool:
-    """Whether labels may be what a loss compares with, by how many targets it has saved."""
+    """Whether labels may be what a loss compares with, by the targets that it has saved."""
     targets = [one for node in _nodes(loss) if (one := _saved(node, "target")) is not None]
-    numbers = [one.shape[0] if one.is_floating_point() and one.dim() else one.numel() for one in targets]
-    return not targets or labels.numel() in numbers
+    classes = [one.argmax(1) if one.is_floating_point() and one.dim() > 1 else one for one in targets]
+    return not targets or any(
+        one.numel() == labels.numel() and bool((one.reshape(-1) == labels.reshape(-1)).all()) for one in classes
+    )
 
 
 def ignores_all(loss: Tensor) -> bool:
@@ -277,6 +300,9 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> tuple[str, set
     paths = {part: path for path, part in _parts(engine)}
     off = {part for part in paths if modes.get(part) and not part.training and not isinstance(part, _NormBase)}
     off -= {inner for part in paths if off and _is_untrained(part, held) for inner in part.modules()}
+    off = {part for part in off if any(map(effect_of_training, part.modules()))}
+    if off and any("train" in names_in(one) for one in called_by(engine)):
+        return "", set()  # such as after a part of the step in eval mode
     for name, root in engine.modules.items():
         if root in off:
             return f"the model {name!r}", off.intersection(root.modules())
@@ -298,11 +324,18 @@ def moving_frozen_norms(engine: Engine, before: Mapping[str, Tensor], trained: s
         trained: What was trained meanwhile, and only then frozen.
     """
     meant = {p for root in engine.modules.values() for p in frozen_copies(root)} | trained
-    now = statistics_of(engine)
-    moved = {path for path, old in before.items() if path in now and not torch.equal(old, now[path])}
+    moved = changed(before, statistics_of(engine))
     return [
         path for path, part in _parts(engine) if path in moved and _is_frozen(part) and not meant & {*part.parameters()}
     ]
+
+
+def changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:
+    """The places of statistics that have changed; NaN that stay are the same."""
+    same = {
+        path for path, old in before.items() if path in now and torch.equal(old.nan_to_num(), now[path].nan_to_num())
+    }
+    return {path for path in before if path in now} - same
 
 
 def _is_frozen(part: nn.Module) -> bool:
@@ -397,7 +430,9 @@ def unheld_since(engine: Engine, known: set[Tensor], foreign: list[Foreign]) -> 
     names, held = names_of(engine), held_by_optimizers(engine)
     stale = {p.dim() for p, version, update, steps in foreign if p._version == version and update.steps > steps}
     unheld = set(names) - held - _untrained_copies(engine, held)
-    return [p for p in names if p in unheld and p.requires_grad and (p not in known or p.dim() in stale)]
+    new = [p for p in names if p in unheld and p.requires_grad and (p not in known or p.dim() in stale)]
+    elsewhere = held_by_any_optimizer(new)
+    return [p for p in new if p not in elsewhere]
 
 
 Foreign = tuple[Tensor, int, UpdateState, int]

@@ -334,7 +334,7 @@ def test_complex_parameters_are_looked_at() -> None:
 
 
 def test_a_finding_that_is_to_stop_the_run_still_does() -> None:
-    engine = Engine(Update.supervised(mse_loss, SGD), model=nn.Linear(3, 1), seed=0)
+    engine = Engine(Update.supervised(mse_loss, SGD), model=nn.Sequential(nn.Linear(3, 1), nn.Dropout()), seed=0)
     engine.attach(Guards(every="1it", error=["G06"]))
     engine.connect(Events.ITERATION_STARTED, lambda engine: engine.model.eval())
     with pytest.raises(FindingError, match="G06"):

@@ -79,7 +79,9 @@ def test_the_way_out_for_the_parameters_of_a_loss_names_what_chooses_them() -> N
         engine.run(batches(1), max_epochs=1)
         return engine.findings.of_run().of("W42")
 
-    with pytest.warns(FindingWarning, match="no optimizer of the engine holds.* add 'loss' to parameters="):
+    with pytest.warns(
+        FindingWarning, match="no optimizer of the engine holds.*if you also pass parameters=, add 'loss'"
+    ):
         assert len(found("1")) == 1
     assert not found(["1", "loss"])
 

@@ -79,7 +79,7 @@ def test_means_that_a_loss_multiplies_with_their_numbers_or_leaves_out_count_rig
 def test_the_way_out_can_be_pasted() -> None:
     with pytest.warns(FindingWarning) as caught:
         trained(padded([1, 2]), GradientAccumulation(2))
-    handler = str(caught[0].message).split("by this number: ")[1]
+    handler = str(caught[0].message).split("weight each batch by ")[1].split(": ", 1)[1]
     trained(padded([1, 2]), eval(handler, {"GradientAccumulation": GradientAccumulation}))
 
 
