@@ -154,7 +154,8 @@ class EpochChecks:
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("had a gradient at a step" if before.counts_versions else "changed"),
-                "in the forward pass, use engine.model, not an older model or a copy; do not call no_grad(), detach() "
+                "check that the optimizer's step() changes its parameters; " * (not before.counts_versions)
+                + "in the forward pass, use engine.model, not an older model or a copy; do not call no_grad(), detach() "
                 "or item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
             )
