@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,8 +93,9 @@ class FirstCalls(EagerMode):
             self._buffers.update(id(one) for one in part._buffers.values() if one is not None)
             if isinstance(part, nn.RNNBase):
                 self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
+        note = partial(self._engine.findings.look, self._note_given)
         for root in (one for one in self._engine.modules.values() if not isinstance(one, torch.jit.ScriptModule)):
-            self._hooks.callback(root.register_forward_pre_hook(self._note_given, with_kwargs=True).remove)
+            self._hooks.callback(root.register_forward_pre_hook(note, with_kwargs=True).remove)
         super().__enter__()
         return self
 

@@ -199,8 +199,8 @@ def _may_be_drawn_from(loader: Any, place: str) -> bool:
 # ---- as epochs end ------------------------------------------------------------------------------------------------
 
 
-_written: WeakKeyDictionary[Engine, tuple[ref[Tensor], Tensor]] = WeakKeyDictionary()
-"""A tensor of the batches that the last epoch has written to, with its values as the next epoch begins."""
+_written: WeakKeyDictionary[Engine, tuple[ref[Tensor], Tensor | None]] = WeakKeyDictionary()
+"""A tensor of the batches that the last epoch has written to, with its values once the next epoch has begun."""
 
 
 def note_batches(engine: Engine) -> None:
@@ -245,7 +245,8 @@ def _check_versions(engine: Engine) -> None:
     held = {id(one) for one in _plain_tensors(feed.current.data)}  # where batches were replaced, there are others
     if (found := _written.pop(engine, None)) is not None:
         tensor, before = found[0](), found[1]
-        if tensor is not None and id(tensor) in held and not torch.equal(tensor, before):
+        again = tensor is not None and before is not None and not torch.equal(tensor, before)
+        if again and id(tensor) in held:
             engine.findings.report(
                 "W28",
                 "the batches of the data were written to in place, so later epochs read them as they are now",
@@ -255,7 +256,7 @@ def _check_versions(engine: Engine) -> None:
         tensors = [(one(), version) for one, version in feed.versions]
         changed = (one for one, version in tensors if one is not None and id(one) in held and one._version != version)
         if (tensor := next(changed, None)) is not None:
-            _written[engine] = ref(tensor), tensor
+            _written[engine] = ref(tensor), None
         feed.versions = None
 
 

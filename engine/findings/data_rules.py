@@ -101,18 +101,8 @@ def _draws(dataset: Any) -> bool:
 
 
 _DRAWING = {
-    "rand",
-    "randn",
-    "randint",
-    "randrange",
-    "choice",
-    "choices",
-    "sample",
-    "integers",
-    "uniform",
-    "normal",
-    "shuffle",
-}
+    "rand", "randn", "randint", "randrange", "choice", "choices", "sample", "integers", "uniform", "normal", "shuffle",
+}  # fmt: skip
 
 
 def _order_of(data: DataLoader[Any]) -> Any:

@@ -154,7 +154,8 @@ class EpochChecks:
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
                 + ("had a gradient at a step" if before.counts_versions else "changed"),
-                "check that the optimizer's step() changes its parameters; " * (not before.counts_versions)
+                "check that the optimizer's step() changes its parameters; "
+                * (not before.counts_versions)
                 + "in the forward pass, use engine.model, not an older model or a copy; do not call no_grad(), detach() "
                 "or item() between the parameters and the loss; and leave zero_grad() to the engine",
                 key=update.name,
@@ -277,17 +278,13 @@ class EpochChecks:
         engine, update = self.engine, before.update
         steps = _steps_of(engine, update) - before.steps_of_optimizer
         counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
+        made = 0 if before.counted is None or counted_now is None else counted_now - before.counted
         is_by_hand = steps == 0 and steps_itself(update)
-        if (
-            not is_by_hand
-            and before.counted is not None
-            and counted_now is not None
-            and counted_now - before.counted > steps
-        ):
+        if made > steps and not is_by_hand:
             engine.remark(
                 "W17",
-                f"the optimizer of update {update.name!r} counted {counted_now - before.counted} steps in epoch "
-                f"{engine.state.epoch}, but the engine ran only {steps}",
+                f"the optimizer of update {update.name!r} counted {made} steps in epoch {engine.state.epoch}, but the engine "
+                f"ran only {steps}",
                 "if your code calls optimizer.step(), remove the call, because the engine calls it once per "
                 "accumulation window",
                 key=update.name,
@@ -328,10 +325,9 @@ class _Before:
     def negative_rates(self) -> list[float]:
         """Rates below 0 that steps have used; not those that a schedule gives after its last step, a step below 0."""
         steps = max(1, self.update.steps - self.steps)
-        now = zip(self.rates, rates_of(self.update), strict=False)
-        return [
-            one for one in (*self.rates, *(rate for was, rate in now if rate < 1.5 * (rate - was) / steps)) if one < 0
-        ]
+        pairs = zip(self.rates, rates_of(self.update), strict=False)
+        used = [now for before, now in pairs if now < 1.5 * (now - before) / steps]
+        return [rate for rate in (*self.rates, *used) if rate < 0]
 
     def left_alone(self) -> list[Tensor]:
         """The parameters that did not change; by values it is all of them or none."""
