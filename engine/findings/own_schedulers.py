@@ -53,7 +53,7 @@ class OwnSchedulers:
             ended = engine.state.epoch - engine.state.epoch_open - self._epoch
             if not found or update.steps == self._steps[update.name] or not ended:
                 continue
-            names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
+            names, begun = ", ".join(sorted({type(one).__name__ for one, _ in found})), [before for _, before in found]
             way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
             if any(one.last_epoch != before for one, before in found):
@@ -61,9 +61,7 @@ class OwnSchedulers:
                     what = f"a function steps the scheduler ({names}) of {optimizer}"
                     effect = "checkpoints lack its position, and a resumed run would restart the schedule"
                     engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
-            elif ended > 1 and not self._may_wait(
-                update, [before for _, before in found]
-            ):  # else a loop around may step it
+            elif ended > 1 and not self._may_wait(update, begun):  # after one epoch, a loop around the run may step it
                 what = f"a scheduler ({names}) was built for {optimizer}, but was not stepped in the {ended} epochs of this run"
                 engine.remark("W86", f"{what}, so the learning rate was constant", way_out, key=update.name)
 
