@@ -420,9 +420,7 @@ class LRScheduling(Handler):
         driven = {engine.find_update(one.update).name for one in schedules}
         if left := [update.name for update in engine.updates if update.name not in driven]:
             rest = f"{self.name!r} schedules only some updates; no LRScheduling changes the learning rates of {', '.join(left)}"
-            yield finding(
-                "C23", rest, "to schedule them, attach one LRScheduling(..., update=) for each update", [self.name]
-            )
+            yield finding("C23", rest, "to schedule them, attach one LRScheduling(..., update=) for each", [self.name])
         total = self._total_steps(engine)
         if self.monitor is None and total and self.total in (None, total):  # the run refuses a longer one
             try:

@@ -239,17 +239,21 @@ class Monitor:
         handler = engine.handlers.get(owner)  # one of the user's may measure held-out data itself
         if others and hasattr(handler, "metrics") and type(handler).__module__.startswith("signalfire."):
             other = same or next(iter(others))
-            # A rate may follow the training, and whoever writes "train" means it.
-            follows = same is None or self.handler == "LRScheduling" or _base(self.metric) != self.metric
-            follows = follows or other.startswith("test")  # by which nothing should be chosen
             engine.findings.report(
                 "W06",
                 f"{self.handler} monitors {self.metric!r}, which is measured on the training data",
                 f"monitor {other!r}, which {others[other]!r} measures",
                 *filter(None, [name]),
                 key=(self.handler, self.metric),
-                severity="info" if follows else None,
+                severity="info" if same is None or self._means_training(other) else None,
             )
+
+    def _means_training(self, other: str) -> bool:
+        """Whether a training metric is meant, and not one of an evaluation.
+
+        A rate may follow the training, whoever writes "train" means it, and by test data nothing should be chosen.
+        """
+        return self.handler == "LRScheduling" or _base(self.metric) != self.metric or other.startswith("test")
 
     def new_value(self, engine: Engine) -> float | None:
         """The metric's value if it is new since the last call, else None.

@@ -138,8 +138,7 @@ class EventEnum(Enum, metaclass=_Catalogue):
             )
         if chosen == Filter():
             raise TypeError(
-                f"{self}: expected at least one of every=, once=, after=, before= and when=; for the event without a "
-                "filter, omit the parentheses"
+                f"{self}: expected every=, once=, after=, before= or when=; without a filter, omit the parentheses"
             )
         if chosen.counts and self.counter is None:
             raise ValueError(f"{self}: the event has no counter; filter it with when= instead of {chosen}")

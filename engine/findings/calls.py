@@ -375,7 +375,7 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
 
 def _targets_among_inputs(batch: Any, update: UpdateState) -> Iterator[Problem]:
     """Targets that are a column of the inputs, as of a table whose last column was not cut off."""
-    tensors = tensors_in(batch) if update.function is None else []  # a function may use the batch in any way
+    tensors = [] if update.function else tensors_in(batch)  # of which a function uses what it likes
     if update.spec.target is not None:
         tensors = [*tensors[:1], *tensors_in(update.spec.target_in(batch))]
     if len(tensors) != 2 or not all(map(_has_values, tensors)):  # of three, the second may be no target

@@ -244,20 +244,24 @@ def _check_versions(engine: Engine) -> None:
         return
     held = {id(one) for one in _plain_tensors(feed.current.data)}  # where batches were replaced, there are others
     if (found := _written.pop(engine, None)) is not None:
-        tensor, before = found[0](), found[1]
-        again = tensor is not None and before is not None and not torch.equal(tensor, before)
-        if again and id(tensor) in held:
-            engine.findings.report(
-                "W28",
-                "the batches of the data were written to in place, so later epochs read them as they are now",
-                "copy a batch before you change it: inputs = inputs.clone()",
-            )
+        _check_written(engine, found[0](), found[1], held)
     elif feed.versions is not None:
         tensors = [(one(), version) for one, version in feed.versions]
         changed = (one for one, version in tensors if one is not None and id(one) in held and one._version != version)
         if (tensor := next(changed, None)) is not None:
             _written[engine] = ref(tensor), None
         feed.versions = None
+
+
+def _check_written(engine: Engine, tensor: Tensor | None, before: Tensor | None, held: set[int]) -> None:
+    """Report a tensor of the data whose values a second epoch has changed as well."""
+    if tensor is None or before is None or id(tensor) not in held or torch.equal(tensor, before):
+        return
+    engine.findings.report(
+        "W28",
+        "the batches of the data were written to in place, so later epochs read them as they are now",
+        "copy a batch before you change it: inputs = inputs.clone()",
+    )
 
 
 def report_length(engine: Engine, more: bool) -> None:

@@ -29,6 +29,7 @@ from .function_rules import may_store
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
@@ -77,10 +78,8 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
         by_class = labels is not None and _is_sorted_by_class(labels)
         if it.engine.state.max_epochs == 1 and not by_class and not it.reads_batch:
             return  # no two epochs have the same batches
-        if all(one.window.length_of and one.window.length_of(1) >= len(data) for one in it.engine.updates):
-            return  # each step is made with all samples, in whatever order
-        if not all(one.one_step_per_batch for one in it.engine.updates) or _draws(data.dataset):
-            return  # a series in chunks, or samples that are drawn as they are read
+        if _draws(data.dataset) or all(_has_its_order(one, len(data)) for one in it.engine.updates):
+            return
         yield finding(
             "C13",
             "the training data is not shuffled"
@@ -92,6 +91,12 @@ def unshuffled(it: Composition) -> Iterator[Finding]:
             "use DataLoader(..., shuffle=True)",
             severity="warning" if by_class else "info",
         )
+
+
+def _has_its_order(update: UpdateState, batches: int) -> bool:
+    """Whether an update makes a step with all samples, in whatever order, or reads a series in chunks."""
+    length = update.window.length_of
+    return not update.one_step_per_batch or (length is not None and length(1) >= batches)
 
 
 def _draws(dataset: Any) -> bool:

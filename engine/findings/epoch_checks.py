@@ -22,7 +22,7 @@ from ..distributed.sharded import is_sharded, local_part
 from .data_checks import steps_itself
 from .evaluation_findings import effect_of_training
 from .loss_nodes import ignored_by
-from .other_optimizers import held_by_any_optimizer
+from .other_optimizers import held_by_none
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
@@ -192,9 +192,7 @@ class EpochChecks:
         held = held_by_optimizers(engine)
         unheld = [p for p in trainable(engine) if p not in held and not self._is_changed(p)]
         known = {p for p, trained in zip(self._known, self._trainable, strict=True) if trained}
-        new = unheld if stale else [p for p in unheld if p not in known]
-        elsewhere = held_by_any_optimizer(new)
-        if new := [p for p in new if p not in elsewhere]:
+        if new := held_by_none(unheld if stale else [p for p in unheld if p not in known]):
             unfrozen = {*new} & ({*self._known} - known)
             what = _LATE[len(unfrozen) == len(new), bool(unfrozen)]
             engine.remark(
@@ -247,7 +245,7 @@ class EpochChecks:
     def _check_finite(self, update: UpdateState) -> None:
         """Report NaN in what the optimizer holds, and in the loss."""
         engine, loss = self.engine, update.raw_loss
-        parameters = [p for p in update.parameters if p.requires_grad]
+        parameters = [*filter(_requires_grad, update.parameters)]
         guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
         losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded and not self._ignores_all(loss) else []
         if not has_nan([*parameters, *losses]):
@@ -278,9 +276,8 @@ class EpochChecks:
         engine, update = self.engine, before.update
         steps = _steps_of(engine, update) - before.steps_of_optimizer
         counted_now = None if engine.findings.of_run().of("W17") else _steps_counted(update)
-        made = 0 if before.counted is None or counted_now is None else counted_now - before.counted
-        is_by_hand = steps == 0 and steps_itself(update)
-        if made > steps and not is_by_hand:
+        made = before.counted_since(counted_now)
+        if made > steps and not (steps == 0 and steps_itself(update)):
             engine.remark(
                 "W17",
                 f"the optimizer of update {update.name!r} counted {made} steps in epoch {engine.state.epoch}, but the engine "
@@ -321,6 +318,10 @@ class _Before:
         is_first = self.counts_versions and not update.steps
         self.sampled = [p for p in parameters if is_first and p.numel() and not p.is_meta]
         self.samples = _samples(self.sampled)
+
+    def counted_since(self, now: int | None) -> int:
+        """The steps that the optimizer has counted since; 0 where it does not count."""
+        return 0 if self.counted is None or now is None else now - self.counted
 
     def negative_rates(self) -> list[float]:
         """Rates below 0 that steps have used; not those that a schedule gives after its last step, a step below 0."""
@@ -407,6 +408,10 @@ def _parts(engine: Engine) -> list[nn.Module]:
     for part in parts:  # grows meanwhile
         parts += [child for child in part._modules.values() if child is not None]
     return parts
+
+
+def _requires_grad(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def _parameters(parts: Iterable[nn.Module]) -> list[Tensor]:

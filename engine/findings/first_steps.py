@@ -29,7 +29,7 @@ from .given_gradients import GivenGradients
 from .layouts import looking_at_inputs, samples_of
 from .loss_graph import Problem, problems_of
 from .loss_nodes import leaves_of
-from .other_optimizers import held_by_any_optimizer
+from .other_optimizers import held_by_none
 from .parameter_rules import ends_frozen
 from .taken_states import UnsavedValues
 from .target_counts import Mean, TargetCalls, TargetCounts, are_averaged, terms_of
@@ -228,8 +228,7 @@ def _untrained(leaves: Iterable[Tensor], before: Iterable[weakref.ref[Tensor]]) 
     """The leaves of a loss that a loss before had, too, and that no optimizer of this process holds."""
     seen = {id(one()) for one in before}
     lasting = [one for one in leaves if id(one) in seen]
-    elsewhere = held_by_any_optimizer(lasting)
-    return [one for one in lasting if one not in elsewhere]
+    return held_by_none(lasting)
 
 
 class _Node:

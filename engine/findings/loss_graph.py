@@ -263,10 +263,13 @@ def _is_averaged(node: Any) -> bool:
 
 def _is_sum(node: Any, samples: int) -> bool:
     """Whether a term is a sum over the samples, which no factor makes a mean."""
-    factor = None
-    if node.name() == "MulBackward0":
-        factor, node = number_of(saved_at(node, "other")), child_of(node)
-    return _sums(node, samples) and not (factor is not None and _makes_a_mean(node, factor, samples))
+    if node.name() != "MulBackward0":
+        return _sums(node, samples)
+    total = child_of(node)
+    if not _sums(total, samples):
+        return False
+    factor = number_of(saved_at(node, "other"))
+    return factor is None or not _makes_a_mean(total, factor, samples)
 
 
 def _sums(node: Any, samples: int) -> bool:
@@ -349,9 +352,7 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
         return
     number, child = number_of(saved_at(node, "other")), child_of(node)
     child = child_of(child) if kind_of_node(child) == "Neg" else child
-    is_mean_of_terms = kind_of_node(child) == "Add" and len([*_terms(child)]) == window
-    of_batch = kind_of_node(child) in ("Sum", "") or getattr(child, "_saved_reduction", None) == _SUM
-    if number is None or is_mean_of_terms or of_batch:
+    if number is None or _is_of_several(child, window):
         return
     if not received and _may_be_weighted(node, kind_of_node(child), window):
         return
@@ -363,6 +364,13 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
             "averages the gradients over the window",
             "return the loss without dividing it, because the gradients are now divided twice",
         )
+
+
+def _is_of_several(node: Any, number: int) -> bool:
+    """Whether a node is a sum of so many terms, or over a batch, which a division makes a mean."""
+    if kind_of_node(node) == "Add":
+        return len([*_terms(node)]) == number
+    return kind_of_node(node) in ("Sum", "") or getattr(node, "_saved_reduction", None) == _SUM
 
 
 def _may_be_weighted(node: Any, kind: str, window: int) -> bool:

@@ -20,12 +20,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..authoring.functions import codes_of, is_users, names_in
+from ..authoring.functions import codes_of, is_users
 from ..core.update import UpdateState
 from ..distributed.sharded import is_sharded
 from ..updates.optimizers import optimizers_of
 from .composition import Composition
-from .other_optimizers import held_by_any_optimizer
+from .other_optimizers import held_by_none
 from .reports import Finding, finding
 
 __all__ = ["OF_MODELS", "half_precision_finding"]
@@ -49,9 +49,7 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
             "trained, moved or saved with it, and a second backward pass fails, because the first one frees the graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward pass",
         )
-    hidden = [one for one in _trainable_in(value) if one not in it.parameters and one not in it.optimized]
-    elsewhere = held_by_any_optimizer(hidden)
-    hidden = [one for one in hidden if one not in elsewhere]
+    hidden = held_by_none(one for one in _trainable_in(value) if one not in it.parameters)
     if hidden and isinstance(value, Tensor):
         what = "a tensor that requires gradients but is not a parameter, so it is not trained, moved or saved with the model"
         return "C27", what, "if it should train, wrap the tensor in nn.Parameter(...)"
@@ -143,15 +141,15 @@ def _is_called_as_a_whole(part: nn.Module, it: Composition) -> bool:
     if not isinstance(part, nn.Sequential) or type(part).forward is not nn.Sequential.forward:
         return False
     if part in it.engine.modules.values():
-        functions = [one for update in it.engine.updates for one in (update.spec.forward, update.spec.function)]
-        return all(not is_users(one) or _calls_model(one) for one in functions if one is not None)
+        return all(map(_calls_as_a_whole, it.engine.updates))
     places = [(type(one), name) for one in it.modules for name, child in one._modules.items() if child is part]
     return all(_calls(kind, name) for kind, name in places)
 
 
-def _calls_model(function: Any) -> bool:
-    """Whether a function calls ``engine.model`` itself, and not its layers."""
-    return any(one.argval == "model" and _is_of_call(one) for one in _instructions(function))
+def _calls_as_a_whole(update: UpdateState) -> bool:
+    """Whether an update calls ``engine.model`` itself, and not its layers, so far as its functions are the user's."""
+    functions = [one for one in (update.spec.forward, update.spec.function) if one is not None and is_users(one)]
+    return all(any(one.argval == "model" and _is_of_call(one) for one in _instructions(own)) for own in functions)
 
 
 def _calls(kind: type, attribute: str) -> bool:
@@ -202,19 +200,27 @@ _WITHOUT_EFFECT = (nn.Identity, nn.Flatten, nn.Unflatten, _DropoutNd)
 
 def unusual_options(it: Composition) -> Iterator[Finding]:
     """Options with which no optimizer converges."""
-    schedules = any("rates" in (one.writes or ()) for one in it.connections)
-    by_hand = any(is_users(one.receiver) and "param_groups" in names_in(one.receiver) for one in it.connections)
+    is_changed = _sets_rates(it)
     for update in it.engine.updates:
         groups = _groups(update)
         most = max((_begins(group) for _, group in groups), default=0.0)
-        if 0 < most < _LEAST_RATE and not schedules and not by_hand:
+        if 0 < most < _LEAST_RATE and not is_changed:
             yield finding("C28", f"the optimizer of update {update.name!r}: {_tiny(most, groups[0][0])}",
                           "use a larger learning rate, such as 0.1 for SGD or 1e-3 for Adam")  # fmt: skip
-        is_begun = any("initial_lr" in group for _, group in groups)
-        scaled = (schedules and not is_begun) or by_hand  # a rate of 1 may be that of a schedule's factors
+        scaled = is_changed and not _is_scheduled(groups)  # a rate of 1 may be that of a schedule's factors
         for kind, group in groups:
             for what, way_out in _unusual(kind, group, scaled):
                 yield finding("C28", f"the optimizer of update {update.name!r}: {what}", way_out)
+
+
+def _sets_rates(it: Composition) -> bool:
+    """Whether a schedule, or a function of the user's, sets the learning rates."""
+    return it.names_any({"param_groups"}) or any("rates" in (one.writes or ()) for one in it.connections)
+
+
+def _is_scheduled(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> bool:
+    """Whether a schedule was built for an optimizer, and has noted its rate."""
+    return any("initial_lr" in group for _, group in groups)
 
 
 def _tiny(rate: float, kind: str) -> str:
@@ -304,7 +310,7 @@ def _is_put_in_eval_mode(part: nn.Module, name: str, it: Composition) -> bool:
     """Whether a handler that freezes, or a ``train()`` of the user's, may keep a part in eval mode in the run."""
     parts = [getattr(handler, "parts", {}) for handler in it.handlers if getattr(handler, "freezes", False)]
     frozen = [path for one in parts for path, epoch in one.items() if epoch is None]
-    if any(is_users(one.receiver) and _OF_STATISTICS & names_in(one.receiver) for one in it.connections):
+    if it.names_any(_OF_STATISTICS):
         return True
     outer = [one for one in it.modules if type(one).train is not nn.Module.train]
     return any(fnmatchcase(f"{name}.", f"{path}.*") for path in frozen) or any(part in one.modules() for one in outer)

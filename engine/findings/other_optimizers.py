@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["held_by_any_optimizer"]
+__all__ = ["held_by_any_optimizer", "held_by_none"]
 
 
 def held_by_any_optimizer(tensors: Iterable[Tensor]) -> set[Tensor]:
@@ -28,3 +28,16 @@ def held_by_any_optimizer(tensors: Iterable[Tensor]) -> set[Tensor]:
     optimizers = [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
     held = (p for one in optimizers for group in getattr(one, "param_groups", ()) for p in group["params"])
     return {wanted[id(one)] for one in held if id(one) in wanted}
+
+
+def held_by_none(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of some tensors that no optimizer of this process holds, in their order.
+
+    Example:
+        >>> import torch
+        >>> held_by_none([torch.ones(2)])
+        [tensor([1., 1.])]
+    """
+    found = list(tensors)
+    held = held_by_any_optimizer(found)
+    return [one for one in found if one not in held]

@@ -35,11 +35,7 @@ class OwnSchedulers:
         self._rates: dict[str, list[float]] = {}
         steps = self._may_step()  # ReduceLROnPlateau leaves no trace on its optimizer
         known = {one.name: one.optimizer for one in engine.updates if steps or _is_wrapped(one.optimizer)}
-        # A scheduler knows its optimizer, but not the other way round.
-        held = {id(one) for handler in engine.handlers.values() for one in _held_by(handler)}
-        # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
-        objects = gc.get_objects() if known else ()
-        built = [one for one in objects if issubclass(type(one), LRScheduler) and id(one) not in held]
+        built = _schedulers_besides(engine) if known else []
         for name, optimizer in known.items():
             own = [one for one in built if getattr(one, "optimizer", None) is optimizer]
             self._found[name] = [(weakref.ref(one), one.last_epoch) for one in own]
@@ -53,7 +49,7 @@ class OwnSchedulers:
             ended = engine.state.epoch - engine.state.epoch_open - self._epoch
             if not found or update.steps == self._steps[update.name] or not ended:
                 continue
-            names, begun = ", ".join(sorted({type(one).__name__ for one, _ in found})), [before for _, before in found]
+            names = ", ".join(sorted({type(one).__name__ for one, _ in found}))
             way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
             if any(one.last_epoch != before for one, before in found):
@@ -61,7 +57,7 @@ class OwnSchedulers:
                     what = f"a function steps the scheduler ({names}) of {optimizer}"
                     effect = "checkpoints lack its position, and a resumed run would restart the schedule"
                     engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
-            elif ended > 1 and not self._may_wait(update, begun):  # after one epoch, a loop around the run may step it
+            elif ended > 1 and not self._may_wait(update, found):  # after one epoch, a loop around the run may step it
                 what = f"a scheduler ({names}) was built for {optimizer}, but was not stepped in the {ended} epochs of this run"
                 engine.remark("W86", f"{what}, so the learning rate was constant", way_out, key=update.name)
 
@@ -74,9 +70,13 @@ class OwnSchedulers:
         found = ((ref(), before) for ref, before in self._found.get(update.name, []))
         return [(one, before) for one, before in found if one is not None]
 
-    def _may_wait(self, update: UpdateState, positions: list[int]) -> bool:
+    def _may_wait(self, update: UpdateState, found: list[tuple[LRScheduler, int]]) -> bool:
         """Whether schedulers had begun, the learning rates have changed otherwise, or a function may step them later."""
-        return any(positions) or _rates_of(update.optimizer) != self._rates[update.name] or self._may_step()
+        return (
+            any(before for _, before in found)
+            or _rates_of(update.optimizer) != self._rates[update.name]
+            or self._may_step()
+        )
 
     def _may_step(self) -> bool:
         """Whether a connected function, or a method of a user's handler, names a method ``step``."""
@@ -84,6 +84,13 @@ class OwnSchedulers:
         signals = self.engine.signals.all()
         receivers = [one.receiver for signal in signals for one in signal.connections if one.owner in theirs]
         return any(is_users(one) and "step" in names_in(one) for one in receivers)
+
+
+def _schedulers_besides(engine: Engine) -> list[LRScheduler]:
+    """The schedulers of this process that no handler holds. One knows its optimizer, but not the other way round."""
+    held = {id(one) for handler in engine.handlers.values() for one in _held_by(handler)}
+    # `issubclass`, since `isinstance` asks each object for its class, and some of them warn.
+    return [one for one in gc.get_objects() if issubclass(type(one), LRScheduler) and id(one) not in held]
 
 
 def _held_by(handler: Any) -> Iterator[Any]:

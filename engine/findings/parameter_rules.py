@@ -155,8 +155,7 @@ def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) ->
             f"for which BatchNorm ({listed(over_samples)}) cannot compute a variance if its input has one row a sample"
         )
     # Places have a variance, too, and a handler, or the model's train(), may freeze the statistics as the run starts.
-    by_hand = any(is_users(one.receiver) and {"eval", "train"} & names_in(one.receiver) for one in it.connections)
-    freezes = by_hand or any(getattr(one, "freezes", False) for one in it.handlers)
+    freezes = it.names_any({"eval", "train"}) or any(getattr(one, "freezes", False) for one in it.handlers)
     plain = it.data.collate_fn is default_collate and all(type(one).train is nn.Module.train for one in it.modules)
     warns = over_samples and plain and not freezes
     return finding(

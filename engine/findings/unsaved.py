@@ -132,12 +132,13 @@ def _compared(holder: Holder, value: Any, carried: set[str], used: set[str], hel
     return held if isinstance(value, Tensor) else carried
 
 
+_NUMBERS: Mapping[type, str] = {int: "number", float: "number"}  # 0 and 0.0 are the same
+
+
 def mark_of(value: Any, depth: int = 0) -> Hashable:
     """A mark of a value; None for one that is not compared."""
-    if type(value) in (int, float):
-        return "number", value if value == value else "nan"
     if type(value) in ATOMS:
-        return type(value).__name__, repr(value)
+        return _NUMBERS.get(type(value), type(value).__name__), repr(value).removesuffix(".0")
     if isinstance(value, Tensor):
         return _mark_of_tensor(value)
     if isinstance(value, GENERATORS):

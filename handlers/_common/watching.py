@@ -23,7 +23,7 @@ from signalfire.distributed import is_sharded, local_part
 from signalfire.findings.epoch_checks import held_by_optimizers, names_of
 from signalfire.findings.evaluation_findings import effect_of_training
 from signalfire.findings.loss_nodes import functions_of
-from signalfire.findings.other_optimizers import held_by_any_optimizer
+from signalfire.findings.other_optimizers import held_by_none
 from signalfire.models.modules import frozen_copies, untrained_copies
 
 __all__ = [
@@ -300,14 +300,21 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> tuple[str, set
     paths = {part: path for path, part in _parts(engine)}
     off = {part for part in paths if modes.get(part) and not part.training and not isinstance(part, _NormBase)}
     off -= {inner for part in paths if off and _is_untrained(part, held) for inner in part.modules()}
-    off = {part for part in off if any(map(effect_of_training, part.modules()))}
-    if off and any("train" in names_in(one) for one in called_by(engine)):
-        return "", set()  # such as after a part of the step in eval mode
+    off = {*filter(_has_effect_of_training, off)} if off and not _calls_train(engine) else set()
     for name, root in engine.modules.items():
         if root in off:
             return f"the model {name!r}", off.intersection(root.modules())
     first = next((part for part in paths if part in off), None)
     return ("", set()) if first is None else (f"the part {paths[first]!r} of the model", off & {*first.modules()})
+
+
+def _has_effect_of_training(part: nn.Module) -> bool:
+    return any(map(effect_of_training, part.modules()))
+
+
+def _calls_train(engine: Engine) -> bool:
+    """Whether the step puts the model in training mode itself, such as after a forward in eval mode."""
+    return any("train" in names_in(one) for one in called_by(engine))
 
 
 def _is_untrained(part: nn.Module, held: set[Tensor]) -> bool:
@@ -431,8 +438,7 @@ def unheld_since(engine: Engine, known: set[Tensor], foreign: list[Foreign]) -> 
     stale = {p.dim() for p, version, update, steps in foreign if p._version == version and update.steps > steps}
     unheld = set(names) - held - _untrained_copies(engine, held)
     new = [p for p in names if p in unheld and p.requires_grad and (p not in known or p.dim() in stale)]
-    elsewhere = held_by_any_optimizer(new)
-    return [p for p in new if p not in elsewhere]
+    return held_by_none(new)
 
 
 Foreign = tuple[Tensor, int, UpdateState, int]

@@ -253,7 +253,7 @@ def test_equal_filters_make_equal_events() -> None:
         ({"before": "x"}, TypeError, "before='x'"),
         ({"when": 3}, TypeError, "when: 3 is not callable"),
         ({"when": True}, TypeError, "when: True is not callable"),
-        ({}, TypeError, "expected at least one of every="),
+        ({}, TypeError, "expected every=, once="),
         ({"every": 2, "once": 3}, ValueError, "every=2 and once=[3]"),
         ({"after": 5, "before": 6}, ValueError, "after=5, before=6"),
         ({"after": 7, "before": 3}, ValueError, "after=7, before=3"),
