@@ -158,7 +158,7 @@ class Guards(Handler):
         self._look = look = safely(Look, engine, self.name)
         if look is None:
             return
-        safely(self._watch_modes, engine, look)
+        safely(lambda: look.watch(*left_in_eval(engine, self._modes)))
         look.connect(Events.BACKWARD_STARTED, partial(safely, self._check_left_over))
         look.connect(Events.LOSS_COMPUTED, partial(safely, self._see_loss))
         look.connect(Events.GRADIENTS_READY, partial(safely, self._see_gradients))
@@ -245,9 +245,6 @@ class Guards(Handler):
                 f"only normalization layers are trained, and the last layer {last!r} is frozen",
                 f"unfreeze {last!r} if this layer should learn the labels in this dataset",
             )
-
-    def _watch_modes(self, engine: Engine, look: Look) -> None:
-        look.watch(*left_in_eval(engine, self._modes))
 
     def _check_left_over(self, engine: Engine) -> None:
         update, look = engine.state.update, self._look
@@ -435,9 +432,8 @@ class Guards(Handler):
                 "call model.train() after each evaluation, or use engine.evaluate(), which restores the mode",
             )
         moving = moving_frozen_norms(engine, look.statistics, look.trained)
-        if moving and self._moving.intersection(
-            moving
-        ):  # in one iteration, as for a generator, it is frozen on purpose
+        lasting = self._moving.intersection(moving)  # else it may be frozen for another part, such as a generator
+        if lasting or (moving and moving_frozen_norms(engine, look.statistics, look.trained | self._known)):
             self._report(
                 "G21",
                 f"the weights of {moving[0]!r} are frozen, but the training batches still update its running "

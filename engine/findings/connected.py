@@ -93,8 +93,10 @@ def _is_named(kind: type, name: str) -> bool:
 def report_double(engine: Engine, event: object, added: Connection, others: Iterable[Connection]) -> None:
     """Report a function that is about to be called twice at an event: connected twice, or defined again and connected again."""
     for other in others:
-        if added.phase != other.phase or (other.filter is not None and added.filter is not None):
-            continue  # before and after a change, or "every 100, and at the first": meant
+        if other.filter is not None and added.filter is not None:
+            continue  # "every 100, and at the first": meant
+        if event is Events.GRADIENTS_READY and added.phase != other.phase:
+            continue  # before and after clipping
         if added.of(other.receiver):
             what = f"{added!r} is connected to {event} twice, so it is called twice"
         elif _replaces(added.receiver, other.receiver):

@@ -134,7 +134,8 @@ def _report_as_batches(engine: Engine, data: Any, what: str) -> None:
 def report_single_samples(engine: Engine, batch: Any) -> None:
     """Report a data set or a list whose first item is a sample: an input without a dimension for the batch, and one target."""
     data = inner(engine.feed.current.data)
-    known = engine.state.update.function is None and isinstance(data, list | Dataset)  # a step may take single samples
+    kinds = list | Dataset if engine.training else Dataset
+    known = engine.state.update.function is None and isinstance(data, kinds)  # a step may take single samples
     if not known or not isinstance(batch, list | tuple) or len(batch) < 2:
         return
     inputs, target = batch[:2]

@@ -374,5 +374,7 @@ def _is_of_several(node: Any, number: int) -> bool:
 
 
 def _may_be_weighted(node: Any, kind: str, window: int) -> bool:
-    """Whether the factor belongs to the loss: it is a weight, or the half of a square."""
-    return node.name() == "MulBackward0" or (window == 2 and (kind == "MseLoss" or kind not in _NEVER_NEGATIVE))
+    """Whether the factor belongs to the loss, as in half of a square, or is the weight of a loss that you wrote yourself."""
+    if kind in _NEVER_NEGATIVE:
+        return kind == "MseLoss" and window == 2
+    return window == 2 or node.name() == "MulBackward0"

@@ -300,7 +300,7 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> tuple[str, set
     paths = {part: path for path, part in _parts(engine)}
     off = {part for part in paths if modes.get(part) and not part.training and not isinstance(part, _NormBase)}
     off -= {inner for part in paths if off and _is_untrained(part, held) for inner in part.modules()}
-    off = {*filter(_has_effect_of_training, off)} if off and not _calls_train(engine) else set()
+    off = _with_effect(engine, off)
     for name, root in engine.modules.items():
         if root in off:
             return f"the model {name!r}", off.intersection(root.modules())
@@ -308,13 +308,11 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> tuple[str, set
     return ("", set()) if first is None else (f"the part {paths[first]!r} of the model", off & {*first.modules()})
 
 
-def _has_effect_of_training(part: nn.Module) -> bool:
-    return any(map(effect_of_training, part.modules()))
-
-
-def _calls_train(engine: Engine) -> bool:
-    """Whether the step puts the model in training mode itself, such as after a forward in eval mode."""
-    return any("train" in names_in(one) for one in called_by(engine))
+def _with_effect(engine: Engine, off: set[nn.Module]) -> set[nn.Module]:
+    """The parts that compute something else in eval mode; none if the step calls train() itself, as after such a forward."""
+    if not off or any("train" in names_in(one) for one in called_by(engine)):
+        return set()
+    return {part for part in off if any(map(effect_of_training, part.modules()))}
 
 
 def _is_untrained(part: nn.Module, held: set[Tensor]) -> bool:

@@ -593,11 +593,11 @@ def test_a_threshold_is_compared_with_the_loss_only_where_it_reads_the_same_outp
     inputs = {"of the loss": None, "other": lambda engine: (10 * engine.state.update.output, engine.state.batch[1])}
     for which, function in inputs.items():
         evaluator = Engine(Update.supervised(loss), model=linear(5, 1))
-        evaluator.attach(Metrics(accuracy=Accuracy(threshold=0.4), inputs=function))
+        evaluator.attach(Metrics(accuracy=Accuracy(threshold=0.5), inputs=function))
         with pytest.warns(FindingWarning, match="W05") if which == "of the loss" else nullcontext():
             evaluator.run(data)
         (found,) = evaluator.findings.of_run().of("W05")
-        assert "set threshold=-0.405, the logit of this threshold" in found.way_out
+        assert "set threshold=0.0, the logit of this threshold" in found.way_out
 
 
 def test_the_accuracies_of_two_data_sets_are_compared_each_with_its_own_chance() -> None:

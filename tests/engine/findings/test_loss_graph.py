@@ -153,8 +153,7 @@ def test_operands_that_were_not_noted_may_be_pairs() -> None:
 
 def test_a_loss_that_is_divided_by_the_window_is_known_however_it_is_written() -> None:
     loss = F.mse_loss(scores(4, 1), torch.zeros(4, 1))
-    assert codes(loss / 4, 4) == ["W74"]
-    assert codes(loss * 0.25, 4) == codes(0.25 * loss, 4) == [], "a weight"
+    assert codes(loss / 4, 4) == codes(loss * 0.25, 4) == codes(0.25 * loss, 4) == ["W74"]
     assert codes(loss / 4, 1) == codes(loss / 3, 4) == codes(loss, 4) == []
     assert codes((loss + loss) / 2, 2) == [], "the mean of two terms"
     assert codes(F.cross_entropy(scores(4, 3), LABELS) / 2, 2) == ["W74"]
