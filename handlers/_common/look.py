@@ -74,7 +74,7 @@ class Look:
         self.statistics = statistics_of(engine)
         self.trained: set[Tensor] = set()
         self.in_eval = ""
-        self.begun = {one.name for one in engine.updates if one.window.filled == one.window.held == 0}
+        self.begun: set[str] = set()
         self._engine = engine
         self._owner = owner
         self._connections: list[tuple[Signal, Connection]] = []
@@ -93,6 +93,7 @@ class Look:
             self._hook(engine)
 
     def _hook(self, engine: Engine) -> None:
+        self.begun = {one.name for one in engine.updates if one.window.filled == one.window.held == 0}
         for update in engine.updates:
             for place, one in enumerate(optimizers_of(update.optimizer)):
                 key = update.name, place
