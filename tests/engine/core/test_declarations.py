@@ -186,7 +186,7 @@ NOT_RECORDED = {
     # All options of the groups are read at once.
     **{("Trace", name): {"rates", "groups"} for name in ("begin", "record_iteration", "record_epoch")},
     # By receivers that these connect, which are called through the guard of looks.
-    ("Guards", "look"): {"loss", "output"},
+    ("Guards", "look"): {"gradients", "loss", "output"},
 }
 
 
