@@ -135,8 +135,16 @@ def test_other_errors_and_pieces_that_are_computed_again_write_nothing(tmp_path:
     assert not (tmp_path / "none").exists()
 
 
+def held() -> float:
+    """The MiB that the tensors of other tests in this process take."""
+    gc.collect()
+    found = [one for one in gc.get_objects() if type(one) is torch.Tensor]
+    near = [one for one in found if one.device.type == "cpu" and one.layout is torch.strided]
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in near}.values()) / 2**20
+
+
 def test_views_count_once_and_tensors_without_memory_not_at_all(tmp_path: Path) -> None:
-    gc.collect()  # tensors of other tests in this process may be in cycles
+    others = held()
     model = mlp(5, 8, 1)
     view, nothing = torch.zeros(3, 2**20), (torch.empty(2**40, device="meta"), torch.eye(3).to_sparse())
     views = [view[0], view[:, 0], view.T]
@@ -144,7 +152,7 @@ def test_views_count_once_and_tensors_without_memory_not_at_all(tmp_path: Path) 
         failing(tmp_path, torch.OutOfMemoryError("no memory"), model).run(batches(), max_epochs=1)
     text = (tmp_path / "memory-2.txt").read_text()
     assert len(re.findall(r"^ +12\.0  cpu", text, re.MULTILINE)) == 1
-    assert of_kind(text, "other tensors") < 12 + 8
+    assert of_kind(text, "other tensors") < others + 12 + 8
     assert len(views) == 3
     assert nothing[0].is_meta
 
