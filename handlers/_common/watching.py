@@ -240,7 +240,8 @@ def _may_be_targets(labels: Tensor, loss: Tensor) -> bool:
     targets = [one for node in _nodes(loss) if (one := _saved(node, "target")) is not None]
     classes = [one.argmax(1) if one.is_floating_point() and one.dim() > 1 else one for one in targets]
     return not targets or any(
-        one.numel() == labels.numel() and bool((one.reshape(-1) == labels.reshape(-1)).all()) for one in classes
+        one.numel() == labels.numel() and bool((one.reshape(-1).to(labels.device) == labels.reshape(-1)).all())
+        for one in classes
     )
 
 

@@ -51,7 +51,8 @@ class Waves(nn.Module):
         self.frequencies, self.output = nn.Parameter(torch.randn(size)), nn.Linear(size, 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.output(torch.sin(inputs * self.frequencies))  # type: ignore[no-any-return]
+        output: Tensor = self.output(torch.sin(inputs * self.frequencies))
+        return output
 
 
 def waves(*, flat: bool) -> Engine:
@@ -72,7 +73,8 @@ class Reader(nn.Module):
         self.output = nn.Linear(12, 3)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.output(self.layer(inputs)[0][:, -1])  # type: ignore[no-any-return]
+        output: Tensor = self.output(self.layer(inputs)[0][:, -1])
+        return output
 
 
 def reading(layers: int) -> Engine:
@@ -86,7 +88,8 @@ class Tokens(nn.Module):
         self.embedding, self.output = nn.Embedding(12, 8, padding_idx=0), nn.Linear(8, 12)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.output(self.embedding(tokens)).transpose(1, 2)  # type: ignore[no-any-return]
+        output: Tensor = self.output(self.embedding(tokens)).transpose(1, 2)
+        return output
 
 
 def tokens() -> Any:
@@ -189,7 +192,8 @@ class Probing(nn.Module):
         self._optimizer = SGD(self.probes[0].parameters(), lr=0.1) if trains else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs)  # type: ignore[no-any-return]
+        output: Tensor = self.inner(inputs)
+        return output
 
 
 def half(*, head: bool) -> Engine:
@@ -340,7 +344,7 @@ def adversaries(*, always: bool) -> Engine:
 
 CASES: dict[str, tuple[str, Run, Run]] = {
     "frequencies": ("W73", partial(waves, flat=False), partial(waves, flat=True)),
-    "a mean by hand": (
+    "a sum divided by the number of samples": (
         "W74",
         partial(in_windows, lambda output, target: F.cross_entropy(output, target, reduction="sum") / len(output), 4),
         partial(in_windows, lambda output, target: F.cross_entropy(output, target) / 4),
@@ -371,7 +375,7 @@ CASES: dict[str, tuple[str, Run, Run]] = {
     "activations in the step": ("C37", partial(chained, between=True), partial(chained, between=False)),
     "a momentum that a function sets": ("C34", partial(normalizing, sets=True), partial(normalizing, sets=False)),
     "frozen statistics": ("C21", partial(single_last, freezes=True), partial(single_last, freezes=False)),
-    "a warm-up by hand": ("C28", partial(large_rate, by_hand=True), partial(large_rate, by_hand=False)),
+    "a warm-up in a function": ("C28", partial(large_rate, by_hand=True), partial(large_rate, by_hand=False)),
     "a handler that saves": (
         "C31",
         lambda: trained(F.cross_entropy, None, Preemption(), Saving()),
@@ -398,7 +402,7 @@ CASES: dict[str, tuple[str, Run, Run]] = {
 
 
 def codes_of(run: Run) -> set[str]:
-    """The codes of which the user is told, as warnings or as lines on stderr."""
+    """The codes that a run reports, as warnings or as lines on stderr."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = run().findings.of_run()

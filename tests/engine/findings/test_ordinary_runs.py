@@ -120,7 +120,8 @@ class Wrapped(nn.Module):
         self.inner = classifier()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs)  # type: ignore[no-any-return]
+        output: Tensor = self.inner(inputs)
+        return output
 
 
 def probed(*, trains: bool) -> None:
@@ -228,7 +229,8 @@ class Normalizing(nn.Module):
         self.inner = classifier()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.inner(inputs.sub_(128).div_(64))  # type: ignore[no-any-return]
+        output: Tensor = self.inner(inputs.sub_(128).div_(64))
+        return output
 
 
 def normalized(scale: float) -> None:
@@ -240,7 +242,7 @@ def normalized(scale: float) -> None:
 
 
 def continued(*, target: bool) -> None:
-    """A second run whose start copies the weights to a target network, or initializes them anew."""
+    """A second run, whose STARTED copies the weights to a target network, or initializes them again."""
     online, other = classifier(), classifier().requires_grad_(False)
     update = Update(
         lambda engine, batch: engine.model["online"](batch[0]),
@@ -323,7 +325,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         partial(writing, lambda inputs: inputs.mul_(0.5), epochs=2),
     ),
     "trained inputs": ("W28", auto_decoder, partial(writing, lambda inputs: inputs.add_(1.0))),
-    "steps by hand": ("W17", partial(by_hand, returns=False), partial(by_hand, returns=True)),
+    "manual optimization": ("W17", partial(by_hand, returns=False), partial(by_hand, returns=True)),
     "an optimizer that sums itself": ("W16", partial(private, Private), partial(private, Forgetful)),
     "a probe": ("W11", partial(probed, trains=True), partial(probed, trains=False)),
     "a batch sampler": (
@@ -339,7 +341,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         partial(connected, Phase.RECORD, Phase.RECORD),
     ),
     "a loop around the run": ("W86", partial(stepped_outside, 1), partial(stepped_outside, 4)),
-    "an average of one's own": (
+    "an averaged copy of the model": (
         "W51",
         partial(evaluated_after, copy.deepcopy),
         partial(evaluated_after, lambda model: classifier()),
