@@ -165,11 +165,15 @@ LOOKS: list[tuple[Any, str]] = [
             ),
         )
     ),
+    (Guards, "_note_start"),
     (Guards, "_check_losses"),
     (Guards, "_check_batch"),
     (Guards, "_check_model"),
-    (Guards, "_watch_modes"),
+    (Guards, "_check_left_over"),
+    (Guards, "_see_loss"),
     (Guards, "_see_gradients"),
+    (Guards, "_see_before_step"),
+    (Guards, "_see_step"),
     (Guards, "_check_end"),
 ]
 
