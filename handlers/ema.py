@@ -106,6 +106,7 @@ class EMA(AveragedWeights):
         )
         self.start = check_int(self, "start", start, least=0)
         self.warmup = check_bool(self, "warmup", warmup)
+        self._has_reported = False
 
     def findings(self, engine: Engine) -> Iterator[Finding]:
         """Report averaging that starts after the run's last step."""
@@ -130,13 +131,14 @@ class EMA(AveragedWeights):
         """Report a run that is too short for the decay: the average then consists mostly of its initial value."""
         update = engine.find_update(self.update)
         to_come = None if engine.snapshots.has_loaded_state else steps_to_come(engine, update, planned=True)
-        if to_come is None or self.warmup or self.decay < 0.99 or not self.evaluate:
+        if to_come is None or not self._may_lag():
             return
         every = int(self.every.value)
         first = max(update.steps, self.start)
         averages = self.count + (update.steps + to_come) // every - first // every
         begun = self.start if self.count else first
         if averages > 0 and (share := self.decay ** (averages - 1)) > 0.5:
+            self._has_reported = True  # not again where the run is continued
             engine.findings.report(
                 "W55",
                 f"EMA(decay={self.decay:g}): after {averages} updates, at the end of this run, {share:.1%} of the "
@@ -144,6 +146,10 @@ class EMA(AveragedWeights):
                 "use a smaller decay, or warmup=True, which starts with a smaller decay",
                 self.name,
             )
+
+    def _may_lag(self) -> bool:
+        """Whether evaluations use an average that may lag far behind, and this was not reported before."""
+        return self.evaluate and not self.warmup and self.decay >= 0.99 and not self._has_reported
 
     @on(
         Events.OPTIMIZER_STEP_COMPLETED,

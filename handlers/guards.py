@@ -16,7 +16,7 @@ from signalfire.findings.codes import Severity
 from signalfire.findings.dropout import has_other_path
 from signalfire.findings.epoch_checks import counted, counts_versions, names_of, rates_of, shown, trainable
 
-from ._common.look import LOOKS_AT, Look, looking
+from ._common.look import LOOKS_AT, Beginning, Look, looking
 from ._common.ranks import RECORD_GROUPS
 from ._common.watching import (
     Facts,
@@ -35,6 +35,7 @@ from ._common.watching import (
     name_of_inputs,
     one_class,
     out_of_range,
+    place_in_data,
     same_for_all,
     statistics_of,
     total,
@@ -44,17 +45,17 @@ from ._common.watching import (
 
 __all__ = ["Guards"]
 
-_FIRST = 3  # iterations that are looked at as a run begins
+_FIRST = 3  # iterations that are looked at as a training begins or resumes
 _LONGEST = 500  # iterations after which a look that saw no step of some update ends
 
 
 class Guards(Handler):
     """Detects silent training problems, such as bad data, modes or gradients, and reports them with codes G01 to G24.
 
-    The handler checks the first three iterations and every n-th iteration: the batch, the modes, the gradients, the step and,
-    with several ranks, whether all ranks have the same weights. On an evaluator, the handler checks the first batch of every
-    run. A check synchronizes with the device; between checks the handler is not called. Runs with and without the handler are
-    bit-identical.
+    The handler checks the first three iterations, also after a resume, and every n-th iteration: the batch, the modes, the
+    gradients, the step and, with several ranks, whether all ranks have the same weights. On an evaluator, the handler checks the
+    first batch of every run. A check synchronizes with the device; between checks the handler is not called. Runs with and
+    without the handler are bit-identical.
 
     ``Engine(allow=["G13"])`` silences a code; `signalfire.findings.codes.CODES` explains each one.
 
@@ -88,22 +89,19 @@ class Guards(Handler):
         self._forget()
 
     def _forget(self) -> None:
-        self._facts: dict[str, Facts] = {}
-        self._modes: dict[nn.Module, bool] = {}
+        self._facts, self._modes = dict[str, Facts](), dict[nn.Module, bool]()
         self._known: set[Tensor] = set()
-        self._batches, self._labels = list[tuple[int, Any]](), list[tuple[int, int]]()
+        self._batches, self._labels = list[tuple[int, int, Any]](), list[tuple[int, int]]()
         self._foreign: list[Foreign] = []
         self._stepped, self._moving = set[Tensor](), set[str]()
         self._look: Look | None = None
+        self._beginning: Beginning | None = None
 
     def attached(self, engine: Engine) -> None:
-        first = Events.ITERATION_STARTED(once=range(1, _FIRST + 1))
-        if engine.training:
-            n = int(self.every.value)
-            self.look_event = Events.ITERATION_STARTED if n == 1 else first | Events.ITERATION_STARTED(every=n)
-            self.evaluation_event = None
-        else:
-            self.look_event, self.evaluation_event = None, Events.ITERATION_STARTED(once=1)
+        n, self._has_begun = int(self.every.value), False
+        every = Events.ITERATION_STARTED if n == 1 else Events.ITERATION_STARTED(every=n)
+        events = (every, None) if engine.training else (None, Events.ITERATION_STARTED(once=1))
+        self.look_event, self.evaluation_event = events
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["trainable", "modes", "modules", "optimizer"], writes=[])
     def start(self, engine: Engine) -> None:
@@ -111,6 +109,10 @@ class Guards(Handler):
         self._forget()
         self._facts = {update.name: Facts() for update in engine.updates}
         engine.findings.look(self._note_start, engine)
+        begins = engine.state.iteration == 0 or engine.snapshots.has_loaded_state or not self._has_begun
+        if engine.training and begins:
+            self._beginning = Beginning(engine, self.name, self.look, _FIRST)
+            self._has_begun = True
 
     def _note_start(self, engine: Engine) -> None:
         self._modes = {part: part.training for root in engine.modules.values() for part in root.modules()}
@@ -121,8 +123,9 @@ class Guards(Handler):
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
         """Stop a check that is in progress."""
-        if self._look is not None:
-            self._look.close()
+        for one in (self._look, self._beginning):
+            if one is not None:
+                one.close()
         self._forget()
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
@@ -204,9 +207,10 @@ class Guards(Handler):
                 )
 
     def _check_repeated(self, engine: Engine, what: Any) -> None:
-        epoch = engine.state.epoch
-        self._batches = [*[one for one in self._batches if one[0] == epoch][-2:], (epoch, what)]
-        if len(self._batches) == 3 and all(one == what for _, one in self._batches):
+        epoch, place = engine.state.epoch, place_in_data(engine)
+        self._batches = [*[one for one in self._batches if one[0] == epoch][-2:], (epoch, place, what)]
+        _, places, batches = zip(*self._batches, strict=True)
+        if len(batches) == 3 and len({*places}) > 1 and len({*batches}) == 1:
             self._report(
                 "G11",
                 f"the batch in iteration {engine.state.iteration} is identical to the batches in the last two checks "

@@ -182,9 +182,10 @@ class ProgressBar(Handler):
         if engine.state.epoch_open:
             self._draw(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds", "step"], writes=["files"])
+    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds", "metrics", "step"], writes=["files"])
     def begin_epoch(self, engine: Engine) -> None:
-        """Draw the bar of a new epoch."""
+        """Draw the bar of a new epoch; report metrics that no receiver has written in the one before."""
+        self._check_metrics(engine)
         self._epoch_began = self.clock()
         self._write_held()
         if self._stays:
@@ -224,7 +225,7 @@ class ProgressBar(Handler):
     )
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
-        self._report_missing(engine)
+        self._has_ended_epoch = True
         if not self._plain and not self._covers_run(engine):
             self._draw(engine, values=True, finished=self._stays)
         elif self._plain and self.clock() - self._lined_at >= self._spacing():
@@ -239,6 +240,7 @@ class ProgressBar(Handler):
     )
     def end(self, engine: Engine) -> None:
         """Show where the run ended, and how long it took."""
+        self._check_metrics(engine)
         early = self._continued and self.clock() - self._lined_at < self._spacing()
         if self._bar is not None and not self._within:
             self._draw(engine, values=True, finished=True, note=self._elapsed(engine, last=True))
@@ -269,6 +271,7 @@ class ProgressBar(Handler):
             self._smoothed.clear()
         self._pace, self._forecast = Pace(), Forecast(engine, self._began)
         self._view, self._lined = View(""), engine.state.completed
+        self._has_ended_epoch = False
 
     def _look(self, engine: Engine) -> None:
         now = self.clock()
@@ -429,6 +432,11 @@ class ProgressBar(Handler):
 
     def _smooth(self, suffix: str) -> float | None:
         return self._smoothed[suffix].value() if suffix in self._smoothed else None
+
+    def _check_metrics(self, engine: Engine) -> None:
+        """Look for the metrics once an epoch has ended, when all receivers have written theirs."""
+        if self._has_ended_epoch:
+            self._report_missing(engine)
 
     def _report_missing(self, engine: Engine) -> None:
         metrics = engine.state.metrics

@@ -16,7 +16,6 @@ from signalfire import Engine
 from signalfire.authoring.checks import check_bool, check_choice, check_int
 from signalfire.authoring.monitor import find_mode, find_name
 from signalfire.authoring.randomness import unchanged_random_state
-from signalfire.findings import finding, warn
 
 from .arguments import check_build, check_handlers, check_seeds, check_workers
 from .beginnings import Beginnings, report_equal_runs
@@ -213,10 +212,8 @@ class Study:
         return self._planned(variants, lines, retry_failed)
 
     def _find_metric(self, engine: Engine) -> None:
-        """Find the name under which the metric is written, and warn of another one."""
-        asked, self.metric = self.metric, find_name(engine, self.metric, by="Study")
-        if self.metric != asked:
-            warn(finding("C40", f"Study reads {asked!r} as {self.metric!r}", f"write metric={self.metric!r}"))
+        """Find the name under which the metric is written."""
+        self.metric = find_name(engine, self.metric, by="Study")
 
     def run(self, *designs: Design, workers: int | Executor = 1, retry_failed: bool = False) -> Report:
         """Run everything that is not in the store, and report on all runs.

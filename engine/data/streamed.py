@@ -107,9 +107,12 @@ def inner(data: Any) -> Any:
 
 
 def is_own_iterator(data: Any) -> bool:
-    """Whether data is an iterator of a class of its own, as DALI's loaders are, which may begin again once it has ended."""
+    """Whether data is an iterator of a class of its own, as DALI's loaders are, which may begin again once it has ended.
+
+    Those of Python, and of torch's DataLoader, do not.
+    """
     package = type(data).__module__.partition(".")[0]
-    return isinstance(data, Iterator) and package not in sys.stdlib_module_names
+    return isinstance(data, Iterator) and package not in {"torch", *sys.stdlib_module_names}
 
 
 def keeps_position(data: Any) -> bool:

@@ -64,8 +64,8 @@ def _without_on(kind: type, subscribed: set[str]) -> tuple[str, str] | None:
             and not _is_named(kind, name)
         ):
             return (
-                f"{kind.__name__}.{name} is not called at this event, because it has the name of an event but is not "
-                "decorated with @on(...)",
+                f"{kind.__name__}.{name} has the name of an event but is not decorated with @on(...), so attaching the "
+                "handler does not connect this method",
                 f"put @on(Events.{label.upper()}) above the method, or rename it",
             )
     return None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import length_hint
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -25,7 +27,7 @@ from ..core.events import Events
 from ..data.held_generators import draws_in_workers
 from ..data.streamed import is_own_iterator
 from .composition import Composition, Evaluation, first_batch, in_training, is_meant, own_generators
-from .function_rules import may_store
+from .function_rules import may_store, variables_of
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
@@ -59,8 +61,9 @@ def _of_evaluators(it: Composition) -> list[Evaluation]:
 
 def data_read_once(it: Composition) -> Iterator[Finding]:
     state = it.engine.state
-    once = isinstance(it.data, Iterator) and not is_own_iterator(it.data)
-    if once and state.epoch_length is None and (state.max_epochs or 1) > 1:
+    once, epochs = isinstance(it.data, Iterator) and not is_own_iterator(it.data), state.max_epochs or 1
+    needed, known = (state.epoch_length or 0) * epochs, length_hint(it.data, 0) if once else 0
+    if once and epochs > 1 and (needed == 0 or 0 < known < needed):
         yield finding(
             "C24",
             f"the data is a {type(it.data).__name__}, which can be read only once, but the run has {state.max_epochs} epochs",
@@ -311,7 +314,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
     for one in _of_evaluators(it):
-        other = set(one.evaluator.modules.parameters())
+        other: set[Tensor] = {*one.evaluator.modules.parameters()}
         if it.parameters and other and other.isdisjoint(it.parameters):
             yield finding(
                 "C15",
@@ -319,7 +322,9 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
                 "model being trained",
                 "build the evaluator on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
-                severity="info" if is_meant(one.evaluator) or _is_prepared(one.evaluator) else None,
+                severity="info"
+                if is_meant(one.evaluator) or _is_prepared(one.evaluator) or _is_used(other, it)
+                else None,
             )
 
 
@@ -327,6 +332,13 @@ def _is_prepared(evaluator: Engine) -> bool:
     """Whether a function of the user's may load the weights before an evaluation."""
     before = (Events.STARTED, Events.EPOCH_STARTED, Events.EVALUATION_STARTED)
     return any(one.owner is None for event in before for one in evaluator.signal(event).connections)
+
+
+def _is_used(parameters: set[Tensor], it: Composition) -> bool:
+    """Whether a receiver of the user's uses a model with these parameters, such as an average that it updates."""
+    used = [one for of in it.connections if is_users(of.receiver) for one in variables_of(of.receiver)]
+    models = [getattr(one, "module", one) for one in used]
+    return any(parameters & {*one.parameters()} for one in models if isinstance(one, nn.Module))
 
 
 def batches_on_another_device(it: Composition) -> Iterator[Finding]:
@@ -344,6 +356,7 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
 def _moves_batches(it: Composition) -> bool:
     """Whether a function of the user's names a device or a move, so that it may put batches where they belong."""
     functions = [one for one in (*called_by(it.engine), *(one.receiver for one in it.connections)) if is_users(one)]
+    functions += [inner for one in functions for inner in variables_of(one) if isinstance(inner, FunctionType)]
     return any(name in ("cpu", "cuda", "to") or "device" in name for one in functions for name in names_in(one))
 
 

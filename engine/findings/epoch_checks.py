@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
-from ..authoring.functions import called_by, names_in
+from ..authoring.functions import called_by, is_users, names_in
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
@@ -25,6 +25,7 @@ from .loss_nodes import ignored_by
 from .other_optimizers import held_by_none
 
 if TYPE_CHECKING:
+    from ..core.connection import Connection
     from ..core.update import UpdateState
     from ..engine import Engine
 
@@ -246,7 +247,7 @@ class EpochChecks:
         """Report NaN in what the optimizer holds, and in the loss."""
         engine, loss = self.engine, update.raw_loss
         parameters = [*filter(_requires_grad, update.parameters)]
-        guarded = any("step" in (one.writes or ()) for one in engine.signal(Events.GRADIENTS_READY).connections)
+        guarded = any(map(_is_guard, (one for event in _BEFORE_STEP for one in engine.signal(event).connections)))
         losses = [loss.detach()] if isinstance(loss, Tensor) and not guarded and not self._ignores_all(loss) else []
         if not has_nan([*parameters, *losses]):
             return
@@ -309,6 +310,7 @@ class _Before:
 
     def __init__(self, engine: Engine, update: UpdateState) -> None:
         self.update, self.steps, self.counted = update, update.steps, _steps_counted(update)
+        self.state = _state_of(update)
         self.steps_of_optimizer = _steps_of(engine, update)
         self.rates = rates_of(update)
         self.counts_versions = engine.overrides.step is None and counts_versions(update)
@@ -320,8 +322,10 @@ class _Before:
         self.samples = _samples(self.sampled)
 
     def counted_since(self, now: int | None) -> int:
-        """The steps that the optimizer has counted since; 0 where it does not count."""
-        return 0 if self.counted is None or now is None else now - self.counted
+        """The steps that the optimizer has counted since; 0 where it does not count, and if another state was loaded."""
+        if self.counted is None or now is None or self.state is not _state_of(self.update):
+            return 0
+        return now - self.counted
 
     def negative_rates(self) -> list[float]:
         """Rates below 0 that steps have used; not those that a schedule gives after its last step, a step below 0."""
@@ -372,6 +376,11 @@ def _steps_of(engine: Engine, update: UpdateState) -> int:
     return sum(one.steps for one in engine.updates if one.optimizer is update.optimizer)
 
 
+def _state_of(update: UpdateState) -> Any:
+    """The state of an optimizer, which is another object once one was loaded."""
+    return None if update.optimizer is None else update.optimizer.state
+
+
 def _steps_counted(update: UpdateState) -> int | None:
     """The number of steps that the optimizer itself has counted, as those of Adam's kind do; None for others."""
     if update.optimizer is None:
@@ -408,6 +417,16 @@ def _parts(engine: Engine) -> list[nn.Module]:
     for part in parts:  # grows meanwhile
         parts += [child for child in part._modules.values() if child is not None]
     return parts
+
+
+_BEFORE_STEP = Events.LOSS_COMPUTED, Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY
+_OF_GUARDS = {"isfinite", "isnan", "isinf", "nan_to_num", "nan_to_num_"}
+
+
+def _is_guard(connection: Connection) -> bool:
+    """Whether a receiver skips steps, or looks for NaN itself."""
+    receiver = connection.receiver
+    return "step" in (connection.writes or ()) or (is_users(receiver) and bool(_OF_GUARDS & names_in(receiver)))
 
 
 def _requires_grad(parameter: Tensor) -> bool:

@@ -6,7 +6,7 @@ import dis
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from .reports import Finding, finding
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["OF_FUNCTIONS", "may_store"]
+__all__ = ["OF_FUNCTIONS", "may_store", "variables_of"]
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
@@ -54,13 +54,17 @@ def _two_handlers(clipping: Sequence[Any]) -> Iterator[Finding]:
             )
 
 
-def _own_clips(it: Composition) -> list[Connection]:
-    """Functions of the user's that clip gradients of the engine."""
-    return [one for one in it.functions if _clips(one.receiver, it)]
+def _own_clips(it: Composition, but: Set[str] = frozenset()) -> list[Connection]:
+    """Functions of the user's that clip gradients of the engine, and name nothing that is excepted."""
+    return [one for one in it.functions if _clips(one.receiver, it) and not but & names_in(one.receiver)]
+
+
+_OF_SCALES = {"scale", "get_scale", "scaler", "unscale_"}
 
 
 def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
-    ready, clips = it.engine.signal(Events.GRADIENTS_READY).connections, _own_clips(it)
+    ready = it.engine.signal(Events.GRADIENTS_READY).connections
+    clips = _own_clips(it, but=_OF_SCALES)
     for unscale in (one for one in ready if "scale" in (one.writes or ())):
         before = [one for one in ready if (one.phase, one.rank) < (unscale.phase, unscale.rank)]
         for one in [*it.engine.signal(Events.BACKWARD_COMPLETED).connections, *before]:
@@ -112,7 +116,7 @@ def _clips(function: Any, it: Composition) -> bool:
     code, names = code_of(function), names_in(function)
     if not _CLIPS & names or {"backward", "grad", "step"} & names or not _concerns(function, it):
         return False
-    constants = (*getattr(code, "co_consts", ()), *_variables_of(function))
+    constants = (*getattr(code, "co_consts", ()), *variables_of(function))
     measures = any(_is_huge(one) for one in constants)
     return not measures and "inf" not in names
 
@@ -124,9 +128,9 @@ def _is_huge(one: Any) -> bool:
     return (isinstance(one, str) and one == "inf") or (isinstance(one, int | float) and one >= _HUGE)
 
 
-def _variables_of(function: Any) -> Iterator[Any]:
+def variables_of(function: Any) -> Iterator[Any]:
     """The values of the variables outside of a function that it uses."""
-    own = getattr(function, "__func__", function)
+    own = inspect.unwrap(getattr(function, "__func__", function))
     if isinstance(own, FunctionType):
         variables = inspect.getclosurevars(own)
         yield from (*variables.globals.values(), *variables.nonlocals.values())

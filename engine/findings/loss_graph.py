@@ -358,12 +358,19 @@ def _divided(node: Any, window: int, *, received: bool) -> Iterator[Problem]:
         return
     factor = number if node.name() == "DivBackward0" else 1.0 / (number or float("inf"))
     if abs(factor - window) < 1e-6:
-        yield (
-            "W74",
-            f"the loss is divided by {window}, the length of the accumulation window, although the engine already "
-            "averages the gradients over the window",
-            "return the loss without dividing it, because the gradients are now divided twice",
+        yield _divided_twice(window, node, number)
+
+
+def _divided_twice(window: int, node: Any, number: float) -> Problem:
+    if node.name() == "DivBackward0":
+        what = f"the loss is divided by {window}, the length of the accumulation window, although"
+        way_out = "return the loss without dividing it, because the gradients are now divided twice"
+    else:
+        what = (
+            f"the loss is multiplied by {number:.3g}, which is 1 / {window}, the length of the accumulation window; but"
         )
+        way_out = "if this factor averages over the window, return the loss without it; if it is a weight, allow W74"
+    return "W74", f"{what} the engine already averages the gradients over the window", way_out
 
 
 def _is_of_several(node: Any, number: int) -> bool:

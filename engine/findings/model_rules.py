@@ -360,11 +360,11 @@ def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
     hidden = {
         name: one for name, one in weights.items() if _has_units_alike(one) and not any(one is end for end in ends)
     }
-    alike = [name for name in hidden if not _come_apart(name, weights)]
-    constant = [name for name in alike if bool(hidden[name].detach().flatten()[:1].any())]
-    if not constant and any(map(_is_nonzero, weights.values())):
-        return None
-    return next(iter(constant or alike), None)
+    alike = {name: one for name, one in hidden.items() if not _come_apart(name, weights)}
+    constant = [name for name, one in alike.items() if bool(one.detach().flatten()[:1].any())]
+    if constant or any(map(_is_nonzero, weights.values())):
+        return next(iter(constant), None)
+    return _first_in_chain(it, alike, ends[0])
 
 
 def _come_apart(name: str, weights: Mapping[str, Tensor]) -> bool:
@@ -384,9 +384,19 @@ _MOST_DROPPED = 0.8
 def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
     """The weights of the last layer, and in no sequence of those right before it that are as large, and may be beside it."""
     ends = weights[-1:]
-    if not all(isinstance(root, nn.Sequential) for root in it.engine.modules.values()):
+    if not _is_chain(it):
         ends += itertools.takewhile(lambda one: one.shape == weights[-1].shape, reversed(weights[:-1]))
     return ends
+
+
+def _first_in_chain(it: Composition, layers: Mapping[str, Tensor], last: Tensor) -> str | None:
+    """The first of these layers, but for those that read as many inputs as the last layer, which they may be beside."""
+    chained = _is_chain(it)
+    return next((name for name, one in layers.items() if chained or one.shape[1:] != last.shape[1:]), None)
+
+
+def _is_chain(it: Composition) -> bool:
+    return all(isinstance(root, nn.Sequential) for root in it.engine.modules.values())
 
 
 def _is_nonzero(weight: Tensor) -> bool:

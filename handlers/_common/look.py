@@ -206,6 +206,26 @@ class Look:
         self._connections, self._hooks = [], []
 
 
+class Beginning:
+    """Calls a receiver as each of the next iterations starts."""
+
+    def __init__(self, engine: Engine, owner: str, receiver: Callable[[Engine], None], iterations: int) -> None:
+        self._receiver, self._left = receiver, iterations
+        self._signal = engine.signal(Events.ITERATION_STARTED)
+        self._connection = Connection(self._call, Phase.RECORD, 0, None, owner)
+        self._signal.add(self._connection)
+
+    def _call(self, engine: Engine) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self.close()
+        self._receiver(engine)
+
+    def close(self) -> None:
+        """Disconnect the receiver."""
+        self._signal.remove(self._connection)
+
+
 def _moving(update: UpdateState) -> list[Tensor]:
     """The parameters with a dense gradient in groups whose learning rate is not 0."""
     groups: list[Any] = [] if update.optimizer is None else update.optimizer.param_groups

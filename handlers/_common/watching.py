@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -43,6 +45,7 @@ __all__ = [
     "name_of_inputs",
     "one_class",
     "out_of_range",
+    "place_in_data",
     "same_for_all",
     "statistics_of",
     "total",
@@ -150,6 +153,15 @@ def batch_of(batch: Any) -> tuple[Any, ...] | None:
     leaves = _leaves(batch)
     known = [_known(leaf) for leaf in leaves]
     return None if None in known or not any(isinstance(leaf, Tensor) for leaf in leaves) else tuple(known)
+
+
+def place_in_data(engine: Engine) -> int:
+    """The place of the batch in the data, which may be repeated within an epoch; 0 in a list of one object."""
+    source = engine.feed.source
+    data = None if source is None else source.given
+    if isinstance(data, list | tuple) and all(one is data[0] for one in data):
+        return 0
+    return engine.state.iteration % (length_hint(data, 0) or sys.maxsize)
 
 
 def _leaves(batch: Any) -> list[Any]:
@@ -329,7 +341,10 @@ def moving_frozen_norms(engine: Engine, before: Mapping[str, Tensor], trained: s
         before: The statistics that they had.
         trained: What was trained meanwhile, and only then frozen.
     """
-    meant = {p for root in engine.modules.values() for p in frozen_copies(root)} | trained
+    roots = [*engine.modules.values()]
+    meant = (
+        trained | untrained_copies(roots, lambda p: p.requires_grad) | {p for one in roots for p in frozen_copies(one)}
+    )
     moved = changed(before, statistics_of(engine))
     return [
         path for path, part in _parts(engine) if path in moved and _is_frozen(part) and not meant & {*part.parameters()}

@@ -351,7 +351,7 @@ def test_what_a_handler_keeps_without_saving_it_is_named_with_both_values() -> N
         (Mute, "Mute has no method decorated with @on"),
         (
             Misdeclared,
-            "Misdeclared.on_epoch_completed is not called at this event.*put @on.Events.EPOCH_COMPLETED. above the method",
+            "Misdeclared.on_epoch_completed has the name of an event but .*put @on.Events.EPOCH_COMPLETED. above the method",
         ),
         (Hoarding, "hoarding: after a run on a different engine, the handler does not start in .*modules.model"),
     ],

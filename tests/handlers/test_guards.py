@@ -227,7 +227,7 @@ def test_outputs_are_alike_until_the_first_step_where_the_last_layer_begins_with
 
 
 def test_a_code_can_stop_the_run_or_be_silenced() -> None:
-    data = [batches()[0]] * 6
+    data = [(inputs.clone(), targets) for inputs, targets in [batches()[0]] * 6]
     with pytest.raises(FindingError, match="G11: the batch in iteration 3 is identical to the batches") as caught:
         build(mlp(5, 8, 1), Guards(error=["G11"])).run(data, max_epochs=1)
     assert caught.value.finding.severity == "error"

@@ -208,7 +208,7 @@ def a_second_backward_that_leaves_gradients(right: bool) -> None:
 @mistake("G11")
 def a_dataset_that_always_gives_its_first_batch(right: bool) -> None:
     data = batches()
-    guarded(mlp(5, 8, 1), data if right else [data[0]] * len(data))
+    guarded(mlp(5, 8, 1), data if right else [(data[0][0].clone(), data[0][1]) for _ in data])
 
 
 @mistake("G12")
