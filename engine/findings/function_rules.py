@@ -198,7 +198,7 @@ def steps_of_their_own(it: Composition) -> Iterator[Finding]:
 def _steps_an_optimizer(it: Composition, receiver: Any) -> bool:
     """Whether a function calls ``step`` of an optimizer of the engine: of a variable, or of what it finds in the engine."""
     owner, function = getattr(receiver, "__self__", None), getattr(receiver, "__func__", receiver)
-    if not isinstance(function, FunctionType):
+    if not isinstance(function, FunctionType) or "step" not in function.__code__.co_names:
         return False
     variables, arguments = inspect.getclosurevars(function), function.__code__.co_varnames
     outer = {**variables.globals, **variables.nonlocals}  # by name, and so also those that a local variable shadows

@@ -142,9 +142,20 @@ def digests_of(contents: Contents, *, by_tensor: bool = False, measures: bool = 
             for name, value in values.items():
                 found.add(f"{thing}/{name}", value)
         joined = None if in_parts else found.add(thing, values)
-        if measures and thing in _MEASURED and (number := _MEASURED[thing](values, joined)) is not None:
-            found.add_number(thing, number)
+        if measures:
+            _measure(thing, values, joined, found)
     return found
+
+
+def _measure(thing: str, values: Mapping[str, Tensor | None], joined: Tensor | None, found: Digests) -> None:
+    """Add the loss, or the norm of gradients or parameters, of which the elements may have been joined."""
+    if thing == "loss" and (loss := values["reported"]) is not None:
+        found.add_number(thing, loss)
+    elif thing in ("gradients", "parameters"):
+        if joined is not None and joined.dtype in _PRECISE and joined.numel() <= _FEW:
+            found.add_norm(thing, joined)
+        elif (norm := _norm(values)) is not None:
+            found.add_number(thing, norm)
 
 
 def _named(values: Named, *, in_order: bool) -> dict[str, Any]:
@@ -160,17 +171,9 @@ def _named(values: Named, *, in_order: bool) -> dict[str, Any]:
     return dict(sorted(found.items())) if in_order else found
 
 
-def _norm(values: Mapping[str, Tensor | None], joined: Tensor | None) -> Tensor | None:
-    """The norm of all tensors together, on the device of the first; None for none.
-
-    Args:
-        values: The tensors by name.
-        joined: Their elements in one tensor, where these have been joined.
-    """
-    if joined is not None and joined.numel() <= _FEW:
-        tensors = [joined]
-    else:
-        tensors = [local_part(one.detach()) for one in values.values() if one is not None and not one.is_meta]
+def _norm(values: Mapping[str, Tensor | None]) -> Tensor | None:
+    """The norm of all tensors together, on the device of the first; None for none."""
+    tensors = [local_part(one.detach()) for one in values.values() if one is not None and not one.is_meta]
     norms = _norms(tensors) if tensors else []
     if len(norms) > 1:
         norms = [torch.linalg.vector_norm(widened(torch.stack(norms)))]
@@ -200,14 +203,3 @@ _FEW = 2**16
 """Elements up to which tensors are joined for their norm, which takes fewer operations."""
 
 _PRECISE = {torch.float32, torch.float64, torch.complex64, torch.complex128}
-
-
-def _reported(values: Mapping[str, Tensor | None], _: Tensor | None) -> Tensor | None:
-    return values["reported"]
-
-
-_MEASURED: Mapping[str, Callable[[Mapping[str, Tensor | None], Tensor | None], Tensor | None]] = {
-    "gradients": _norm,
-    "parameters": _norm,
-    "loss": _reported,
-}

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors
 
 from ..authoring.batches import field_names, parts
 from ..authoring.devices import widened
@@ -32,13 +33,18 @@ _ATOMS = (type(None), bool, int, float, complex, str, range, Decimal, torch.dtyp
 _MOST_KEPT = 2**20
 """The most elements that are kept until they are hashed."""
 
+_DTYPES = {one for one in vars(torch).values() if isinstance(one, torch.dtype)}
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
+_ORDINARY = {one for one in _DTYPES if not one.is_complex and one not in _QUANTIZED}
+"""Of which a dtype and a shape describe a strided tensor."""
+
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
 _SIZE = 8  # bytes of a digest
 
 
-_Content = tuple[list[bytes], list[np.ndarray[Any, Any]]]
-"""What describes a value, and the elements of its tensors."""
+_Content = tuple[list[bytes], list[Tensor]]
+"""What describes a value, and copies of its tensors, which are hashed: for small ones, this is faster than a sum."""
 
 
 class Digests:
@@ -62,6 +68,7 @@ class Digests:
         self._contents: dict[str, hashlib.blake2b | _Content] = {}  # to be hashed, unless there is too much to keep
         self._kept = 0  # elements that are kept until then
         self._sums: dict[str, list[Tensor]] = {}
+        self._norms: dict[str, Tensor] = {}  # of copies on the CPU
         self._numbers: dict[str, Tensor] = {}
         self._wide: dict[str, bool] = {}
         self.numbers: dict[str, float] = {}
@@ -76,32 +83,37 @@ class Digests:
             The elements of all tensors in it, joined; None unless they are small tensors of one dtype on the CPU.
         """
         tensors: list[Tensor] = []
-        plain = b""
+        described = []
         if type(value) is dict:
             plain, value = _without_plain(value, tensors)
-        described = [plain]
-        _describe(value, described, tensors)
+            described.append(plain)
+        if type(value) is not dict or value:
+            _describe(value, described, tensors)
         near = [one for one in tensors if _is_near(one)]
         far = [one for one in tensors if not _is_near(one)] if len(near) < len(tensors) else []
-        joined = _joined(near)
-        self._keep(name, described, [_elements(one).copy() for one in near] if joined is None else [_elements(joined)])
+        copies = _copied(near)
+        self._keep(name, described, copies)
         self._sums[name] = [_positional_sum(bits) for bits in _flattened(far)]
-        return None if far else joined
+        return copies[0] if len(copies) == 1 and not far else None
 
-    def _keep(self, name: str, described: list[bytes], contents: list[np.ndarray[Any, Any]]) -> None:
+    def _keep(self, name: str, described: list[bytes], copies: list[Tensor]) -> None:
         """Keep what is to be hashed, or hash it if there is much."""
-        self._kept += sum(one.size for one in contents)
-        self._contents[name] = (described, contents) if self._kept <= _MOST_KEPT else _hashed(described, contents)
+        self._kept += sum(one.numel() for one in copies)
+        self._contents[name] = (described, copies) if self._kept <= _MOST_KEPT else _hashed(described, copies)
+
+    def add_norm(self, name: str, copy: Tensor) -> None:
+        """Add the norm of elements that `add` has returned, to be found in `numbers` once the digests are read."""
+        self._norms[name] = copy
 
     def add_number(self, name: str, value: Tensor | float) -> None:
         """Add a number that is read with the digests, and is found in `numbers` then."""
         if not isinstance(value, Tensor):
             self.numbers[name] = value
             return
-        number = widened(local_part(value.detach())).reshape(())
-        if _is_near(number):
-            self.numbers[name] = number.item()
+        if type(value) is Tensor and _is_near(value):
+            self.numbers[name] = value.item()
             return
+        number = widened(local_part(value.detach())).reshape(())
         self._wide[name] = number.dtype is torch.float64
         # A copy, since the number may change before it is read.
         self._numbers[name] = number.view(torch.int64).clone() if self._wide[name] else number.view(torch.int32).long()
@@ -133,15 +145,21 @@ class Digests:
         for name, wide in self._wide.items():
             bits, number = ("<q", "<d") if wide else ("<i", "<f")
             (self.numbers[name],) = struct.unpack(number, struct.pack(bits, next(read)))
+        self.numbers |= {name: torch.linalg.vector_norm(widened(one)).item() for name, one in self._norms.items()}
         return {name: content.hexdigest() for name, content in found.items()}
+
+
+_EMPTY = b"dict[]"
+"""What describes what is left of a dict of ordinary tensors."""
 
 
 def _is_plain(value: Any) -> bool:
     """Whether this is an ordinary tensor, as most are: its description is known from its dtype and its shape."""
     return (
         type(value) in (Tensor, nn.Parameter)
+        and value.dtype in _ORDINARY
         and value.layout is torch.strided
-        and not (value.is_nested or value.is_quantized or value.is_complex())
+        and not value.is_nested
     )
 
 
@@ -150,7 +168,14 @@ def _without_plain(value: dict[Any, Any], tensors: list[Tensor]) -> tuple[bytes,
     ordinary = {key: one for key, one in value.items() if _is_plain(one)}
     tensors += ordinary.values()
     rest = {key: one for key, one in value.items() if key not in ordinary}
-    return _of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors])), rest
+    described = _of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors]))
+    return described if rest else described + _EMPTY, rest
+
+
+@lru_cache(maxsize=64)
+def _of_strided(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    """The dtype and the shape of an ordinary tensor, as text."""
+    return f"{dtype}{torch.strided}{tuple(shape)};".encode()
 
 
 @lru_cache(maxsize=64)
@@ -165,25 +190,26 @@ def _is_near(tensor: Tensor) -> bool:
     return tensor.is_cpu and tensor.numel() <= _SMALL
 
 
-def _joined(tensors: list[Tensor]) -> Tensor | None:
-    """A copy of the elements of all tensors as one flat tensor; None unless they have a single dtype that NumPy also has."""
-    kinds = {one.dtype for one in tensors}
-    if len(kinds) != 1 or not kinds <= _OF_NUMPY:  # under autocast, others cannot be joined
-        return None
-    flat = [one.detach().reshape(-1) for one in tensors]
-    return torch.cat(flat)
+def _copied(tensors: list[Tensor]) -> list[Tensor]:
+    """Copies of tensors: one flat tensor if they have a single dtype that NumPy also has."""
+    with torch.no_grad():
+        if len({one.dtype for one in tensors}) == 1 < len(tensors) and tensors[0].dtype in _OF_NUMPY:
+            return [_flatten_dense_tensors(tensors)]  # under autocast, others cannot be joined
+        return [_copy(one) for one in tensors]
 
 
-def _elements(tensor: Tensor) -> Any:
-    """The elements of a tensor on the CPU, for a hash: for small ones, this is faster than a sum."""
-    tensor = tensor.detach().resolve_neg().contiguous()
-    return (tensor if tensor.dtype in _OF_NUMPY else tensor.reshape(-1).view(torch.uint8)).numpy()
+def _copy(tensor: Tensor) -> Tensor:
+    """A copy of the elements, as bytes unless NumPy has their dtype."""
+    if tensor.dtype in _OF_NUMPY:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8).clone()
 
 
-def _hashed(described: list[bytes], contents: Iterable[Any]) -> hashlib.blake2b:
+def _hashed(described: list[bytes], copies: Iterable[Tensor]) -> hashlib.blake2b:
     content = hashlib.blake2b(b"".join(described), digest_size=_SIZE)
-    for one in contents:
-        content.update(one)
+    for one in copies:
+        elements: Any = one.numpy()
+        content.update(elements)
     return content
 
 
@@ -203,6 +229,9 @@ def _describe(value: Any, found: list[bytes], tensors: list[Tensor]) -> None:
     """Append a description of a value to ``found``, and the tensors in it to ``tensors``."""
     if isinstance(value, _ATOMS):
         found.append(f"{value!r};".encode())
+    elif _is_plain(value):
+        found.append(_of_strided(value.dtype, value.shape))
+        tensors.append(value)
     elif isinstance(value, Tensor):
         _describe_tensor(local_part(value.detach()), found, tensors)
     elif isinstance(value, bytes | bytearray):
