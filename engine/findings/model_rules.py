@@ -364,7 +364,7 @@ def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
     constant = [name for name, one in alike.items() if bool(one.detach().flatten()[:1].any())]
     if constant or any(map(_is_nonzero, weights.values())):
         return next(iter(constant), None)
-    return _first_in_chain(it, alike, ends[0])
+    return _first_in_chain(it, alike, ends)
 
 
 def _come_apart(name: str, weights: Mapping[str, Tensor]) -> bool:
@@ -389,10 +389,10 @@ def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
     return ends
 
 
-def _first_in_chain(it: Composition, layers: Mapping[str, Tensor], last: Tensor) -> str | None:
+def _first_in_chain(it: Composition, layers: Mapping[str, Tensor], ends: list[Tensor]) -> str | None:
     """The first of these layers, but for those that read as many inputs as the last layer, which they may be beside."""
     chained = _is_chain(it)
-    return next((name for name, one in layers.items() if chained or one.shape[1:] != last.shape[1:]), None)
+    return next((name for name, one in layers.items() if chained or one.shape[1:] != ends[0].shape[1:]), None)
 
 
 def _is_chain(it: Composition) -> bool:
