@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
 from signalfire.authoring import Claim, Monitor, check_bool, check_every, check_int, check_number, last_epoch
-from signalfire.authoring.functions import is_users, names_in
+from signalfire.authoring.functions import is_users, names_reached
 from signalfire.core.connection import Connection
 from signalfire.core.settings import is_default
 from signalfire.findings import finding
@@ -299,7 +299,7 @@ def _most_values(engine: Engine, metric: str, epochs: int) -> int | None:
 def _may_write_at_start(engine: Engine) -> bool:
     """Whether a function of the user's may write metrics before the first epoch, such as those of the initial weights."""
     connections = (one for event in (Events.STARTED, Events.EPOCH_STARTED) for one in engine.signal(event).connections)
-    return any(is_users(one.receiver) and {"log", "metrics"} & names_in(one.receiver) for one in connections)
+    return any(is_users(one.receiver) and {"log", "metrics"} & names_reached(one.receiver) for one in connections)
 
 
 def _writes_by_epoch(engine: Engine, producer: Handler | None) -> bool:

@@ -131,6 +131,7 @@ class EMA(AveragedWeights):
         """Report a run that is too short for the decay: the average then consists mostly of its initial value."""
         update = engine.find_update(self.update)
         to_come = None if engine.snapshots.has_loaded_state else steps_to_come(engine, update, planned=True)
+        self._has_reported = self._has_reported and engine.state.iteration > 0
         if to_come is None or not self._may_lag():
             return
         every = int(self.every.value)

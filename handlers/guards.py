@@ -21,6 +21,7 @@ from ._common.ranks import RECORD_GROUPS
 from ._common.watching import (
     Facts,
     Foreign,
+    are_of_teachers,
     batch_of,
     changed,
     differing_rank,
@@ -95,13 +96,13 @@ class Guards(Handler):
         self._foreign: list[Foreign] = []
         self._stepped, self._moving = set[Tensor](), set[str]()
         self._look: Look | None = None
-        self._beginning: Beginning | None = None
 
     def attached(self, engine: Engine) -> None:
-        n, self._has_begun = int(self.every.value), False
-        every = Events.ITERATION_STARTED if n == 1 else Events.ITERATION_STARTED(every=n)
+        n, first = int(self.every.value), Events.ITERATION_STARTED(once=range(1, _FIRST + 1))
+        every = Events.ITERATION_STARTED if n == 1 else first | Events.ITERATION_STARTED(every=n)
         events = (every, None) if engine.training else (None, Events.ITERATION_STARTED(once=1))
         self.look_event, self.evaluation_event = events
+        self._beginning = Beginning(_FIRST if engine.state.iteration else 0)
 
     @on(Events.STARTED, phase=Phase.RECORD, reads=["trainable", "modes", "modules", "optimizer"], writes=[])
     def start(self, engine: Engine) -> None:
@@ -109,10 +110,7 @@ class Guards(Handler):
         self._forget()
         self._facts = {update.name: Facts() for update in engine.updates}
         engine.findings.look(self._note_start, engine)
-        begins = engine.state.iteration == 0 or engine.snapshots.has_loaded_state or not self._has_begun
-        if engine.training and begins:
-            self._beginning = Beginning(engine, self.name, self.look, _FIRST)
-            self._has_begun = True
+        self._beginning.open(engine, self.name, self.look, _FIRST)
 
     def _note_start(self, engine: Engine) -> None:
         self._modes = {part: part.training for root in engine.modules.values() for part in root.modules()}
@@ -123,9 +121,9 @@ class Guards(Handler):
     @on(Events.ENDED, reads=[], writes=[])
     def end(self, engine: Engine) -> None:
         """Stop a check that is in progress."""
-        for one in (self._look, self._beginning):
-            if one is not None:
-                one.close()
+        self._beginning.close()
+        if self._look is not None:
+            self._look.close()
         self._forget()
 
     @on(Events.EPOCH_COMPLETED, phase=Phase.RECORD, reads=[], writes=[])
@@ -443,6 +441,7 @@ class Guards(Handler):
                 f"the weights of {moving[0]!r} are frozen, but the training batches still update its running "
                 "statistics",
                 "use Freezing(), which also freezes the statistics, or put the layer into eval mode at EPOCH_STARTED",
+                severity="info" if are_of_teachers(engine, moving) else None,
             )
         self._moving = set(moving)
         if left := look.left_over(self._stepped):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from signalfire import Engine, Events, Handler, Phase, on
 from signalfire.authoring import Capture, Claim, check_name, check_number
@@ -83,9 +83,7 @@ class LabelSmoothing(Handler):
     def findings(self, engine: Engine) -> Iterator[Finding]:
         for update in selected_updates(engine, self.update):
             loss = getattr(update.spec.loss, "loss", None) or update.spec.loss
-            options = getattr(loss, "keywords", {})
-            own = options.get("label_smoothing") or getattr(loss, "label_smoothing", 0.0)
-            if isinstance(own, float) and own > 0:
+            if (own := _smoothing_of(loss)) > 0:
                 yield finding(
                     "C29",
                     f"the loss of update {update.name!r} already smooths labels (label_smoothing={own:g}), and "
@@ -136,3 +134,11 @@ class LabelSmoothing(Handler):
 
 
 _NOT_OVER_CLASSES = {"BinaryCrossEntropy", "BinaryCrossEntropyWithLogits", "MseLoss", "HuberLoss", "SmoothL1Loss"}
+
+
+def _smoothing_of(loss: Any) -> float:
+    """How much a loss smooths labels, or one that it holds."""
+    parts = loss.modules() if isinstance(loss, nn.Module) else [loss]
+    found = [getattr(part, name, 0.0) for part in parts for name in ("label_smoothing", "smoothing")]
+    found.append(getattr(loss, "keywords", {}).get("label_smoothing", 0.0))
+    return max((one for one in found if isinstance(one, float)), default=0.0)

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from signalfire import Engine, Events, Finding, Handler, Interval, Phase, on
-from signalfire.authoring import Monitor, check_every, check_name, steps_to_come
+from signalfire.authoring import Monitor, check_every, check_name, last_epoch, steps_to_come
 from signalfire.findings import finding
 
 from ._common.claims import LEARNING_RATE
@@ -231,7 +231,7 @@ class LRScheduling(Handler):
         """The number of scheduler steps at the end of the run, earlier runs included; None if unknown."""
         state, every = engine.state, int(self.every.value)
         if self.every.unit == "ep":
-            done, last = state.epoch - state.epoch_open, state.max_epochs
+            done, last = state.epoch - state.epoch_open, last_epoch(engine)
             if planned and state.planned is not None:
                 last = state.planned[0]
             return None if last is None else self.stepped + last // every - done // every
@@ -292,7 +292,7 @@ class LRScheduling(Handler):
 
     def _report_change(self, engine: Engine, last: Any, now: Any) -> None:
         """Report a learning rate that a function has changed since the schedule's last step."""
-        if isinstance(last, Tensor) or now == last:
+        if isinstance(last, Tensor) or abs(now - last) <= 1e-5 * abs(last):  # some states hold it in less precision
             return
         others = (one for one in engine.handlers.values() if one is not self and one.enabled)
         if any("rates" in (one.writes or ()) for other in others for one in type(other).subscriptions):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from signalfire import Engine, Events, Finding, Handler, Phase, on
 from signalfire.authoring import check_int, check_number, warn
-from signalfire.authoring.functions import is_users, names_in
+from signalfire.authoring.functions import is_users, names_reached
 from signalfire.findings import finding
 
 __all__ = ["Preemption"]
@@ -117,7 +117,7 @@ class Preemption(Handler):
     def _savers(self, engine: Engine) -> bool:
         """Whether a receiver at the signal, or one of the user's at any event, may save the run."""
         receivers = [one.receiver for signal in engine.signals.all() for one in signal.connections]
-        named = {name for one in receivers if is_users(one) for name in names_in(one)}
+        named = {name for one in receivers if is_users(one) for name in names_reached(one)}
         return any(one.owner != self.name for one in engine.signal(Events.PREEMPTED).connections) or any(
             name.startswith(("save", "dump", "state_dict")) for name in named
         )

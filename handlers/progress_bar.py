@@ -26,6 +26,7 @@ from signalfire.core.state import as_number
 
 from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, is_drawing, of_notebook, printable
 from ._common.progress import Bound, Forecast, Pace, SmoothedLoss
+from ._common.ranks import AFTER_ALL
 
 __all__ = ["ProgressBar"]
 
@@ -182,10 +183,9 @@ class ProgressBar(Handler):
         if engine.state.epoch_open:
             self._draw(engine)
 
-    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds", "metrics", "step"], writes=["files"])
+    @on(Events.EPOCH_STARTED, phase=Phase.RECORD, reads=["bounds", "step"], writes=["files"])
     def begin_epoch(self, engine: Engine) -> None:
-        """Draw the bar of a new epoch; report metrics that no receiver has written in the one before."""
-        self._check_metrics(engine)
+        """Draw the bar of a new epoch."""
         self._epoch_began = self.clock()
         self._write_held()
         if self._stays:
@@ -225,12 +225,30 @@ class ProgressBar(Handler):
     )
     def end_epoch(self, engine: Engine) -> None:
         """Show the epoch's values."""
-        self._has_ended_epoch = True
         if not self._plain and not self._covers_run(engine):
             self._draw(engine, values=True, finished=self._stays)
         elif self._plain and self.clock() - self._lined_at >= self._spacing():
             self._held = self._line(engine)
         self._forecast.learn_length(engine)
+
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=["metrics"], writes=[])
+    def report_missing(self, engine: Engine) -> None:
+        """Report metrics that no receiver has written."""
+        metrics = engine.state.metrics
+        several = [f"/{update.name}" for update in engine.updates]
+        losses = {f"{kind}{suffix}" for kind in ("loss", "smooth_loss") for suffix in ("", *several)}
+        known = {*metrics, *metrics.owners, *metrics.running, *losses}
+        for name in self.metrics or ():
+            if metrics.under(name) not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
+                engine.findings.report(
+                    "W61",
+                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; available "
+                    "metrics: "
+                    f"{', '.join(sorted(known - losses)) or 'none'}{did_you_mean(name, sorted(known))}",
+                    f"correct the name, or announce the metric: engine.state.metrics.announce('user', [{name!r}])",
+                    self.name,
+                    key=name,
+                )
 
     @on(
         Events.COMPLETED,
@@ -240,7 +258,6 @@ class ProgressBar(Handler):
     )
     def end(self, engine: Engine) -> None:
         """Show where the run ended, and how long it took."""
-        self._check_metrics(engine)
         early = self._continued and self.clock() - self._lined_at < self._spacing()
         if self._bar is not None and not self._within:
             self._draw(engine, values=True, finished=True, note=self._elapsed(engine, last=True))
@@ -271,7 +288,6 @@ class ProgressBar(Handler):
             self._smoothed.clear()
         self._pace, self._forecast = Pace(), Forecast(engine, self._began)
         self._view, self._lined = View(""), engine.state.completed
-        self._has_ended_epoch = False
 
     def _look(self, engine: Engine) -> None:
         now = self.clock()
@@ -432,28 +448,6 @@ class ProgressBar(Handler):
 
     def _smooth(self, suffix: str) -> float | None:
         return self._smoothed[suffix].value() if suffix in self._smoothed else None
-
-    def _check_metrics(self, engine: Engine) -> None:
-        """Look for the metrics once an epoch has ended, when all receivers have written theirs."""
-        if self._has_ended_epoch:
-            self._report_missing(engine)
-
-    def _report_missing(self, engine: Engine) -> None:
-        metrics = engine.state.metrics
-        several = [f"/{update.name}" for update in engine.updates]
-        losses = {f"{kind}{suffix}" for kind in ("loss", "smooth_loss") for suffix in ("", *several)}
-        known = {*metrics, *metrics.owners, *metrics.running, *losses}
-        for name in self.metrics or ():
-            if metrics.under(name) not in known and not any(name.startswith(f"{one}/") for one in metrics.owners):
-                engine.findings.report(
-                    "W61",
-                    f"{self.name!r} shows {name!r}, but no such metric was produced in the first epoch; available "
-                    "metrics: "
-                    f"{', '.join(sorted(known - losses)) or 'none'}{did_you_mean(name, sorted(known))}",
-                    f"correct the name, or announce the metric: engine.state.metrics.announce('user', [{name!r}])",
-                    self.name,
-                    key=name,
-                )
 
 
 def _updates(engine: Engine) -> list[tuple[str, UpdateState]]:

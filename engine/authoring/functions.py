@@ -5,14 +5,29 @@ from __future__ import annotations
 import dis
 import inspect
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from itertools import pairwise
-from types import CodeType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["called_by", "code_of", "codes_of", "is_users", "may_log", "names_in", "package_of", "returns_none"]
+__all__ = [
+    "called_by",
+    "code_of",
+    "codes_of",
+    "held_by",
+    "is_users",
+    "may_log",
+    "names_in",
+    "names_reached",
+    "package_of",
+    "plain_function",
+    "returns_none",
+    "variables_of",
+]
 
 _JUMPS = {*dis.hasjrel, *dis.hasjabs}
 
@@ -60,6 +75,48 @@ def names_in(function: Any) -> set[str]:
     return {name for one in codes_of(function) for name in one.co_names}
 
 
+def variables_of(function: Any) -> dict[str, Any]:
+    """The variables outside of a function that it uses, as far as they have a value; empty for what is no function."""
+    own = inspect.unwrap(getattr(function, "__func__", function))
+    if not isinstance(own, FunctionType):
+        return {}
+    found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
+    for name, cell in zip(own.__code__.co_freevars, own.__closure__ or (), strict=True):
+        with suppress(ValueError):  # it has no value yet
+            found[name] = cell.cell_contents
+    return found
+
+
+def held_by(receiver: Any) -> list[Any]:
+    """What a receiver holds: variables outside of it, arguments of a partial function, attributes of its object."""
+    if isinstance(receiver, partial):
+        return [*receiver.args, *receiver.keywords.values(), *held_by(receiver.func)]
+    owner = None if isinstance(receiver, FunctionType) else getattr(receiver, "__self__", receiver)
+    return [*getattr(owner, "__dict__", {}).values(), *variables_of(receiver).values()]
+
+
+def plain_function(function: Any) -> Any:
+    """The function behind a decorator, a partial function, a module or another object that can be called."""
+    while isinstance(function, partial):
+        function = function.func
+    if code_of(function) is None and not isinstance(function, type):
+        function = getattr(type(function), "forward", None) or getattr(type(function), "__call__", function)  # noqa: B004
+    return inspect.unwrap(function)
+
+
+def names_reached(function: Any) -> set[str]:
+    """The names that a function uses, and those of the user's functions that it calls.
+
+    These are variables outside of it, such as helpers, functions of modules, and methods of its object. Of a partial function,
+    a module or another object that can be called, they are those of the function behind it.
+    """
+    own = plain_function(function)
+    names, values = names_in(own), variables_of(own).values()
+    owners = [type(getattr(function, "__self__", function)), *(one for one in values if isinstance(one, ModuleType))]
+    helpers = [inspect.getattr_static(owner, name, None) for owner in owners for name in names] + [*values]
+    return names.union(*(names_in(one) for one in helpers if isinstance(one, FunctionType) and is_users(one)))
+
+
 def returns_none(function: Any) -> list[bool]:
     """Of each place at which a function returns, whether it is the constant None that it returns; empty for what has no code.
 
@@ -87,14 +144,17 @@ def called_by(engine: Engine) -> Iterator[Any]:
         if (loss := getattr(update.spec.loss, "loss", None)) is not None:  # of `Update.supervised`
             yield loss
     for root in engine.modules.values():
-        yield from (type(part).forward for part in root.modules())
+        forwards = (
+            getattr(type(part), "forward", None) for part in root.modules()
+        )  # those of scripted modules are hidden
+        yield from (one for one in forwards if one is not None)
 
 
 def may_log(engine: Engine) -> bool:
     """Whether what an engine calls may write metrics: the user's steps and forwards, and losses and modules that name them."""
     if any(map(is_users, _of_updates(engine))):
         return True
-    return any(is_users(one) and {"log", "metrics"} & names_in(one) for one in called_by(engine))
+    return any(is_users(one) and {"log", "metrics"} & names_reached(one) for one in called_by(engine))
 
 
 def _of_updates(engine: Engine) -> Iterable[Any]:

@@ -259,11 +259,10 @@ class Feed(PlainFeed):
         taken = state.iteration - source.started_at
         if in_epoch == 0 and self._begun_at != state.iteration and is_own_iterator(inner(source.data)):
             return True
-        if source.epoch_length is None:
+        is_read = in_epoch == 0 and isinstance(inner(source.data), Iterator)
+        if source.epoch_length is None or is_read:
             if in_epoch == 0 or taken == 0:
-                again = "" if state.epoch == 1 else (f"; it had batches in epoch 1 but cannot be iterated again in epoch "
-                                                     f"{state.epoch}; pass an iterable, not an iterator")  # fmt: skip
-                raise DataError(f"the data ({kind}) is empty: it yielded no batch{again}")
+                raise DataError(_without_batches(kind, state.epoch))
             return False
         if taken == 0:
             raise DataError(f"the data ({kind}) is empty: it yielded no batch, or it cannot be iterated again")
@@ -272,15 +271,11 @@ class Feed(PlainFeed):
         if source.evaluates and not source.processes.distributed:
             state.epoch_length = in_epoch
             return False
+        same = f" (epoch_length={source.length} equals the length, so each epoch is still one pass over the data)"
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__; or, "
             f"if the length is only an estimate, pass an epoch_length= other than {source.length}, such as "
-            f"run(epoch_length={taken})"
-            + (
-                f" (epoch_length={source.length} equals the length, so each epoch is still one pass over the data)"
-                if source.given_length
-                else ""
-            )
+            f"run(epoch_length={taken})" + same * bool(source.given_length)
         )
 
     def begin_again(self) -> Iterator[Any]:
@@ -347,3 +342,13 @@ class Feed(PlainFeed):
     def reset(self) -> None:
         """Discard the data and position of earlier runs."""
         self.source = self.position = None
+
+
+def _without_batches(kind: str, epoch: int) -> str:
+    """The error for data that has no batch in this epoch."""
+    if epoch == 1:
+        return f"the data ({kind}) is empty: it yielded no batch"
+    return (
+        f"the data ({kind}) is empty: it yielded no batch; it had batches in epoch 1 but cannot be iterated again in epoch "
+        f"{epoch}; pass an iterable, not an iterator"
+    )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..authoring.functions import is_users, may_log, names_in
+from ..authoring.functions import is_users, may_log, names_reached
 from ..authoring.monitor import Monitor
 from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection
@@ -98,7 +98,7 @@ class Composition:
 
     def names_any(self, names: set[str]) -> bool:
         """Whether the code of a function or a handler of the user's names one of these."""
-        return any(is_users(one.receiver) and names & names_in(one.receiver) for one in self.connections)
+        return any(is_users(one.receiver) and names & names_reached(one.receiver) for one in self.connections)
 
     def kind_of(self, connection: Connection) -> type[Handler] | None:
         """The class of the handler that a receiver belongs to; None for a function, and for a handler of another engine."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from operator import length_hint
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,12 +21,14 @@ from torch.utils.data import (
 )
 
 from ..authoring.batches import parts, tensors_in
-from ..authoring.functions import called_by, is_users, names_in
+from ..authoring.functions import called_by, held_by, is_users, names_in, names_reached
+from ..authoring.planning import last_iteration
 from ..core.events import Events
+from ..data.extent import known_length
 from ..data.held_generators import draws_in_workers
 from ..data.streamed import is_own_iterator
 from .composition import Composition, Evaluation, first_batch, in_training, is_meant, own_generators
-from .function_rules import may_store, variables_of
+from .function_rules import may_store
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
@@ -61,15 +62,23 @@ def _of_evaluators(it: Composition) -> list[Evaluation]:
 
 def data_read_once(it: Composition) -> Iterator[Finding]:
     state = it.engine.state
-    once, epochs = isinstance(it.data, Iterator) and not is_own_iterator(it.data), state.max_epochs or 1
-    needed, known = (state.epoch_length or 0) * epochs, length_hint(it.data, 0) if once else 0
-    if once and epochs > 1 and (needed == 0 or 0 < known < needed):
+    once = isinstance(it.data, Iterator) and not is_own_iterator(it.data)
+    if once and (state.max_epochs or 1) - state.epoch > 1 and not _lasts(it):
         yield finding(
             "C24",
             f"the data is a {type(it.data).__name__}, which can be read only once, but the run has {state.max_epochs} epochs",
             "pass data that can be iterated again, such as a list or a DataLoader; if the data never ends, set the "
             "length of an epoch with run(epoch_length=)",
         )
+
+
+def _lasts(it: Composition) -> bool:
+    """Whether an iterator has batches for all epochs, as far as it is known."""
+    state, source, last = it.engine.state, it.engine.feed.source, last_iteration(it.engine)
+    if state.epoch_length is None or last is None:
+        return False
+    length = source.batches if source is not None and source.given is it.data else known_length(it.data)
+    return length is None or length >= last - state.iteration
 
 
 def unshuffled(it: Composition) -> Iterator[Finding]:
@@ -335,10 +344,18 @@ def _is_prepared(evaluator: Engine) -> bool:
 
 
 def _is_used(parameters: set[Tensor], it: Composition) -> bool:
-    """Whether a receiver of the user's uses a model with these parameters, such as an average that it updates."""
-    used = [one for of in it.connections if is_users(of.receiver) for one in variables_of(of.receiver)]
-    models = [getattr(one, "module", one) for one in used]
+    """Whether a receiver of the user's may change a model with these parameters, such as an average that it updates."""
+    held = [one for of in it.connections if _may_change_weights(of.receiver) for one in held_by(of.receiver)]
+    models = [*held, *(inspect.getattr_static(one, "module", None) for one in held)]
     return any(parameters & {*one.parameters()} for one in models if isinstance(one, nn.Module))
+
+
+_CHANGES = {"copy_", "lerp_", "mul_", "add_", "sub_", "data", "load_state_dict", "update", "update_parameters"}
+
+
+def _may_change_weights(receiver: Any) -> bool:
+    """Whether a receiver of the user's changes tensors."""
+    return is_users(receiver) and bool(_CHANGES & names_reached(receiver))
 
 
 def batches_on_another_device(it: Composition) -> Iterator[Finding]:
@@ -356,8 +373,7 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
 def _moves_batches(it: Composition) -> bool:
     """Whether a function of the user's names a device or a move, so that it may put batches where they belong."""
     functions = [one for one in (*called_by(it.engine), *(one.receiver for one in it.connections)) if is_users(one)]
-    functions += [inner for one in functions for inner in variables_of(one) if isinstance(inner, FunctionType)]
-    return any(name in ("cpu", "cuda", "to") or "device" in name for one in functions for name in names_in(one))
+    return any(name in ("cpu", "cuda", "to") or "device" in name for one in functions for name in names_reached(one))
 
 
 def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:

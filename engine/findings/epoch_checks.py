@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable, widened
-from ..authoring.functions import called_by, is_users, names_in
+from ..authoring.functions import called_by, is_users, names_reached
 from ..core.events import Events
 from ..core.update import needs_closure
 from ..distributed.sharded import is_sharded, local_part
+from ..updates.optimizers import optimizers_of
 from .data_checks import steps_itself
 from .evaluation_findings import effect_of_training
 from .loss_nodes import ignored_by
@@ -181,8 +182,8 @@ class EpochChecks:
             engine.remark(
                 "W84",
                 f"update {update.name!r} ran {counted(steps, 'step')} in epoch {engine.state.epoch}, but no weight "
-                "changed, either because the gradients are zero or because the steps are below the precision of "
-                f"{types}",
+                f"changed: the gradients are zero, the steps are below the precision of {types}, or your code puts the "
+                "weights back",
                 "use a larger learning rate, check the clipping bound and the loss, or keep the weights in float32",
                 key=update.name,
             )
@@ -219,7 +220,7 @@ class EpochChecks:
             if roots.get(name) and not root.training and not _untrained(root, held) and _knows_modes(root)
         ]
         parts = self._put_in_eval_mode(held)
-        if (off or parts) and not any("train" in names_in(one) for one in called_by(engine)):
+        if (off or parts) and not any("train" in names_reached(one) for one in called_by(engine)):
             what = f"the model {off[0]!r}" if off else f"the part {parts[0]!r} of the model"
             engine.remark(
                 "W14",
@@ -310,7 +311,7 @@ class _Before:
 
     def __init__(self, engine: Engine, update: UpdateState) -> None:
         self.update, self.steps, self.counted = update, update.steps, _steps_counted(update)
-        self.state = _state_of(update)
+        self.states = _states_of(update)
         self.steps_of_optimizer = _steps_of(engine, update)
         self.rates = rates_of(update)
         self.counts_versions = engine.overrides.step is None and counts_versions(update)
@@ -323,7 +324,7 @@ class _Before:
 
     def counted_since(self, now: int | None) -> int:
         """The steps that the optimizer has counted since; 0 where it does not count, and if another state was loaded."""
-        if self.counted is None or now is None or self.state is not _state_of(self.update):
+        if self.counted is None or now is None or self.states != _states_of(self.update):
             return 0
         return now - self.counted
 
@@ -376,9 +377,10 @@ def _steps_of(engine: Engine, update: UpdateState) -> int:
     return sum(one.steps for one in engine.updates if one.optimizer is update.optimizer)
 
 
-def _state_of(update: UpdateState) -> Any:
-    """The state of an optimizer, which is another object once one was loaded."""
-    return None if update.optimizer is None else update.optimizer.state
+def _states_of(update: UpdateState) -> list[int]:
+    """Which objects are the states of the optimizers, but for those made at each access: a loaded one is another object."""
+    states = [(one, one.state) for one in optimizers_of(update.optimizer)]
+    return [id(state) for one, state in states if one.state is state]
 
 
 def _steps_counted(update: UpdateState) -> int | None:
@@ -420,13 +422,13 @@ def _parts(engine: Engine) -> list[nn.Module]:
 
 
 _BEFORE_STEP = Events.LOSS_COMPUTED, Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY
-_OF_GUARDS = {"isfinite", "isnan", "isinf", "nan_to_num", "nan_to_num_"}
+_LOOKS, _MENDS = {"isfinite", "isnan", "isinf"}, {"zero_grad", "zero_", "skip", "nan_to_num", "nan_to_num_"}
 
 
 def _is_guard(connection: Connection) -> bool:
-    """Whether a receiver skips steps, or looks for NaN itself."""
-    receiver = connection.receiver
-    return "step" in (connection.writes or ()) or (is_users(receiver) and bool(_OF_GUARDS & names_in(receiver)))
+    """Whether a receiver skips steps, or looks for NaN itself and drops such gradients."""
+    names = names_reached(connection.receiver) if is_users(connection.receiver) else set()
+    return "step" in (connection.writes or ()) or bool(_LOOKS & names and _MENDS & names)
 
 
 def _requires_grad(parameter: Tensor) -> bool:

@@ -95,14 +95,19 @@ def has_other_weights(engine: Engine, evaluator: Engine) -> bool:
     if len(own) == len(others) and all(map(_are_equal, own, others)):
         return False
     if before is None:  # after a run, an average or a pruned copy may be meant, whose weights are near
-        return not engine.running and not _are_near(own, others)
+        return not engine.running and _are_alike(own, others) and not _are_near(own, others)
     return before.sums == now.sums and before.iteration < now.iteration
+
+
+def _are_alike(own: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether the parameters have the same shapes: a model that was merged, folded or cut is another one on purpose."""
+    return [one.shape for one in own] == [one.shape for one in others]
 
 
 def _are_near(own: list[Tensor], others: list[Tensor]) -> bool:
     """Whether most matrices are nearer to their counterparts than zeros are, as no new ones would be."""
-    pairs = [(a.detach(), b.detach()) for a, b in zip(own, others, strict=False) if a.dim() > 1 and not a.is_meta]
-    if len(own) != len(others) or not all(_are_comparable(a, b) for a, b in pairs):
+    pairs = [(a.detach(), b.detach()) for a, b in zip(own, others, strict=True) if a.dim() > 1 and not a.is_meta]
+    if not all(_are_comparable(a, b) for a, b in pairs):
         return False
     near = [bool((widened(a) - widened(b)).norm() < widened(b).norm()) for a, b in pairs]
     return sum(near) * 2 > len(near)
@@ -223,7 +228,8 @@ def effect_of_training(part: nn.Module) -> str | None:
 def report_dropped_samples(engine: Engine) -> None:
     """Report a DataLoader that leaves out the last samples of an evaluation, or many of the training."""
     data = engine.feed.current.data
-    by = getattr(data, "batch_sampler", None) or data
+    sampler = getattr(data, "batch_sampler", None)
+    by = data if sampler is None else sampler  # it may have no length
     if not isinstance(data, DataLoader) or not getattr(by, "drop_last", False) or not getattr(by, "batch_size", None):
         return
     if (samples := known_length(getattr(by, "sampler", None))) is None:

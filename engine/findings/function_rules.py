@@ -13,16 +13,17 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..authoring.functions import called_by, code_of, is_users, names_in
+from ..authoring.functions import called_by, code_of, is_users, names_in, names_reached, plain_function, variables_of
 from ..core.connection import Connection
 from ..core.events import Events
 from .composition import Composition, in_training
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
+    from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["OF_FUNCTIONS", "may_store", "variables_of"]
+__all__ = ["OF_FUNCTIONS", "may_store"]
 
 _CLIPS = {"clip_grad_norm_", "clip_grad_norm", "clip_grad_value_"}
 
@@ -56,10 +57,11 @@ def _two_handlers(clipping: Sequence[Any]) -> Iterator[Finding]:
 
 def _own_clips(it: Composition, but: Set[str] = frozenset()) -> list[Connection]:
     """Functions of the user's that clip gradients of the engine, and name nothing that is excepted."""
-    return [one for one in it.functions if _clips(one.receiver, it) and not but & names_in(one.receiver)]
+    own = [one for one in it.connections if is_users(one.receiver) and _clips(one.receiver, it)]
+    return [one for one in own if not but & names_in(one.receiver)]
 
 
-_OF_SCALES = {"scale", "get_scale", "scaler", "unscale_"}
+_OF_SCALES = {"get_scale", "unscale_", "_scale"}
 
 
 def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
@@ -79,11 +81,10 @@ def clips_of_scaled_gradients(it: Composition) -> Iterator[Finding]:
 
 def may_store(evaluator: Engine) -> bool:
     """Whether a function, a loss, a module or a hook of the user's may store what an evaluator computes."""
-    own = [
-        one for update in evaluator.updates for one in (update.spec.function, update.spec.forward) if one is not None
-    ]
-    hooks = any(part._forward_hooks for root in evaluator.modules.values() for part in root.modules())
-    return hooks or any(map(is_users, own)) or any(map(_keeps_something, called_by(evaluator))) or _observes(evaluator)
+    parts = [part for root in evaluator.modules.values() for part in root.modules()]
+    hooks = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
+    own = any(update.spec.function is not None and is_users(update.spec.function) for update in evaluator.updates)
+    return own or hooks or any(map(_keeps_something, called_by(evaluator))) or _observes(evaluator)
 
 
 def _observes(evaluator: Engine) -> bool:
@@ -96,16 +97,35 @@ def _keeps_something(function: Any) -> bool:
     """Whether a function of the user's stores, logs or prints what it computes."""
     if not is_users(function):
         return False
-    if isinstance(function, nn.Module):
-        function = type(function).forward
-    code = code_of(function)
+    own = plain_function(function)
+    code = code_of(own)
     stores = code is not None and any(one.opname in _STORES for one in dis.get_instructions(code))
-    return stores or bool(_KEEPS & names_in(function))
+    return stores or bool(_KEEPS & names_reached(function)) or any(map(_may_record, variables_of(own).values()))
+
+
+def _may_record(held: Any) -> bool:
+    """Whether something that a function uses may be a record: a container, or an object of a class of the user's."""
+    if isinstance(held, list | dict | set | bytearray):
+        return True
+    return is_users(type(held)) and type(held).__module__ != "builtins" and not isinstance(held, nn.Module)
 
 
 _CHANGES = {"copy_", "fill_", "add_", "lerp_", "mul_", "clamp_", "aminmax", "_aminmax"}
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF")
-_KEEPS = {"append", "extend", "update", "log", "write", "print", "metrics"}
+_KEEPS = {
+    "add",
+    "append",
+    "extend",
+    "info",
+    "log",
+    "log_metric",
+    "metrics",
+    "print",
+    "record",
+    "save",
+    "update",
+    "write",
+}
 
 
 def _clips(function: Any, it: Composition) -> bool:
@@ -116,7 +136,8 @@ def _clips(function: Any, it: Composition) -> bool:
     code, names = code_of(function), names_in(function)
     if not _CLIPS & names or {"backward", "grad", "step"} & names or not _concerns(function, it):
         return False
-    constants = (*getattr(code, "co_consts", ()), *variables_of(function))
+    given = getattr(function, "__defaults__", None) or ()
+    constants = (*getattr(code, "co_consts", ()), *given, *variables_of(function).values())
     measures = any(_is_huge(one) for one in constants)
     return not measures and "inf" not in names
 
@@ -128,12 +149,9 @@ def _is_huge(one: Any) -> bool:
     return (isinstance(one, str) and one == "inf") or (isinstance(one, int | float) and one >= _HUGE)
 
 
-def variables_of(function: Any) -> Iterator[Any]:
-    """The values of the variables outside of a function that it uses."""
-    own = inspect.unwrap(getattr(function, "__func__", function))
-    if isinstance(own, FunctionType):
-        variables = inspect.getclosurevars(own)
-        yield from (*variables.globals.values(), *variables.nonlocals.values())
+def _uses_arguments(code: CodeType) -> bool:
+    used = {one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")}
+    return bool(used & {*code.co_varnames[: code.co_argcount]})
 
 
 def _concerns(function: Any, it: Composition) -> bool:
@@ -141,15 +159,14 @@ def _concerns(function: Any, it: Composition) -> bool:
     own = getattr(function, "__func__", function)
     if not isinstance(own, FunctionType):
         return True
-    variables, code = inspect.getclosurevars(own), own.__code__
-    used = {one.argval for one in dis.get_instructions(code) if one.opname.startswith("LOAD_FAST")}
-    if used & set(code.co_varnames[: code.co_argcount]):
+    variables, code = variables_of(own).values(), own.__code__
+    if _OF_ENGINE & {*code.co_names} and _uses_arguments(code):
         return True
-    modules = [
-        one for one in (*variables.globals.values(), *variables.nonlocals.values()) if isinstance(one, nn.Module)
-    ]
+    modules = [one for one in variables if isinstance(one, nn.Module)]
     return not modules or any(p in it.parameters for one in modules for p in one.parameters())
 
+
+_OF_ENGINE = {"model", "modules", "optimizer", "state", "updates"}
 
 _WITH_GRADIENTS = {Events.BACKWARD_COMPLETED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_STARTED}
 
@@ -162,7 +179,7 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
         if event not in _WITH_GRADIENTS and itself:
             what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
             yield finding("C26", what, way_out)
-        elif event is Events.BACKWARD_COMPLETED and least > 1 and not _decides(one.receiver):
+        elif event is Events.BACKWARD_COMPLETED and least > 1 and one.filter is None and not _decides(one.receiver):
             what = f"the function {one!r} clips gradients after each of the {least} batches in a window"
             yield finding("C26", f"{what}, instead of once for the whole step", way_out)
 
@@ -200,8 +217,10 @@ def _steps_an_optimizer(it: Composition, receiver: Any) -> bool:
     owner, function = getattr(receiver, "__self__", None), getattr(receiver, "__func__", receiver)
     if not isinstance(function, FunctionType) or "step" not in function.__code__.co_names:
         return False
-    variables, arguments = inspect.getclosurevars(function), function.__code__.co_varnames
-    outer = {**variables.globals, **variables.nonlocals}  # by name, and so also those that a local variable shadows
+    outer, arguments = (
+        variables_of(function),
+        function.__code__.co_varnames,
+    )  # outer may be shadowed by a local one
     known = {name: one for name, one in outer.items() if name not in arguments}
     known |= {} if owner is None else {arguments[0]: owner}
     engine = arguments[owner is not None :][:1]
@@ -243,7 +262,9 @@ def _is_of_engine(
     held = _held_at(it, used, place, known)
     if held is _OF_ANOTHER:
         return False
-    if name in engine or isinstance(held, type(it.engine)):
+    if isinstance(held, type(it.engine)):
+        return held is it.engine
+    if name in engine:
         return True
     made = (at for at, one in enumerate(used[:place]) if one.opname == "STORE_FAST" and one.argval == name)
     return any(_is_of_engine(it, used[:at], known, engine) for at in made)
@@ -274,18 +295,22 @@ _ATTRIBUTES = ("LOAD_ATTR", "LOAD_METHOD")
 
 def losses_that_count_iterations(it: Composition) -> Iterator[Finding]:
     """Losses that read the position of the engine that they are called with, where an evaluator shares them."""
+    trained = {id(function) for update in it.engine.updates for function in _functions_of(update)}
     for one in it.evaluations:
-        for update in one.evaluator.updates:
-            for function in (update.spec.loss, update.spec.forward, update.spec.function):
-                if (position := _position_read_by(function)) is not None:
-                    yield finding(
-                        "W65",
-                        f"in {one.handler.name!r}, the evaluator's update reads engine.state.{position} from the "
-                        "engine that is passed to it, which is the evaluator. An evaluator counts from 1 in each "
-                        "evaluation, so it may compute a different loss than the trainer",
-                        "read the position from trainer.state instead, or read it only if engine.training",
-                        [one.handler.name],
-                    )
+        shared = [one for update in one.evaluator.updates for one in _functions_of(update) if id(one) in trained]
+        for position in filter(None, map(_position_read_by, shared)):
+            yield finding(
+                "W65",
+                f"in {one.handler.name!r}, the evaluator's update reads engine.state.{position} from the engine that is "
+                "passed to it, which is the evaluator. An evaluator counts from 1 in each evaluation, so it may compute a "
+                "different loss than the trainer",
+                "read the position from trainer.state instead, or read it only if engine.training",
+                [one.handler.name],
+            )
+
+
+def _functions_of(update: UpdateState) -> tuple[Any, ...]:
+    return update.spec.loss, update.spec.forward, update.spec.function
 
 
 def _position_read_by(function: Any) -> str | None:
@@ -326,7 +351,10 @@ def _steps_of(code: CodeType) -> list[tuple[str, Any]]:
     return steps
 
 
-_SHOWS = {"training", "log", "print", "info", "debug", "add_scalar", "add_histogram", "add_image", "AssertionError"}
+_SHOWS = {
+    *("training", "is_grad_enabled", "log", "print", "info", "debug", "save", "AssertionError"),
+    *("add_scalar", "add_histogram", "add_image", "add_images", "add_figure"),
+}
 _COUNTERS = {"iteration", "epoch", "epoch_iteration", "completed"}
 
 

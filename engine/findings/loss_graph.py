@@ -199,7 +199,8 @@ def _out_of_reach(node: Any) -> Iterator[Problem]:
         return
     function, least, most = last
     smallest, largest = (float(one) for one in target.detach().float().aminmax())
-    if smallest < least - 1e-3 or largest > most + 1e-3:
+    near = max(1e-3, 0.05 * min(most - least, largest - smallest))  # as noisy values are
+    if smallest < least - near or largest > most + near:
         yield (
             "W77",
             f"{kind_of_node(node)} compares the output of {function}, which lies between {least:g} and {most:g}, with values "

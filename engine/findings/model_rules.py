@@ -11,19 +11,21 @@ from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..authoring.functions import codes_of, is_users
+from ..authoring.functions import called_by, codes_of, is_users, names_reached
 from ..core.update import UpdateState
 from ..distributed.sharded import is_sharded
 from ..updates.optimizers import optimizers_of
+from .codes import Severity
 from .composition import Composition
 from .other_optimizers import held_by_none
 from .reports import Finding, finding
@@ -35,14 +37,14 @@ def unregistered_parts(it: Composition) -> Iterator[Finding]:
     """Trainable tensors and layers in attributes where PyTorch does not find them."""
     for path, part in it.engine.modules.parts():
         for name, value in vars(part).items():
-            if not name.startswith("_") and (problem := _unregistered(value, name, it)) is not None:
+            if not name.startswith("_") and (problem := _unregistered(value, name, part, it)) is not None:
                 code, what, way_out = problem
                 yield finding(code, f"{path}.{name} is {what}", way_out)
 
 
-def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str] | None:
+def _unregistered(value: Any, name: str, part: nn.Module, it: Composition) -> tuple[str, str, str] | None:
     """The code, what an attribute is that should be registered, and the fix; None for others."""
-    if isinstance(value, Tensor) and (made_of := _made_of(value, it)):
+    if isinstance(value, Tensor) and (made_of := _made_of(value, it)) and not _is_computed_again(part, name):
         return (
             "C27",
             f"computed from a parameter of shape {made_of} that is not part of the model, so the parameter is not "
@@ -61,6 +63,12 @@ def _unregistered(value: Any, name: str, it: Composition) -> tuple[str, str, str
             "use nn.ModuleList or nn.ModuleDict; or call requires_grad_(False) on layers that should not train",
         )
     return None
+
+
+def _is_computed_again(part: nn.Module, name: str) -> bool:
+    """Whether a method other than ``__init__`` stores an attribute, as a forward stores what it computes."""
+    methods = [one for one in _methods(type(part).__mro__) if one.__name__ != "__init__"]
+    return any(one.opname == "STORE_ATTR" and one.argval == name for one in _instructions(*methods))
 
 
 def _made_of(value: Tensor, it: Composition) -> list[int] | None:
@@ -215,7 +223,8 @@ def unusual_options(it: Composition) -> Iterator[Finding]:
 
 def _sets_rates(it: Composition) -> bool:
     """Whether a schedule, or a function of the user's, sets the learning rates."""
-    return it.names_any({"param_groups"}) or any("rates" in (one.writes or ()) for one in it.connections)
+    own = any(is_users(one) and "param_groups" in names_reached(one) for one in called_by(it.engine))
+    return own or it.names_any({"param_groups"}) or any("rates" in (one.writes or ()) for one in it.connections)
 
 
 def _is_scheduled(groups: Iterable[tuple[str, Mapping[str, Any]]]) -> bool:
@@ -331,6 +340,9 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
     yield from _units_that_begin_alike(it)
 
 
+_STAY = {True: "differ only in their biases", False: "get the same gradients and stay equal"}
+
+
 def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     # The units of a convolution in groups see other inputs each.
     layers = {part: name for part, name in it.modules.items() if isinstance(part, nn.Linear | _ConvNd)}
@@ -339,18 +351,20 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
         return
     if (found := _first_alike(it, weights)) is None:
         return
+    begin = "So they" if _is_chain(it) else "If no other layer reads them, they"
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
     yield finding(
         "C33",
-        f"all units of the layer {found!r} start with equal weights, and the layer registered next weights them equally, "
-        + ("so they differ only in their biases" if bias else "so they get the same gradients and stay equal"),
+        f"all units of the layer {found!r} start with equal weights, and the layer registered next weights them equally. "
+        f"{begin} {_STAY[bias]}",
         "initialize weights at random, and use constants only for biases",
+        severity=_severity_for(it, weights, found),
     )
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether the units of a layer see the same inputs, and its weight is not computed as it is read, as by spectral norm."""
-    return getattr(layer, "groups", 1) == 1 and not is_parametrized(layer)
+    """Whether the units of a layer see the same inputs, and its weight is there, and not computed as by spectral norm."""
+    return getattr(layer, "groups", 1) == 1 and not is_parametrized(layer) and not is_lazy(cast(Tensor, layer.weight))
 
 
 def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
@@ -364,7 +378,7 @@ def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
     constant = [name for name, one in alike.items() if bool(one.detach().flatten()[:1].any())]
     if constant or any(map(_is_nonzero, weights.values())):
         return next(iter(constant), None)
-    return _first_in_chain(it, alike, ends)
+    return next(iter(alike), None)
 
 
 def _come_apart(name: str, weights: Mapping[str, Tensor]) -> bool:
@@ -389,10 +403,11 @@ def _ends(it: Composition, weights: list[Tensor]) -> list[Tensor]:
     return ends
 
 
-def _first_in_chain(it: Composition, layers: Mapping[str, Tensor], ends: list[Tensor]) -> str | None:
-    """The first of these layers, but for those that read as many inputs as the last layer, which they may be beside."""
-    chained = _is_chain(it)
-    return next((name for name, one in layers.items() if chained or one.shape[1:] != ends[0].shape[1:]), None)
+def _severity_for(it: Composition, weights: Mapping[str, Tensor], name: str) -> Severity | None:
+    """Information for a layer of zeros that reads as many inputs as the last one: it may be a head beside that."""
+    *_, last = weights.values()
+    beside = not (_is_chain(it) or _is_nonzero(weights[name])) and weights[name].shape[1:] == last.shape[1:]
+    return "info" if beside else None
 
 
 def _is_chain(it: Composition) -> bool:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..authoring.functions import is_users, names_in
+from ..authoring.functions import held_by, is_users, names_reached
 from ..core.events import Events
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class OwnSchedulers:
             way_out = "attach LRScheduling with a factory instead, such as LRScheduling(partial(StepLR, step_size=30))"
             optimizer = f"the optimizer of update {update.name!r}"
             if any(one.last_epoch != before for one, before in found):
-                if engine.signal(Events.CHECKPOINT_SAVED).fired and not self._is_restored():
+                if engine.signal(Events.CHECKPOINT_SAVED).fired and not self._is_restored(found):
                     what = f"a function steps the scheduler ({names}) of {optimizer}"
                     effect = "checkpoints lack its position, and a resumed run would restart the schedule"
                     engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
@@ -61,10 +61,13 @@ class OwnSchedulers:
                 what = f"a scheduler ({names}) was built for {optimizer}, but was not stepped in the {ended} epochs of this run"
                 engine.remark("W86", f"{what}, so the learning rate was constant", way_out, key=update.name)
 
-    def _is_restored(self) -> bool:
-        """Whether a function that is called as checkpoints are loaded loads a state, such as that of the scheduler."""
-        receivers = [one.receiver for one in self.engine.signal(Events.CHECKPOINT_LOADED).connections]
-        return any(is_users(one) and "load_state_dict" in names_in(one) for one in receivers)
+    def _is_restored(self, schedulers: list[tuple[LRScheduler, int]]) -> bool:
+        """Whether a receiver loads a state as checkpoints are loaded, or saves that of a scheduler which it holds."""
+        loading = [one.receiver for one in self.engine.signal(Events.CHECKPOINT_LOADED).connections]
+        every = [one.receiver for signal in self.engine.signals.all() for one in signal.connections]
+        return any(is_users(one) and "load_state_dict" in names_reached(one) for one in loading) or any(
+            is_users(one) and "state_dict" in names_reached(one) and _holds(one, schedulers) for one in every
+        )
 
     def _living(self, update: UpdateState) -> list[tuple[LRScheduler, int]]:
         found = ((ref(), before) for ref, before in self._found.get(update.name, []))
@@ -83,7 +86,11 @@ class OwnSchedulers:
         theirs = {None, *[name for name, handler in self.engine.handlers.items() if is_users(type(handler))]}
         signals = self.engine.signals.all()
         receivers = [one.receiver for signal in signals for one in signal.connections if one.owner in theirs]
-        return any(is_users(one) and "step" in names_in(one) for one in receivers)
+        return any(is_users(one) and "step" in names_reached(one) for one in receivers)
+
+
+def _holds(receiver: Any, schedulers: list[tuple[LRScheduler, int]]) -> bool:
+    return any(one is held for held in held_by(receiver) for one, _ in schedulers)
 
 
 def _schedulers_besides(engine: Engine) -> list[LRScheduler]:

@@ -12,7 +12,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, default_collate
 
-from ..authoring.functions import is_users, names_in
+from ..authoring.functions import is_users, names_reached
 from ..core.update import UpdateState
 from ..core.words import listed
 from ..data.extent import known_length
@@ -207,7 +207,7 @@ def _may_communicate(it: Composition) -> bool:
     methods = (method for one in it.handlers if is_users(type(one)) for method in vars(type(one)).values())
     functions = (*(one.receiver for one in it.functions), *methods)
     hooked = any(getattr(one, "_backward_hooks", None) for one in it.parameters)
-    return hooked or any("reduce" in name or "average" in name for one in functions for name in names_in(one))
+    return hooked or any("reduce" in name or "average" in name for one in functions for name in names_reached(one))
 
 
 def windows_longer_than_an_epoch(it: Composition) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..authoring.batches import tensors_in
+from ..authoring.functions import names_in
 from ..core.connection import Connection
 from ..core.events import Events
 
@@ -22,6 +23,8 @@ __all__ = ["look_at_return"]
 def look_at_return(signal: Signal, connection: Connection) -> None:
     """Look at what a function returns in its first call; later calls cost nothing more."""
     if signal.event not in (Events.GET_BATCH_COMPLETED, Events.LOSS_COMPUTED) or connection.when is not None:
+        return
+    if "backward" in names_in(connection.receiver):  # it trains something itself
         return
     receiver, signal_event = connection.receiver, signal.event
     own, of = weakref.ref(connection), weakref.ref(signal)  # they hold what follows
@@ -46,8 +49,8 @@ def _current(engine: Engine, event: EventEnum) -> Any:
 
 
 def _lengths(batch: Any) -> list[Any]:
-    """The type of a batch, and the lengths of its tensors."""
-    return [type(batch), *(one.shape[:1] for one in tensors_in(batch))]
+    """The type of a batch, in which a list is as good as a tuple, and the lengths of its tensors."""
+    return [list if type(batch) is tuple else type(batch), *(one.shape[:1] for one in tensors_in(batch))]
 
 
 def _report(engine: Engine, signal: Signal, connection: Connection, returned: Any) -> None:

@@ -8,14 +8,9 @@ from __future__ import annotations
 import atexit
 import os
 import warnings
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from ..core.handler import Handler, Made, made
+from ..core.handler import Made, made
 from .reports import FindingWarning, finding
-
-if TYPE_CHECKING:
-    from ..engine import Engine
 
 __all__ = ["note_run", "report"]
 
@@ -23,18 +18,11 @@ __all__ = ["note_run", "report"]
 _missed: list[Made] = []
 
 
-def note_run(engine: Engine) -> None:
-    """Note, as a run that trains ends, which handlers it might have had, and had none like it, such as a copy."""
-    attached = [_settings_of(one) for one in engine.handlers.values()]
-    found = [one for handler, one in made.items() if _settings_of(handler) not in attached]
-    if not _missed and found:
+def note_run() -> None:
+    """Note, as a run that trains ends, which handlers it might have had."""
+    if not _missed and made:
         atexit.register(report)
-    _missed.extend(one for one in found if one not in _missed)
-
-
-def _settings_of(handler: Handler) -> tuple[Any, ...]:
-    paths = {name: value for name, value in vars(handler).items() if isinstance(value, Path)}
-    return type(handler), handler._arguments, paths
+    _missed.extend(one for one in made.values() if one not in _missed)
 
 
 def report() -> None:

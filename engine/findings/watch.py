@@ -259,7 +259,7 @@ class FindingsWatch(Service):
     def note_end(self, engine: Engine) -> None:
         """Note which handlers the run might have had."""
         if engine.training:
-            engine.findings.look(note_run, engine)
+            engine.findings.look(note_run)
 
     @on(Events.ENDED, phase=Phase.PERSIST, rank=LAST)
     @on(Lifecycle.CLOSED)  # once more, where a receiver of ENDED could not be called

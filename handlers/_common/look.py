@@ -207,23 +207,37 @@ class Look:
 
 
 class Beginning:
-    """Calls a receiver as each of the next iterations starts."""
+    """Calls a receiver as each of the first iterations starts after a training was resumed or joined, in one run or several.
 
-    def __init__(self, engine: Engine, owner: str, receiver: Callable[[Engine], None], iterations: int) -> None:
-        self._receiver, self._left = receiver, iterations
-        self._signal = engine.signal(Events.ITERATION_STARTED)
-        self._connection = Connection(self._call, Phase.RECORD, 0, None, owner)
-        self._signal.add(self._connection)
+    Args:
+        left: The number of these iterations that are left.
+    """
 
-    def _call(self, engine: Engine) -> None:
+    def __init__(self, left: int) -> None:
+        self._left = left
+        self._connections: list[tuple[Signal, Connection]] = []
+
+    def open(self, engine: Engine, owner: str, receiver: Callable[[Engine], None], several: int) -> None:
+        """Connect the receiver if iterations are left, or for several after a state was loaded."""
+        if engine.snapshots.has_loaded_state:
+            self._left = several
+        if engine.training and self._left > 0:
+            signal = engine.signal(Events.ITERATION_STARTED)
+            connection = Connection(partial(self._call, receiver), Phase.RECORD, 0, None, owner)
+            signal.add(connection)
+            self._connections.append((signal, connection))
+
+    def _call(self, receiver: Callable[[Engine], None], engine: Engine) -> None:
         self._left -= 1
         if self._left == 0:
             self.close()
-        self._receiver(engine)
+        receiver(engine)
 
     def close(self) -> None:
         """Disconnect the receiver."""
-        self._signal.remove(self._connection)
+        for signal, connection in self._connections:
+            signal.remove(connection)
+        self._connections = []
 
 
 def _moving(update: UpdateState) -> list[Tensor]:

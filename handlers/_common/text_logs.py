@@ -59,6 +59,7 @@ class TextLogger(ScalarLogger):
         self._last_iteration = 0
         self._last_lines = ""  # of the last iteration in which something was written
         self._evaluations = 0  # of a trainer that ran the engine
+        self._is_placed = False  # the file was in its place as the run was completed
 
     @property
     def header(self) -> str:
@@ -158,11 +159,18 @@ class TextLogger(ScalarLogger):
                 self.name,
             )
 
+    @on(Events.COMPLETED, phase=Phase.PREPARE, reads=[], writes=[])
+    def note_place(self, engine: Engine) -> None:
+        """Note whether the file is in its place as the run ends; it may be moved afterwards."""
+        self._is_placed = self._file is not None and self._file.is_at(self.path)
+
     @on(Events.ENDED, phase=Phase.PERSIST, reads=["metrics"], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush the file to disk and close it."""
         super().close(engine)
-        self._check_place()
+        if not self._is_placed:
+            self._check_place()
+        self._is_placed = False
         self._close()
 
     def _check_place(self) -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from signalfire import Engine, UpdateState
 from signalfire.authoring import as_signed, is_readable, tensors_in, widened
 from signalfire.authoring.batches import parts
-from signalfire.authoring.functions import called_by, names_in
+from signalfire.authoring.functions import called_by, names_reached
 from signalfire.distributed import is_sharded, local_part
 from signalfire.findings.epoch_checks import held_by_optimizers, names_of
 from signalfire.findings.evaluation_findings import effect_of_training
@@ -30,6 +28,7 @@ from signalfire.models.modules import frozen_copies, untrained_copies
 
 __all__ = [
     "Facts",
+    "are_of_teachers",
     "batch_of",
     "changed",
     "checksum",
@@ -157,11 +156,12 @@ def batch_of(batch: Any) -> tuple[Any, ...] | None:
 
 def place_in_data(engine: Engine) -> int:
     """The place of the batch in the data, which may be repeated within an epoch; 0 in a list of one object."""
-    source = engine.feed.source
-    data = None if source is None else source.given
-    if isinstance(data, list | tuple) and all(one is data[0] for one in data):
+    source = engine.feed.current
+    data: Any = source.given
+    if type(data) in (list, tuple) and all(one is data[0] for one in data):
         return 0
-    return engine.state.iteration % (length_hint(data, 0) or sys.maxsize)
+    place = source.place_of(engine.state.iteration)
+    return engine.state.iteration if place is None else place[1]
 
 
 def _leaves(batch: Any) -> list[Any]:
@@ -323,7 +323,7 @@ def left_in_eval(engine: Engine, modes: dict[nn.Module, bool]) -> tuple[str, set
 
 def _with_effect(engine: Engine, off: set[nn.Module]) -> set[nn.Module]:
     """The parts that compute something else in eval mode; none if the step calls train() itself, as after such a forward."""
-    if not off or any("train" in names_in(one) for one in called_by(engine)):
+    if not off or any("train" in names_reached(one) for one in called_by(engine)):
         return set()
     return {part for part in off if any(map(effect_of_training, part.modules()))}
 
@@ -341,14 +341,17 @@ def moving_frozen_norms(engine: Engine, before: Mapping[str, Tensor], trained: s
         before: The statistics that they had.
         trained: What was trained meanwhile, and only then frozen.
     """
-    roots = [*engine.modules.values()]
-    meant = (
-        trained | untrained_copies(roots, lambda p: p.requires_grad) | {p for one in roots for p in frozen_copies(one)}
-    )
+    meant = {p for root in engine.modules.values() for p in frozen_copies(root)} | trained
     moved = changed(before, statistics_of(engine))
     return [
         path for path, part in _parts(engine) if path in moved and _is_frozen(part) and not meant & {*part.parameters()}
     ]
+
+
+def are_of_teachers(engine: Engine, norms: Collection[str]) -> bool:
+    """Whether normalization layers are in models that are built like one that is trained."""
+    teachers = untrained_copies(engine.modules.values(), lambda p: p.requires_grad)
+    return all({*part.parameters()} <= teachers for path, part in _parts(engine) if path in norms)
 
 
 def changed(before: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> set[str]:

@@ -17,11 +17,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam
 
 from signalfire import Engine, Events, FindingWarning, Phase, Update
-from signalfire.findings.unattached import report
 from signalfire.handlers import (
     EMA,
     Checkpoint,
-    CSVLogger,
     GradientAccumulation,
     Guards,
     MixedPrecision,
@@ -209,22 +207,7 @@ def test_an_iterator_of_a_loader_is_read_once() -> None:
     assert "C24" in [one.code for one in engine.check(iter(loader()), max_epochs=3, epoch_length=2)]
 
 
-# ---- what is written ----------------------------------------------------------------------------------------------------
-
-
-def logged(folder: Path, *, copies: bool) -> None:
-    """A logger is a template for those that are attached; or another one is attached in its place."""
-    logger = CSVLogger(folder / "log.csv")
-    engine = trainer()
-    engine.attach(copy.deepcopy(logger) if copies else CSVLogger(folder / "other.csv"))
-    engine.run(loader(), max_epochs=1)
-    report()  # as the process ends
-
-
-def test_a_handler_of_which_a_copy_is_attached_is_not_lost(tmp_path: Path) -> None:
-    reported(report)  # those of other programs in this process
-    assert "W39" not in reported(partial(logged, tmp_path, copies=True))
-    assert "W39" in reported(partial(logged, tmp_path, copies=False))
+# ---- a factor -----------------------------------------------------------------------------------------------------------
 
 
 def accumulated(change: Callable[[Tensor], Tensor]) -> str:

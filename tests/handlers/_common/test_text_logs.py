@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -488,9 +489,10 @@ def test_a_log_that_is_moved_at_the_end_keeps_its_rows(kind: Logger, tmp_path: P
     path = tmp_path / "log"
     engine = engine_of(kind(path, every="1it"))
     engine.connect(Events.COMPLETED, lambda engine: path.rename(tmp_path / "final") and None)
-    with pytest.warns(FindingWarning, match="W38.* moved, replaced or removed .* later rows are not at this path"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # no row is lost
         engine.run(batches(), max_epochs=1)
-    assert (tmp_path / "final").read_bytes()
+    assert len((tmp_path / "final").read_text().splitlines()) >= len(batches())
 
 
 def test_the_rows_of_an_evaluators_log_have_its_position(kind: Logger, tmp_path: Path) -> None:
