@@ -40,7 +40,7 @@ _ORDINARY = {one for one in _DTYPES if not one.is_complex and one not in _QUANTI
 
 _OF_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool}
 
-_SIZE = 8  # bytes of a digest
+_SIZE = 16  # hexadecimal digits of a digest
 
 
 _Content = tuple[list[bytes], list[Tensor]]
@@ -52,7 +52,7 @@ class Digests:
 
     The digest of a tensor is a sum of its elements' bits, each times an odd number of 64 bits that depends on its position,
     modulo 2**64. Two rows that are swapped change it, as a single bit does. It is computed on the device of the tensor.
-    Everything else, such as numbers, texts, keys, shapes and dtypes, goes into a BLAKE2 hash beside it. Of a DTensor, the digest
+    Everything else, such as numbers, texts, keys, shapes and dtypes, goes into a SHA-256 hash beside it. Of a DTensor, the digest
     is that of the local shard.
 
     Example:
@@ -65,7 +65,7 @@ class Digests:
     """
 
     def __init__(self) -> None:
-        self._contents: dict[str, hashlib.blake2b | _Content] = {}  # to be hashed, unless there is too much to keep
+        self._contents: dict[str, Any | _Content] = {}  # to be hashed, unless there is too much to keep
         self._kept = 0  # elements that are kept until then
         self._sums: dict[str, list[Tensor]] = {}
         self._norms: dict[str, Tensor] = {}  # of copies on the CPU
@@ -83,12 +83,10 @@ class Digests:
             The elements of all tensors in it, joined; None unless they are small tensors of one dtype on the CPU.
         """
         tensors: list[Tensor] = []
-        described = []
-        if type(value) is dict:
-            plain, value = _without_plain(value, tensors)
-            described.append(plain)
-        if type(value) is not dict or value:
-            _describe(value, described, tensors)
+        described: list[bytes] = []
+        rest = _without_plain(value, described, tensors) if type(value) is dict else value
+        if type(value) is not dict or rest:
+            _describe(rest, described, tensors)
         near = [one for one in tensors if _is_near(one)]
         far = [one for one in tensors if not _is_near(one)] if len(near) < len(tensors) else []
         copies = _copied(near)
@@ -146,11 +144,7 @@ class Digests:
             bits, number = ("<q", "<d") if wide else ("<i", "<f")
             (self.numbers[name],) = struct.unpack(number, struct.pack(bits, next(read)))
         self.numbers |= {name: torch.linalg.vector_norm(widened(one)).item() for name, one in self._norms.items()}
-        return {name: content.hexdigest() for name, content in found.items()}
-
-
-_EMPTY = b"dict[]"
-"""What describes what is left of a dict of ordinary tensors."""
+        return {name: content.hexdigest()[:_SIZE] for name, content in found.items()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -163,13 +157,12 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _without_plain(value: dict[Any, Any], tensors: list[Tensor]) -> tuple[bytes, dict[Any, Any]]:
-    """What describes the ordinary tensors of a dict, which are appended to a list, and the rest of it."""
+def _without_plain(value: dict[Any, Any], found: list[bytes], tensors: list[Tensor]) -> dict[Any, Any]:
+    """Append what describes the ordinary tensors of a dict, and these; returns the rest of it."""
     ordinary = {key: one for key, one in value.items() if _is_plain(one)}
     tensors += ordinary.values()
-    rest = {key: one for key, one in value.items() if key not in ordinary}
-    described = _of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors]))
-    return described if rest else described + _EMPTY, rest
+    found.append(_of_plain(tuple(ordinary), tuple([(one.dtype, one.shape) for one in tensors])))
+    return {} if len(ordinary) == len(value) else {key: one for key, one in value.items() if key not in ordinary}
 
 
 @lru_cache(maxsize=64)
@@ -205,8 +198,9 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.resolve_neg().contiguous().reshape(-1).view(torch.uint8).clone()
 
 
-def _hashed(described: list[bytes], copies: Iterable[Tensor]) -> hashlib.blake2b:
-    content = hashlib.blake2b(b"".join(described), digest_size=_SIZE)
+def _hashed(described: list[bytes], copies: Iterable[Tensor]) -> Any:
+    """The SHA-256 hash of a value, which most processors compute twice as fast as others."""
+    content = hashlib.sha256(b"".join(described))
     for one in copies:
         elements: Any = one.numpy()
         content.update(elements)
