@@ -107,12 +107,14 @@ def plain_function(function: Any) -> Any:
 def names_reached(function: Any) -> set[str]:
     """The names that a function uses, and those of the user's functions that it calls.
 
-    These are variables outside of it, such as helpers, functions of modules, and methods of its object. Of a partial function,
-    a module or another object that can be called, they are those of the function behind it.
+    These are variables outside of it, such as helpers, functions of modules, and methods of its object and of others that it
+    uses. Of a partial function, a module or another object that can be called, they are those of the function behind it.
     """
     own = plain_function(function)
     names, values = names_in(own), variables_of(own).values()
-    owners = [type(getattr(function, "__self__", function)), *(one for one in values if isinstance(one, ModuleType))]
+    owners = [
+        one if isinstance(one, ModuleType) else type(one) for one in (getattr(function, "__self__", function), *values)
+    ]
     helpers = [inspect.getattr_static(owner, name, None) for owner in owners for name in names] + [*values]
     return names.union(*(names_in(one) for one in helpers if isinstance(one, FunctionType) and is_users(one)))
 

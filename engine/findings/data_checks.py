@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from ..authoring.batches import parts, tensors_in
 from ..authoring.devices import is_readable, widened
-from ..authoring.functions import codes_of, is_users, names_in, package_of, returns_none
+from ..authoring.functions import codes_of, is_users, names_reached, package_of, returns_none
 from ..core.update import NO_GRADIENT
 from ..data.held_generators import draws_in_workers, held_generators
 from ..data.loading import is_plain
@@ -337,7 +337,7 @@ def _returns_nothing(update: UpdateState) -> bool:
 
 def steps_itself(update: UpdateState) -> bool:
     """Whether what has returned None makes the steps itself."""
-    return names_in(_function_of(update)) >= {"backward", "step"}
+    return names_reached(_function_of(update)) >= {"backward", "step"}
 
 
 def _returns_none(update: UpdateState) -> list[bool]:

@@ -313,6 +313,31 @@ def compared(width: int) -> None:
     engine.evaluate(evaluator, loader())
 
 
+class Agent:
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.optimizer = model, SGD(model.parameters(), lr=0.1)
+
+    def learn(self, batch: Any) -> None:
+        loss = F.cross_entropy(self.model(batch[0]), batch[1])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+
+def learned(*, forgets: bool) -> None:
+    """A step that leaves all to an agent; or one that forgets to return its loss."""
+    agent = Agent(classifier())
+
+    def learn(engine: Engine, batch: Any) -> None:
+        agent.learn(batch)
+
+    def forget(engine: Engine, batch: Any) -> None:
+        step(engine, batch)
+
+    update = Update.from_function(forget if forgets else learn, agent.optimizer)
+    Engine(update, model=agent.model, seed=0).run(loader(), max_epochs=2)
+
+
 CASES: dict[str, tuple[str, Script, Script]] = {
     "an output of before": (
         "C27",
@@ -320,6 +345,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         lambda: with_old_output(Remembering(again=False)),
     ),
     "another engine": ("W17", partial(stepping, own=False), partial(stepping, own=True)),
+    "an agent": ("W29", partial(learned, forgets=False), partial(learned, forgets=True)),
     "several optimizers": ("W17", partial(joint, steps=False), partial(joint, steps=True)),
     "a step for evaluations": ("W65", partial(counted, shares=False), partial(counted, shares=True)),
     "a meter": ("C20", partial(measured, meter=Meter()), partial(measured, meter=None)),
