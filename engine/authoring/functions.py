@@ -77,7 +77,7 @@ def names_in(function: Any) -> set[str]:
 
 def variables_of(function: Any) -> dict[str, Any]:
     """The variables outside of a function that it uses, as far as they have a value; empty for what is no function."""
-    own = inspect.unwrap(getattr(function, "__func__", function))
+    own = _unwrapped(getattr(function, "__func__", function))
     if not isinstance(own, FunctionType):
         return {}
     found = {name: own.__globals__[name] for name in own.__code__.co_names if name in own.__globals__}
@@ -101,7 +101,14 @@ def plain_function(function: Any) -> Any:
         function = function.func
     if code_of(function) is None and not isinstance(function, type):
         function = getattr(type(function), "forward", None) or getattr(type(function), "__call__", function)  # noqa: B004
-    return inspect.unwrap(function)
+    return _unwrapped(function)
+
+
+def _unwrapped(function: Any) -> Any:
+    """The function behind decorators; `inspect.unwrap` would ask objects that answer for every attribute."""
+    while "__wrapped__" in getattr(function, "__dict__", {}):
+        function = function.__dict__["__wrapped__"]
+    return function
 
 
 def names_reached(function: Any) -> set[str]:
@@ -112,9 +119,8 @@ def names_reached(function: Any) -> set[str]:
     """
     own = plain_function(function)
     names, values = names_in(own), variables_of(own).values()
-    owners = [
-        one if isinstance(one, ModuleType) else type(one) for one in (getattr(function, "__self__", function), *values)
-    ]
+    holders = getattr(function, "__self__", function), *values
+    owners = [one if isinstance(one, ModuleType) else type(one) for one in holders]
     helpers = [inspect.getattr_static(owner, name, None) for owner in owners for name in names] + [*values]
     return names.union(*(names_in(one) for one in helpers if isinstance(one, FunctionType) and is_users(one)))
 
@@ -146,10 +152,8 @@ def called_by(engine: Engine) -> Iterator[Any]:
         if (loss := getattr(update.spec.loss, "loss", None)) is not None:  # of `Update.supervised`
             yield loss
     for root in engine.modules.values():
-        forwards = (
-            getattr(type(part), "forward", None) for part in root.modules()
-        )  # those of scripted modules are hidden
-        yield from (one for one in forwards if one is not None)
+        forwards = (getattr(type(part), "forward", None) for part in root.modules())
+        yield from (one for one in forwards if one is not None)  # those of scripted modules are hidden
 
 
 def may_log(engine: Engine) -> bool:

@@ -325,15 +325,14 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
     for one in _of_evaluators(it):
         other: set[Tensor] = {*one.evaluator.modules.parameters()}
         if it.parameters and other and other.isdisjoint(it.parameters):
+            meant = is_meant(one.evaluator) or _is_prepared(one.evaluator) or _is_used(other, it)
             yield finding(
                 "C15",
                 f"the evaluator of {one.handler.name!r} has a different model, which shares no parameters with the "
                 "model being trained",
                 "build the evaluator on the same module: Engine(update.evaluation(), model=model)",
                 [one.handler.name],
-                severity="info"
-                if is_meant(one.evaluator) or _is_prepared(one.evaluator) or _is_used(other, it)
-                else None,
+                severity="info" if meant else None,
             )
 
 

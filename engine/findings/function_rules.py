@@ -113,18 +113,8 @@ def _may_record(held: Any) -> bool:
 _CHANGES = {"copy_", "fill_", "add_", "lerp_", "mul_", "clamp_", "aminmax", "_aminmax"}
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR", "STORE_DEREF")
 _KEEPS = {
-    "add",
-    "append",
-    "extend",
-    "info",
-    "log",
-    "log_metric",
-    "metrics",
-    "print",
-    "record",
-    "save",
-    "update",
-    "write",
+    *("add", "append", "extend", "info", "log", "log_metric"),
+    *("metrics", "print", "record", "save", "update", "write"),
 }
 
 
@@ -217,10 +207,8 @@ def _steps_an_optimizer(it: Composition, receiver: Any) -> bool:
     owner, function = getattr(receiver, "__self__", None), getattr(receiver, "__func__", receiver)
     if not isinstance(function, FunctionType) or "step" not in function.__code__.co_names:
         return False
-    outer, arguments = (
-        variables_of(function),
-        function.__code__.co_varnames,
-    )  # outer may be shadowed by a local one
+    outer = variables_of(function)  # by name, and so also those that a local variable shadows
+    arguments = function.__code__.co_varnames
     known = {name: one for name, one in outer.items() if name not in arguments}
     known |= {} if owner is None else {arguments[0]: owner}
     engine = arguments[owner is not None :][:1]
