@@ -102,6 +102,7 @@ class Trace(Handler):
         self.step_event = Events.OPTIMIZER_STEP_COMPLETED(every=count) if every_event else None
         self.end_event = Events.ITERATION_COMPLETED(every=count)
         self._writer: TraceWriter | None = None
+        self._is_placed = False  # the file was in its place as the run was completed
         self._waiting: list[tuple[_Key, Digests]] = []  # records to be written with the next
         self._header = ""
         self._state: dict[str, Any] = {}  # of the file, as of a loaded state or of the last run
@@ -267,6 +268,11 @@ class Trace(Handler):
         if self._state:
             self._open(engine)
 
+    @on(Events.COMPLETED, phase=Phase.PREPARE, reads=[], writes=[])
+    def note_place(self, engine: Engine) -> None:
+        """Note whether the file is in its place as the run ends; it may be moved afterwards."""
+        self._is_placed = self._writer is not None and self._writer.in_place
+
     @on(Events.ENDED, phase=Phase.PERSIST, reads=[], writes=["files"])
     def close(self, engine: Engine) -> None:
         """Flush the file to disk and close it."""
@@ -276,9 +282,11 @@ class Trace(Handler):
         if self._writer is None:
             return
         try:
-            self._check_place()
+            if not self._is_placed:
+                self._check_place()
             self._write()
         finally:
+            self._is_placed = False
             self._state = self._written()
             self._waiting.clear()
             writer, self._writer = self._writer, None

@@ -25,6 +25,7 @@ from ..authoring.functions import is_users, may_log, names_reached
 from ..authoring.monitor import Monitor
 from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection
+from ..core.events import Events
 from ..core.handler import Handler
 from ..data.held_generators import set_state, state_of
 from ..data.loading import generators_of, skippable
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Composition", "Evaluation", "first_batch", "in_training", "is_meant", "own_generators", "unchanged_generators",
+    "Composition", "Evaluation", "first_batch", "in_training", "is_meant", "is_prepared", "own_generators",
+    "unchanged_generators",
 ]  # fmt: skip
 
 
@@ -265,3 +267,10 @@ def is_meant(evaluator: Engine) -> bool:
     roots = list(evaluator.modules.values())
     frozen = not any(p.requires_grad for root in roots for p in root.parameters())
     return frozen or any(isinstance(root, AveragedModel) for root in roots)
+
+
+def is_prepared(evaluator: Engine) -> bool:
+    """Whether a function of the user's may load the weights before an evaluation."""
+    before = (Events.STARTED, Events.EPOCH_STARTED, Events.EVALUATION_STARTED)
+    connected = [one for event in before for one in evaluator.signal(event).connections]
+    return any(one.owner is None and is_users(one.receiver) for one in connected)

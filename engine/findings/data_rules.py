@@ -23,17 +23,15 @@ from torch.utils.data import (
 from ..authoring.batches import parts, tensors_in
 from ..authoring.functions import called_by, held_by, is_users, names_in, names_reached
 from ..authoring.planning import last_iteration
-from ..core.events import Events
 from ..data.extent import known_length
 from ..data.held_generators import draws_in_workers
 from ..data.streamed import is_own_iterator
-from .composition import Composition, Evaluation, first_batch, in_training, is_meant, own_generators
+from .composition import Composition, Evaluation, first_batch, in_training, is_meant, is_prepared, own_generators
 from .function_rules import may_store
 from .reports import Finding, finding
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
-    from ..engine import Engine
 
 __all__ = ["OF_BATCHES", "OF_DATA"]
 
@@ -325,7 +323,7 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
     for one in _of_evaluators(it):
         other: set[Tensor] = {*one.evaluator.modules.parameters()}
         if it.parameters and other and other.isdisjoint(it.parameters):
-            meant = is_meant(one.evaluator) or _is_prepared(one.evaluator) or _is_used(other, it)
+            meant = is_meant(one.evaluator) or is_prepared(one.evaluator) or _is_used(other, it)
             yield finding(
                 "C15",
                 f"the evaluator of {one.handler.name!r} has a different model, which shares no parameters with the "
@@ -334,12 +332,6 @@ def evaluators_of_other_models(it: Composition) -> Iterator[Finding]:
                 [one.handler.name],
                 severity="info" if meant else None,
             )
-
-
-def _is_prepared(evaluator: Engine) -> bool:
-    """Whether a function of the user's may load the weights before an evaluation."""
-    before = (Events.STARTED, Events.EPOCH_STARTED, Events.EVALUATION_STARTED)
-    return any(one.owner is None for event in before for one in evaluator.signal(event).connections)
 
 
 def _is_used(parameters: set[Tensor], it: Composition) -> bool:

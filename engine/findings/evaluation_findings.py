@@ -19,7 +19,7 @@ from ..data.extent import known_length
 from ..data.loading import draws_at_random
 from ..distributed.sharded import is_sharded, local_part
 from ..resuming.keys import holds_averages
-from .composition import is_meant
+from .composition import is_meant, is_prepared
 from .function_rules import may_store
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def watch_weights(engine: Engine, evaluator: Engine) -> None:
 
 def has_other_weights(engine: Engine, evaluator: Engine) -> bool:
     """Whether the weights of an evaluator are neither those of the trainer, nor copied from them, nor changed meanwhile."""
-    if not engine.training or not _shares_nothing(engine, evaluator):
+    if not engine.training or not _shares_nothing(engine, evaluator) or is_prepared(evaluator):
         return False
     before = _seen.get(evaluator)
     now = _seen[evaluator] = _weights_of(engine, evaluator)

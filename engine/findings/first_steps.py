@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ..authoring.batches import tensors_in
+from ..authoring.functions import names_in
 from ..core.events import Filter
 from ..core.overrides import Override
 from ..core.update import UpdateState
@@ -215,7 +216,10 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
 
 
 def _report_calls(engine: Engine, update: UpdateState, calls: FirstCalls) -> None:
-    report_problems(engine, update, calls.found(update.raw_loss))
+    problems = calls.found(update.raw_loss)
+    if "backward" in names_in(update.spec.function):  # a term may have had a backward of its own
+        problems = [one for one in problems if one[0] != "W99"]
+    report_problems(engine, update, problems)
 
 
 def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Problem]) -> None:

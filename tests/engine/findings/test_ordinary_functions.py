@@ -313,6 +313,34 @@ def compared(width: int) -> None:
     engine.evaluate(evaluator, loader())
 
 
+def own_term(engine: Engine, batch: Any) -> Tensor:
+    """A term with a backward pass of its own is only shown in the loss."""
+    term = 0.1 * engine.model(batch[0]).pow(2).mean()
+    term.backward()
+    loss: Tensor = step(engine, batch) + term.detach()
+    return loss
+
+
+def constant_term(engine: Engine, batch: Any) -> Tensor:
+    loss: Tensor = step(engine, batch) + 0.1 * engine.model(batch[0]).detach().pow(2).mean()
+    return loss
+
+
+def evaluated_copy(*, refreshed: bool) -> None:
+    engine = trainer()
+    other = copy.deepcopy(engine.model)
+    evaluator = Engine(Update.supervised(F.cross_entropy).evaluation(), model=other)
+    evaluator.connect(Events.COMPLETED, nothing)
+
+    def refresh(evaluator: Engine) -> None:
+        other.load_state_dict(engine.model.state_dict())
+
+    if refreshed:
+        evaluator.connect(Events.STARTED, refresh)
+    engine.attach(Validation(evaluator, loader()))
+    engine.run(loader(), max_epochs=3)
+
+
 class Agent:
     def __init__(self, model: nn.Module) -> None:
         self.model, self.optimizer = model, SGD(model.parameters(), lr=0.1)
@@ -345,6 +373,12 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         lambda: with_old_output(Remembering(again=False)),
     ),
     "another engine": ("W17", partial(stepping, own=False), partial(stepping, own=True)),
+    "a backward of its own": ("W99", partial(stepped, own_term), partial(stepped, constant_term)),
+    "a copy that is refreshed": (
+        "W51",
+        partial(evaluated_copy, refreshed=True),
+        partial(evaluated_copy, refreshed=False),
+    ),
     "an agent": ("W29", partial(learned, forgets=False), partial(learned, forgets=True)),
     "several optimizers": ("W17", partial(joint, steps=False), partial(joint, steps=True)),
     "a step for evaluations": ("W65", partial(counted, shares=False), partial(counted, shares=True)),
