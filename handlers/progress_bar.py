@@ -26,7 +26,7 @@ from signalfire.core.state import as_number
 
 from ._common.displays import Display, RichDisplay, TqdmDisplay, View, in_notebook, is_drawing, of_notebook, printable
 from ._common.progress import Bound, Forecast, Pace, SmoothedLoss
-from ._common.ranks import AFTER_ALL
+from ._common.ranks import REPORT_MISSING
 
 __all__ = ["ProgressBar"]
 
@@ -231,7 +231,7 @@ class ProgressBar(Handler):
             self._held = self._line(engine)
         self._forecast.learn_length(engine)
 
-    @on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST, rank=AFTER_ALL, reads=["metrics"], writes=[])
+    @on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST, rank=REPORT_MISSING, reads=["metrics"], writes=[])
     def report_missing(self, engine: Engine) -> None:
         """Report metrics that no receiver has written."""
         metrics = engine.state.metrics

@@ -29,7 +29,7 @@ from .evaluation_findings import note_scale, note_trained_call, report_other_sca
 from .given_gradients import GivenGradients
 from .layouts import looking_at_inputs, samples_of
 from .loss_graph import Problem, problems_of
-from .loss_nodes import leaves_of
+from .loss_nodes import leaves_of, nodes_of
 from .other_optimizers import held_by_none
 from .parameter_rules import ends_frozen
 from .taken_states import UnsavedValues
@@ -382,18 +382,19 @@ class _Look:
             window.given.begin_backward()
 
     def _look_for_kept_graphs(self, engine: Engine, update: UpdateState, loss: Tensor) -> None:
-        """The graph of a loss is freed with it, unless somebody holds the loss, a sum of several, or an output."""
-        origin = next((one.grad_fn for one in tensors_in(update.output) if one.grad_fn is not None), loss.grad_fn)
-        if origin is None or update.window.held:
+        """The graph of a loss is freed with it, unless somebody holds the loss, a term or a sum of several, or an output."""
+        if loss.grad_fn is None or update.window.held:
             return
         node = _Node()
-        origin.metadata["signalfire"] = node  # type: ignore[index]
+        for one in nodes_of(loss.grad_fn):
+            if any(hasattr(child, "variable") for child, _ in one.next_functions):  # a parameter, or another leaf
+                one.metadata["signalfire"] = node
         nodes = self._nodes.setdefault(update.name, [])
         if _alive(nodes) == _ITERATIONS - 1 and not (gc.collect() and _alive(nodes) < _ITERATIONS - 1):
             engine.findings.report(
                 "W76",
-                f"update {update.name!r}: the losses or outputs of the last {_ITERATIONS - 1} iterations are still "
-                "held with their graphs, which takes the memory of all of these iterations",
+                f"update {update.name!r}: losses, terms of them or outputs of the last {_ITERATIONS - 1} iterations are "
+                "still held with their graphs, which takes the memory of all of these iterations",
                 "store loss.item() or output.detach() instead, even when you sum over batches",
                 key=update.name,
             )

@@ -20,6 +20,9 @@ COLLECT, HOLD = -20, 10
 HOLD_STATE = -30
 """PERSIST: a state is held before a checkpoint is written, because a checkpoint includes the oldest state."""
 
+REPORT_MISSING = 1000
+"""PERSIST: metrics that are missing are reported after all receivers that may write them."""
+
 RECORD_TRACE = -40
 """PERSIST: a trace is written after all other receivers have run, and before a checkpoint refers to the file."""
 

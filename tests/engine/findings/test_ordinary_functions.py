@@ -326,6 +326,19 @@ def constant_term(engine: Engine, batch: Any) -> Tensor:
     return loss
 
 
+def with_penalty(*, detaches: bool) -> None:
+    """A term of the loss is kept to be shown."""
+    kept = []
+
+    def penalized(engine: Engine, batch: Any) -> Tensor:
+        output = engine.model(batch[0])
+        penalty: Tensor = output.pow(2).mean()
+        kept.append(penalty.detach() if detaches else penalty)
+        return F.cross_entropy(output, batch[1]) + 0.1 * penalty
+
+    stepped(penalized)
+
+
 def evaluated_copy(*, refreshed: bool) -> None:
     engine = trainer()
     other = copy.deepcopy(engine.model)
@@ -373,6 +386,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
         lambda: with_old_output(Remembering(again=False)),
     ),
     "another engine": ("W17", partial(stepping, own=False), partial(stepping, own=True)),
+    "a term that is kept": ("W76", partial(with_penalty, detaches=True), partial(with_penalty, detaches=False)),
     "a backward of its own": ("W99", partial(stepped, own_term), partial(stepped, constant_term)),
     "a copy that is refreshed": (
         "W51",
