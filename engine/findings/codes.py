@@ -81,7 +81,7 @@ _TEXTS = {
     "W34": "A log on disk is not the log that the saved run was writing, so rows may be missing.",
     "W35": "Weights that you changed between `load_state_dict` and `run` are overwritten by the weights in the loaded "
     "state.",
-    "W36": "The run starts from scratch although the checkpoint folder contains the checkpoint of a preempted run.",
+    "W36": "The run starts at epoch 1 although the checkpoint folder contains the checkpoint of a preempted run.",
     "W37": "A run ended, and its `Checkpoint` handler wrote nothing: its interval was never reached, or its metric "
     "never had a value.",
     "W38": "The log was moved, replaced or removed while the run was writing to it, for example by a second process "

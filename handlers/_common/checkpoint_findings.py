@@ -113,7 +113,7 @@ def report_folder(engine: Engine, name: str, folder: Path, files: checkpoints.Fi
     if begins_anew and (stopped := checkpoints.preempted(folder, name, files)) is not None:
         engine.findings.report(
             "W36",
-            f"{name!r}: the run starts from scratch, although {stopped!r} contains the checkpoint of a preempted run",
+            f"{name!r}: the run starts at epoch 1, although {stopped!r} contains the checkpoint of a preempted run",
             "to resume that run, use Checkpoint(..., resume=True) or load_state_dict(Checkpoint.load(folder)); to "
             "start a new run, use a different folder",
             name,
