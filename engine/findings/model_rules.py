@@ -372,7 +372,7 @@ def _first_alike(it: Composition, weights: Mapping[str, Tensor]) -> str | None:
     # The units of the last layer get other gradients each, and layers that end a branch often begin with zeros.
     ends = _ends(it, list(weights.values()))
     hidden = {
-        name: one for name, one in weights.items() if _has_units_alike(one) and not any(one is end for end in ends)
+        name: one for name, one in weights.items() if not any(one is end for end in ends) and _has_units_alike(one)
     }
     alike = {name: one for name, one in hidden.items() if not _come_apart(name, weights)}
     constant = [name for name, one in alike.items() if bool(one.detach().flatten()[:1].any())]
