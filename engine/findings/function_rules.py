@@ -58,7 +58,7 @@ def _two_handlers(clipping: Sequence[Any]) -> Iterator[Finding]:
 def _own_clips(it: Composition, but: Set[str] = frozenset()) -> list[Connection]:
     """Functions of the user's that clip gradients of the engine, and name nothing that is excepted."""
     own = [one for one in it.connections if is_users(one.receiver) and _clips(one.receiver, it)]
-    return [one for one in own if not but & names_in(one.receiver)]
+    return [one for one in own if not but & names_reached(one.receiver)]
 
 
 _OF_SCALES = {"get_scale", "unscale_", "_scale"}
@@ -123,6 +123,7 @@ def _clips(function: Any, it: Composition) -> bool:
 
     With a bound that is infinite or huge, it measures their norm.
     """
+    function = plain_function(function)
     code, names = code_of(function), names_in(function)
     if not _CLIPS & names or {"backward", "grad", "step"} & names or not _concerns(function, it):
         return False
@@ -165,11 +166,18 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     least = min(1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates)
     way_out = "clip at GRADIENTS_READY, where the gradients of a whole window are averaged, or attach GradientClipping"
     for event, one in _users_clips(it):
-        itself = _CLIPS & {*getattr(code_of(one.receiver), "co_names", ())}  # not in a function that it makes
+        itself = _CLIPS & {
+            *getattr(code_of(plain_function(one.receiver)), "co_names", ())
+        }  # not in a function that it makes
         if event not in _WITH_GRADIENTS and itself:
             what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
             yield finding("C26", what, way_out)
-        elif event is Events.BACKWARD_COMPLETED and least > 1 and one.filter is None and not _decides(one.receiver):
+        elif (
+            event is Events.BACKWARD_COMPLETED
+            and least > 1
+            and one.filter is None
+            and not _decides(plain_function(one.receiver))
+        ):
             what = f"the function {one!r} clips gradients after each of the {least} batches in a window"
             yield finding("C26", f"{what}, instead of once for the whole step", way_out)
 

@@ -41,15 +41,20 @@ def clip(engine: Engine) -> None:
     clip_grad_norm_(engine.model.parameters(), 1.0)
 
 
-def clipped(event: Any) -> list[str]:
+def clip_to(engine: Engine, bound: float) -> None:
+    clip_grad_norm_(engine.model.parameters(), bound)
+
+
+def clipped(event: Any, function: Any = clip) -> list[str]:
     engine = trainer()
     engine.attach(GradientAccumulation(4))
-    engine.connect(event, clip)
+    engine.connect(event, function)
     return found(engine)
 
 
 def test_a_function_that_clips_each_fourth_batch_clips_whole_windows() -> None:
     assert "C26" in clipped(Events.BACKWARD_COMPLETED)
+    assert "C26" in clipped(Events.BACKWARD_COMPLETED, partial(clip_to, bound=1.0))
     assert "C26" not in clipped(Events.BACKWARD_COMPLETED(every=4))
 
 
