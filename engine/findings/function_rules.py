@@ -166,25 +166,18 @@ def clips_of_no_gradients(it: Composition) -> Iterator[Finding]:
     least = min(1 if (of := update.window.length_of) is None else of(1) for update in it.engine.updates)
     way_out = "clip at GRADIENTS_READY, where the gradients of a whole window are averaged, or attach GradientClipping"
     for event, one in _users_clips(it):
-        itself = _CLIPS & {
-            *getattr(code_of(plain_function(one.receiver)), "co_names", ())
-        }  # not in a function that it makes
+        code = code_of(plain_function(one.receiver))
+        itself = _CLIPS & {*getattr(code, "co_names", ())}  # not in a function that it makes
         if event not in _WITH_GRADIENTS and itself:
             what = f"the function {one!r} clips gradients at an event where they do not exist or are incomplete"
             yield finding("C26", what, way_out)
-        elif (
-            event is Events.BACKWARD_COMPLETED
-            and least > 1
-            and one.filter is None
-            and not _decides(plain_function(one.receiver))
-        ):
+        elif event is Events.BACKWARD_COMPLETED and least > 1 and one.filter is None and not _decides(code):
             what = f"the function {one!r} clips gradients after each of the {least} batches in a window"
             yield finding("C26", f"{what}, instead of once for the whole step", way_out)
 
 
-def _decides(function: Any) -> bool:
+def _decides(code: CodeType | None) -> bool:
     """Whether a function of the user's has a condition, such as for the last batch of a window."""
-    code = code_of(function)
     return code is not None and any("JUMP" in one.opname and "_IF_" in one.opname for one in dis.get_instructions(code))
 
 
