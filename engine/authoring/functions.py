@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import pairwise
@@ -119,10 +119,16 @@ def names_reached(function: Any) -> set[str]:
     """
     own = plain_function(function)
     names, values = names_in(own), variables_of(own).values()
-    holders = getattr(function, "__self__", function), *values
-    owners = [one if isinstance(one, ModuleType) else type(one) for one in holders]
-    helpers = [inspect.getattr_static(owner, name, None) for owner in owners for name in names] + [*values]
+    places = [place for one in (getattr(function, "__self__", function), *values) for place in _definitions(one)]
+    helpers = [*values, *(place[name] for place in places for name in names if name in place)]
     return names.union(*(names_in(one) for one in helpers if isinstance(one, FunctionType) and is_users(one)))
+
+
+def _definitions(holder: Any) -> list[Mapping[str, Any]]:
+    """What a module defines, or the classes of an object that are the user's."""
+    if isinstance(holder, ModuleType):
+        return [vars(holder)]
+    return [vars(base) for base in type(holder).__mro__ if base.__module__ != "builtins" and is_users(base)]
 
 
 def returns_none(function: Any) -> list[bool]:
