@@ -5,8 +5,9 @@ from __future__ import annotations
 import dis
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PurePath
 from types import CodeType, ModuleType
 from typing import Any
@@ -20,6 +21,18 @@ _READING = {"get", "setdefault", "pop", "__getitem__", "__contains__"}
 _PARSING = {"parse_args", "parse_known_args"}
 _OPENING = {"open", "read_bytes", "read_text"}
 _WRITING = {"write", "write_bytes", "write_text", "writelines"}
+_LOADING = {
+    "open",
+    "load",
+    "loadtxt",
+    "genfromtxt",
+    "fromfile",
+    "load_file",
+    "read",
+    "read_csv",
+    "read_parquet",
+    "read_table",
+}
 
 
 @dataclass
@@ -60,6 +73,7 @@ def reads_of(code: CodeType, module: Mapping[str, Any]) -> Reads:
         found.arguments |= bool(_PARSING & names)
         if _OPENING & names and not _WRITING & names:
             found.files |= _files_in(one, module)
+        found.files |= _files_read_by(steps, module)
     return found
 
 
@@ -115,7 +129,46 @@ def _value(step: dis.Instruction, module: Mapping[str, Any]) -> Any:
 def _files_in(code: CodeType, module: Mapping[str, Any]) -> set[Path]:
     """The files that constants and globals of code name; none for code that opens files to write them."""
     values = [*code.co_consts, *(module.get(name) for name in code.co_names)]
-    if any(isinstance(value, str) and value[:1] in "wax" and value.strip("waxbt+") == "" for value in values if value):
-        return set()
+    return set() if any(map(_is_mode_to_write, values)) else _existing(values)
+
+
+def _files_read_by(steps: Sequence[dis.Instruction], module: Mapping[str, Any]) -> set[Path]:
+    """The files whose names are arguments of a function that reads, also by way of a local variable, but for those written."""
+    steps = [step for step in steps if step.opname != "KW_NAMES"]
+    read, written = list[Any](), list[Any]()
+    for place, value in _names_in(steps, module):
+        if isinstance(value, str | PurePath):
+            after = [one for one in steps[place + 1 : place + 4] if not one.opname.startswith("CALL")]
+            if _is_written(steps[place + 1 : place + 2], after, module):
+                written.append(value)
+            elif steps[place - 1].argval in _LOADING or [one.argval for one in after[:1]] in _OPENED:
+                read.append(value)
+    return _existing(read) - _existing(written)
+
+
+def _names_in(steps: Sequence[dis.Instruction], module: Mapping[str, Any]) -> Iterator[tuple[int, Any]]:
+    """The values that instructions load, and where; of a local variable, the one that was stored in it."""
+    named = {after.argval: step for step, after in pairwise(steps) if after.opname == "STORE_FAST"}
+    for place, step in enumerate(steps):
+        yield place, _value(named.get(step.argval, step) if step.opname.startswith("LOAD_FAST") else step, module)
+
+
+_OPENED = (["open"], ["read_bytes"], ["read_text"])
+
+
+def _is_written(
+    follows: Sequence[dis.Instruction], method: Sequence[dis.Instruction], module: Mapping[str, Any]
+) -> bool:
+    """Whether what follows the name of a file writes to it: a mode as the next argument, or a method of its path."""
+    called = [one.argval for one in method[:1]]
+    mode = method[1:2] if called == ["open"] else follows
+    return called in (["write_text"], ["write_bytes"]) or any(_is_mode_to_write(_value(one, module)) for one in mode)
+
+
+def _is_mode_to_write(value: Any) -> bool:
+    return isinstance(value, str) and value[:1] in {*"wax"} and value.strip("waxbt+") == ""
+
+
+def _existing(values: Iterable[Any]) -> set[Path]:
     paths = [Path(value) for value in values if isinstance(value, str | PurePath) and 0 < len(str(value)) < 256]
     return {path for path in paths if os.path.isfile(path)}

@@ -144,7 +144,7 @@ class TargetCounts:
         own = float(update.weight)
         count = "have equal weights" if own == weight else f"have the weights {weight:.3g} and {own:.3g}"
         ranks, place = engine.group.data.world_size, 1 if update.spec.target is None else update.spec.target
-        targets = f"engine.state.batch[{place!r}]"
+        targets = f"engine.state.batch[{place!r}]" + "[:, 1:]" * _are_shifted(engine.state.batch, place, other)
         alike = f"the two {count}" if ranks == 1 else f"the batches of {ranks} ranks {count}"
         over, number = (
             ("the sum of the class weights of its targets", f"weights[{targets}].sum()")
@@ -159,6 +159,18 @@ class TargetCounts:
             f"{number})",
             key=update.name,
         )
+
+
+def _are_shifted(batch: Any, place: Any, mean: Mean) -> bool:
+    """Whether a loss counts the targets of a batch without the first of each row, as language models do that shift them."""
+    try:
+        targets = batch[place]
+    except (IndexError, KeyError, TypeError):
+        return False
+    if mean.weight is not None or not isinstance(targets, Tensor) or targets.dim() != 2:
+        return False
+    every, others = (int((one != mean.ignored).sum()) for one in (targets, targets[:, 1:]))
+    return every != mean.number == others
 
 
 def is_among(inputs: list[Tensor], target: Tensor) -> bool:

@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import enum
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from os import environ, getenv
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -230,7 +232,24 @@ def logs() -> None:
         print("more", file=file)
 
 
-@pytest.mark.parametrize("function", [opened, text, text_of_a_global, logs])
+def one_key() -> Any:
+    with open("settings.json") as file:
+        return json.load(file)["a"]  # which is no mode of a file
+
+
+def beside_a_log() -> Any:
+    sys.stdout.write("reads")
+    with open("log.txt", "a") as log:
+        log.write("more")
+    path = "settings.json"
+    return open(path).read()
+
+
+def of_numpy() -> Any:
+    return np.loadtxt("settings.json")
+
+
+@pytest.mark.parametrize("function", [opened, text, text_of_a_global, one_key, beside_a_log, of_numpy, logs])
 def test_a_file_counts_with_its_content_where_the_code_names_it(
     function: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

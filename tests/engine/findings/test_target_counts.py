@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from signalfire import Engine, FindingWarning
+from signalfire import Engine, FindingWarning, Update
 from signalfire.handlers import GradientAccumulation, MicroBatching
 from tests.kit import build, linear
 
@@ -81,6 +81,29 @@ def test_the_way_out_can_be_pasted() -> None:
         trained(padded([1, 2]), GradientAccumulation(2))
     handler = str(caught[0].message).split("weight each batch by ")[1].split(": ", 1)[1]
     trained(padded([1, 2]), eval(handler, {"GradientAccumulation": GradientAccumulation}))
+
+
+def next_tokens(engine: Engine, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of a language model, which predicts each token from those before it."""
+    scores = engine.model(batch[0])
+    return cross_entropy(scores[:, :-1].transpose(1, 2), batch[1][:, 1:])
+
+
+def with_sequences(handler: GradientAccumulation) -> Engine:
+    torch.manual_seed(0)
+    labels = [torch.tensor([[-100] * one + [0, 1, 2, 0, 1][one:]] * 2) for one in (0, 3)]
+    engine = Engine(Update.from_function(next_tokens, torch.optim.SGD, lr=0.1), model=linear(5, 3), seed=0)
+    engine.attach(handler)
+    engine.run([(torch.randn(2, 5, 5), one) for one in labels], max_epochs=1)
+    return engine
+
+
+def test_the_way_out_counts_the_targets_of_a_loss_that_shifts_them() -> None:
+    with pytest.warns(FindingWarning, match=r"W96.*\(engine.state.batch\[1\]\[:, 1:\] != -100\).sum\(\)") as caught:
+        with_sequences(GradientAccumulation(2))
+    handler = str(caught[0].message).split("weight each batch by ")[1].split(": ", 1)[1]
+    engine = with_sequences(eval(handler, {"GradientAccumulation": GradientAccumulation}))
+    assert not engine.findings.of_run().of("W96")
 
 
 @pytest.mark.parametrize(
