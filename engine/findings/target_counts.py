@@ -162,15 +162,17 @@ class TargetCounts:
 
 
 def _are_shifted(batch: Any, place: Any, mean: Mean) -> bool:
-    """Whether a loss counts the targets of a batch without the first of each row, as language models do that shift them."""
+    """Whether a loss takes the targets of a batch without the first of each row, as language models do that shift them."""
     try:
         targets = batch[place]
     except (IndexError, KeyError, TypeError):
         return False
     if mean.weight is not None or not isinstance(targets, Tensor) or targets.dim() != 2:
         return False
-    every, others = (int((one != mean.ignored).sum()) for one in (targets, targets[:, 1:]))
-    return every != mean.number == others
+    if torch.equal(targets.flatten(), mean.target.flatten()):
+        return False
+    shifted, own = (one[one != mean.ignored] for one in (targets[:, 1:], mean.target))
+    return torch.equal(shifted, own)
 
 
 def is_among(inputs: list[Tensor], target: Tensor) -> bool:
