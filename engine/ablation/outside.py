@@ -22,16 +22,8 @@ _PARSING = {"parse_args", "parse_known_args"}
 _OPENING = {"open", "read_bytes", "read_text"}
 _WRITING = {"write", "write_bytes", "write_text", "writelines"}
 _LOADING = {
-    "open",
-    "load",
-    "loadtxt",
-    "genfromtxt",
-    "fromfile",
-    "load_file",
-    "read",
-    "read_csv",
-    "read_parquet",
-    "read_table",
+    *("open", "load", "loadtxt", "genfromtxt", "fromfile", "load_file"),
+    *("read", "read_csv", "read_parquet", "read_table"),
 }
 
 

@@ -100,7 +100,8 @@ def plain_function(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     if code_of(function) is None and not isinstance(function, type):
-        function = getattr(type(function), "forward", None) or getattr(type(function), "__call__", function)  # noqa: B004
+        call = type(function).__call__ if callable(function) else function
+        function = getattr(type(function), "forward", None) or call
     return _unwrapped(function)
 
 

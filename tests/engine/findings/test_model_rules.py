@@ -248,6 +248,15 @@ def test_units_of_which_only_the_biases_differ_are_not_said_to_stay_alike() -> N
     assert "they get the same gradients and stay equal" in sentence
 
 
+def test_units_that_dropout_parts_are_not_said_to_stay_alike() -> None:
+    for between in (nn.ReLU(), nn.Dropout(0.5)):
+        first, last = linear(5, 8), linear(8, 1)
+        for parameter in (*first.parameters(), *last.parameters()):
+            nn.init.constant_(parameter, 0.1)
+        [sentence] = found(nn.Sequential(first, between, last), "C33")
+        assert ("no dropout parts them" in sentence) is isinstance(between, nn.Dropout)
+
+
 class Switched(nn.Module):
     """Has an attribute of its own with the name of a parameter's."""
 

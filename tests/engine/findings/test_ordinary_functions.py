@@ -261,10 +261,10 @@ def training_another() -> Callable[[Engine], Any]:
     optimizer = SGD(other.parameters(), lr=0.1)
 
     def train(engine: Engine) -> Tensor:
-        loss = other(engine.state.batch[0]).pow(2).mean()
+        loss: Tensor = other(engine.state.batch[0]).pow(2).mean()
         loss.backward()
         optimizer.step()
-        return loss  # type: ignore[no-any-return]
+        return loss
 
     return train
 
@@ -441,7 +441,8 @@ class Holding(nn.Module):
         self.inner = inner
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        return self.inner(output, target)  # type: ignore[no-any-return]
+        loss: Tensor = self.inner(output, target)
+        return loss
 
 
 def test_a_loss_that_holds_one_which_smooths_labels_smooths_them() -> None:
