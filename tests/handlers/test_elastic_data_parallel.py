@@ -426,7 +426,8 @@ def test_one_process_holds_as_many_gradients_as_the_tree_is_high(shards: int) ->
 @pytest.mark.parametrize("size", [2, 4])
 def test_several_processes_hold_a_few_buckets_besides(size: int) -> None:
     layers, width = 20, 1500
-    buckets = 5 * 25 * 2**20 / (4 * layers * width**2)
+    held = 2 * 5  # copies of a bucket in an exchange; torch's threads may still hold those of the one before
+    buckets = held * 25 * 2**20 / (4 * layers * width**2)
     assert max(run_together(peak_of, size, SHARDS, layers, width)) < math.log2(SHARDS / size) + 1 + buckets
 
 
