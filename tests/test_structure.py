@@ -280,13 +280,16 @@ def _functions_in(file: Path) -> list[Function]:
 
 
 def house() -> str:
-    """The rooms in floors, each above all that it imports, with the kernel at the ground."""
+    """The rooms in floors, each above all that it imports, with the kernel at the ground; and `engine.py` among them."""
     floors: dict[str, int] = {}
     for name, below in ROOMS.items():
+        if "engine" in below and "engine" not in floors:
+            floors["engine"] = 1 + max(floors.values())
         floors[name] = 1 + max((floors[one] for one in below if one in floors), default=0)
-    lines = ["engine.py: puts the rooms together".center(76)]
+    lines = []
     for floor in range(max(floors.values()), 0, -1):
         rooms = "   ".join(f"[ {name} ]" for name, own in floors.items() if own == floor)
+        rooms = rooms.replace("[ engine ]", "engine.py: joins the rooms below into an Engine")
         lines.append(rooms.center(76))
     return "\n".join(line.rstrip() for line in lines)
 

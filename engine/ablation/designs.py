@@ -293,6 +293,6 @@ def _disjoint(owner: object, *mappings: Mapping[str, frozenset[str]]) -> dict[st
             for name in sorted(names):
                 if (other := seen.setdefault(name, switch)) != switch:
                     raise ValueError(
-                        f"{kind}: {name!r} is in both {other!r} and {switch!r}; remove it from one of them"
+                        f"{kind}: {name!r} is toggled by both {other!r} and {switch!r}; remove it from one of them"
                     )
     return made

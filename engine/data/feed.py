@@ -271,7 +271,9 @@ class Feed(PlainFeed):
         if source.evaluates and not source.processes.distributed:
             state.epoch_length = in_epoch
             return False
-        same = f" (epoch_length={source.length} equals the length, so each epoch is still one pass over the data)"
+        same = (
+            f", because epoch_length={source.length} equals the length and keeps each epoch to one pass over the data"
+        )
         raise DataError(
             f"the data ({kind}) has length {source.length} but ended after {taken} batches; correct its __len__; or, "
             f"if the length is only an estimate, pass an epoch_length= other than {source.length}, such as "

@@ -343,7 +343,11 @@ def layers_that_cannot_learn(it: Composition) -> Iterator[Finding]:
 def _effect_of_units_alike(it: Composition) -> str:
     """What becomes of units that begin alike, as far as it is known: other layers may read them, or dropout part them."""
     drops = any(isinstance(part, _DropoutNd) and part.p > 0 for part in it.modules)
-    return "So they" if _is_chain(it) and not drops else "If no other layer reads them, and no dropout parts them, they"
+    return (
+        "So they"
+        if _is_chain(it) and not drops
+        else "Unless another layer reads them or dropout makes them differ, they"
+    )
 
 
 _STAY = {True: "differ only in their biases", False: "get the same gradients and stay equal"}
@@ -360,7 +364,8 @@ def _units_that_begin_alike(it: Composition) -> Iterator[Finding]:
     bias = any(_differ(part.bias) for part, name in layers.items() if name == found)
     yield finding(
         "C33",
-        f"all units of the layer {found!r} start with equal weights, and the layer registered next weights them equally. "
+        f"all units of the layer {found!r} start with the same incoming weights, and with the same outgoing weights in the "
+        f"next registered layer. "
         f"{_effect_of_units_alike(it)} {_STAY[bias]}",
         "initialize weights at random, and use constants only for biases",
         severity=_severity_for(it, weights, found),

@@ -55,7 +55,7 @@ class OwnSchedulers:
             if any(one.last_epoch != before for one, before in found):
                 if engine.signal(Events.CHECKPOINT_SAVED).fired and not self._is_restored(found):
                     what = f"a function steps the scheduler ({names}) of {optimizer}"
-                    effect = "checkpoints lack its position, and a resumed run would restart the schedule"
+                    effect = "checkpoints lack the scheduler's position, and a resumed run would restart the schedule"
                     engine.remark("W87", f"{what}, so {effect}", way_out, key=update.name)
             elif ended > 1 and not self._may_wait(update, found):  # after one epoch, a loop around the run may step it
                 what = f"a scheduler ({names}) was built for {optimizer}, but was not stepped in the {ended} epochs of this run"

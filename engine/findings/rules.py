@@ -143,7 +143,7 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
             continue  # an evaluation is as long as its data; a default is meant for longer runs
         yield finding(
             "C17",
-            f"{handler.name!r} runs every {every}, which never comes up in this run{_extent(it)}",
+            f"{handler.name!r} runs every {every}, but is never due in this run{_extent(it)}",
             "use a shorter interval, or a longer run",
             [handler.name],
             severity,  # type: ignore[arg-type]
@@ -220,7 +220,8 @@ def best_of_nothing(it: Composition) -> Iterator[Finding]:
         if named and handler.name not in monitored and not _is_chosen(every) and not _is_of_restored(it, every):
             yield finding(
                 "C11",
-                f"{handler.name!r} is named 'best' but keeps the latest checkpoints, because it monitors no metric",
+                f"the name or filename of {handler.name!r} contains 'best', but it keeps the latest checkpoints, because it "
+                "monitors no metric",
                 "name the metric that selects the best: Checkpoint(..., monitor='accuracy')",
                 [handler.name],
             )

@@ -90,7 +90,7 @@ def lacking(engine: Engine, before: Marks) -> Iterator[Finding]:
         )
     yield finding(
         "W47",
-        f"values that no saved state contains change during training: {', and '.join(what)}. A resumed run starts without "
+        f"{' and '.join(what)} change during training, but no saved state contains them. A resumed run starts without "
         "these changes",
         f"{'; '.join(ways_out)}; allow W47 if the results do not depend on these values",
         severity="info" if is_caching else "warning",

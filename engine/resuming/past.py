@@ -171,9 +171,9 @@ class Past(Part["Engine"]):
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
-                f"rewind(to={to}): once the skipped batches are left out, the epoch ends at iteration {to}, so that "
-                "iteration must be repeated from an earlier state, but the oldest stored state is from iteration "
-                f"{to}; to store more states, increase keep="
+                f"rewind(to={to}): without the skipped batches, iteration {to} is the last of its epoch, and must be "
+                f"repeated from an earlier state, but the oldest stored state is from iteration {to}; increase keep= of "
+                "the handler that stores the states"
             )
         _, state = self.before(to if last else to + 1)
         engine.snapshots.restore(self._changed(state, leave_out, changes or {}))

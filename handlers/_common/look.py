@@ -44,7 +44,7 @@ def looking(engine: Engine, owner: str, errors: Collection[str]) -> Callable[...
                 "W09",
                 f"{function.__qualname__} raised an error and was skipped, so the mistakes that this check looks "
                 f"for may go undetected despite error={sorted(errors)}",
-                "please report the error, which is in engine.findings, and describe your data and model",
+                "please report the error, which engine.findings.of_run() contains, and describe your data and model",
                 owner,
                 severity="warning",
             )

@@ -190,7 +190,7 @@ def test_data_with_an_estimated_length_trains_as_the_message_says(data: Callable
     with pytest.raises(DataError, match=r"has length 5 but ended after 3 batches.*run\(epoch_length=3\)"):
         small().run(data(), max_epochs=2)
     with pytest.raises(
-        DataError, match=r"epoch_length=3\) \(epoch_length=5 equals the length, so each epoch is still one pass"
+        DataError, match=r"epoch_length=3\), because epoch_length=5 equals the length and keeps each epoch to one pass"
     ):
         small().run(data(), max_epochs=2, epoch_length=5)
     engine = small()

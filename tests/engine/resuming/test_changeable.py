@@ -385,7 +385,7 @@ def test_a_generator_that_cannot_go_back_is_reported() -> None:
     assert len([one for one in caught if "cannot go back" in str(one.message)]) == 1
     torch.save(engine.state_dict(), io.BytesIO())
     (found,) = engine.findings.of_run().of("W47")
-    assert "the attributes model.factors." in found.sentence
+    assert "the attributes model.factors change" in found.sentence
 
 
 def test_in_a_file_there_is_nothing_of_it() -> None:
