@@ -117,7 +117,7 @@ class EMA(AveragedWeights):
                 "C18",
                 f"{self.name!r} starts averaging after {self.start} optimizer steps, but the run takes only "
                 f"{update.steps + to_come}",
-                "start earlier, or train longer, in this run or in one that continues it",
+                "start earlier, train longer, or continue the training in a later run()",
                 [self.name],
             )
 

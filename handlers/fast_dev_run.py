@@ -86,14 +86,14 @@ class FastDevRun(Handler):
     @on(Events.STARTED, phase=Phase.RECORD, reads=[], writes=["files"])
     def report(self, engine: Engine) -> None:
         """Report that this run is a trial, in case the handler was left attached."""
+        most = f"at most {self.batches} batch{'es' if self.batches > 1 else ''}"
         engine.findings.report(
             "W58",
-            f"FastDevRun({self.batches}) ends this run after one epoch of at most {self.batches} batches, and nothing is written",
+            f"FastDevRun({self.batches}) ends this run after one epoch of {most}, and nothing is written",
             f"before the real training, detach {self.name!r} and call engine.reset()",
             self.name,
         )
-        what = f"one epoch of at most {self.batches} batch{'es' if self.batches > 1 else ''}; nothing is written"
-        engine.processes.print(f"{self.name}: {what}", file=sys.stderr)
+        engine.processes.print(f"{self.name}: one epoch of {most}; nothing is written", file=sys.stderr)
 
     @on(Events.ITERATION_COMPLETED, phase=Phase.CONTROL, reads=["bounds"], writes=["stop"])
     def end_epoch(self, engine: Engine) -> None:

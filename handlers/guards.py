@@ -183,8 +183,8 @@ class Guards(Handler):
                 "G09",
                 f"the weights on rank {odd} differ from the weights on rank 0 before iteration "
                 f"{engine.state.iteration}",
-                "do not convert, move or replace parameters during a run, let only the engine step the optimizers, and "
-                "use engine.model in the forward pass, because otherwise the gradients are not averaged over the ranks",
+                "do not convert, move or replace parameters during a run; let only the engine step the optimizers; and "
+                "use engine.model in the forward pass, so that the gradients are averaged over the ranks",
             )
 
     def _check_batch(self, engine: Engine) -> None:

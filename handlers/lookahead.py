@@ -97,7 +97,7 @@ class Lookahead(Handler):
                     "C18",
                     f"{self.name!r} synchronizes every {self.k} optimizer steps, but the run takes only "
                     f"{update.steps + to_come} steps",
-                    "use a smaller k, or train longer, in this run or in one that continues it",
+                    "use a smaller k, train longer, or continue the training in a later run()",
                     [self.name],
                 )
 

@@ -265,7 +265,7 @@ class MicroBatching(Handler):
             return "a single sample cannot be split further; use a smaller model or smaller samples"
         if not self.halve_on_oom:
             return "use a smaller size=, more pieces=, or halve_on_oom=True in MicroBatching"
-        return "split= was asked for more pieces, but did not return smaller ones"
+        return "let split= return smaller pieces when it is asked for more of them"
 
     # Receivers that record outputs and losses must see the successful attempt only, which is known at its end. They are
     # suspended during an attempt, and called afterwards for each piece.

@@ -135,8 +135,8 @@ class Preemption(Handler):
         for one in self.signals:
             if signal.getsignal(one) is None:
                 raise RuntimeError(
-                    f"{self.name!r}: the handler for {one.name} was not installed from Python and cannot be restored; "
-                    f"remove {one.name} from signals="
+                    f"{self.name!r}: the signal handler for {one.name} was not installed from Python and cannot be "
+                    f"restored; remove {one.name} from signals="
                 )
         for one in self.signals:
             self._previous[one] = signal.getsignal(one)
@@ -149,8 +149,8 @@ class Preemption(Handler):
             if not self._is_called_by(signal.getsignal(one)):
                 engine.findings.report(
                     "W66",
-                    f"{self.name!r}: a different handler for {one.name} was installed during the run, so this signal "
-                    "does not save the run unless the new handler calls the previous one",
+                    f"{self.name!r}: a different signal handler for {one.name} was installed during the run. This "
+                    "signal does not save the run unless the new signal handler calls the previous one",
                     "install your own signal handler before run() (the first signal then saves the run, and a second "
                     "one calls your handler), or remove this signal from signals=",
                     self.name,

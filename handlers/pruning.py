@@ -220,7 +220,8 @@ class Pruning(Handler):
             )
         if is_sharded(parameter):
             raise ValueError(
-                f"{self.name!r}: {name!r} is sharded over the ranks, but pruning does not support sharded parameters"
+                f"{self.name!r}: {name!r} is sharded over the ranks, which pruning does not support; exclude the "
+                "parameter with parameters="
             )
         if self.structure is not None and (parameter.dim() < 2 or parameter[0].numel() % self._of):
             raise ValueError(

@@ -313,9 +313,9 @@ class SpikeGuard(Handler):
         to = max(now - self.rewind, 0)
         if (oldest := engine.past.oldest) is not None and oldest > to:
             raise RuntimeError(
-                f"{self.name!r}: iteration {now}: {reason}, but the oldest of the keep={self.keep} states is from "
-                f"iteration {oldest}, and rewind={self.rewind} goes back to iteration {to}, because spikes are close "
-                "together; increase keep="
+                f"{self.name!r}: iteration {now}: {reason}. rewind={self.rewind} goes back to iteration {to}, but the "
+                f"oldest of the keep={self.keep} states is from iteration {oldest}, because spikes are close together; "
+                "increase keep="
             )
         self._note(now, reason, engine.past.places_of(range(to + 1, now + 1)))
         self._go_back(engine, to)

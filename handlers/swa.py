@@ -157,7 +157,7 @@ class SWA(AveragedWeights):
             yield finding(
                 "C18",
                 f"{self.name!r} averages from epoch {self.start} on, but the run has only {last} epochs",
-                "start earlier, or train longer, in this run or in one that continues it",
+                "start earlier, train longer, or continue the training in a later run()",
                 [self.name],
             )
 

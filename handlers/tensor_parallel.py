@@ -305,8 +305,8 @@ class TensorParallel(Distribution):
             if max(others) - min(others) > 1e-3 * max(others):
                 raise ValueError(
                     f"{self.name!r}: the gradient of {name!r} differs between ranks (the norms are "
-                    f"{', '.join(f'{one:.4g}' for one in others)}; on this rank, {own[name]:.4g}), because its module "
-                    "is not in the plan but receives only some of the features; add the module to the plan, or gather its "
+                    f"{', '.join(f'{one:.4g}' for one in others)}; on this rank, {own[name]:.4g}). Its module is not "
+                    "in the plan, but receives only some of the features; add the module to the plan, or gather its "
                     "input with ColwiseParallel(output_layouts=Replicate())"
                 )
 

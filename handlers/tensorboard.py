@@ -108,7 +108,7 @@ class TensorBoardLogger(ScalarLogger):
         self.folder = check_folder(self, folder)
 
     def attached(self, engine: Engine) -> None:
-        engine.overrides.claim(FILE, by=self, target=f"events in {os.path.abspath(self.folder)!r}")
+        engine.overrides.claim(FILE, by=self, target=f"for events in {os.path.abspath(self.folder)!r}")
         if self.graph and len(engine.modules.models) != 1:
             raise ValueError(
                 f"{self.name!r}: TensorBoard shows only one graph, so graph=True does not work for an engine with "

@@ -145,9 +145,9 @@ class TruncatedBPTT(Handler):
     def _check_gradients_once(self, update: UpdateState) -> None:
         if update.window.kept is not None:
             raise ValueError(
-                f"{self.name!r}: each step of update {update.name!r} computes gradients more than once, either because "
-                f"{type(update.optimizer).__name__} takes a closure or because another handler requires it, but the "
-                "hidden states of earlier chunks are no longer available after the first computation; use a different "
+                f"{self.name!r}: each step of update {update.name!r} computes gradients more than once, because "
+                f"{type(update.optimizer).__name__} takes a closure or another handler requires it. The hidden states "
+                "of earlier chunks are no longer available after the first computation; use a different "
                 f"optimizer, or detach either {self.name!r} or the other handler"
             )
 

@@ -133,7 +133,7 @@ class UpdateFrequency(Handler):
                     "C17",
                     f"{self.name!r} does not run the update {name!r} in this run: it is first due in iteration {due}, but the "
                     f"run ends with iteration {last}",
-                    "use a smaller frequency or offset, or train longer, in this run or in one that continues it",
+                    "use smaller numbers in every= or offset=, train longer, or continue the training in a later run()",
                     [self.name],
                 )
 

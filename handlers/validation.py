@@ -137,7 +137,7 @@ class Validation(Handler):
         beside = [*self.metrics, *(["update"] if update is not None else [])]
         if self._given is not None and beside:
             raise TypeError(
-                f"Validation({beside[0]}=): an evaluator that you pass measures its own metrics; attach "
+                f"Validation({beside[0]}=): you passed an evaluator, which measures its own metrics; attach "
                 f"Metrics({beside[0]}=...) to the evaluator"
             )
         self.data_sets = _data_sets("Validation", data)
@@ -193,7 +193,7 @@ class Validation(Handler):
         if not measured:
             raise ValueError(
                 f"{self.name!r}: update {spec.name!r} has no loss and Validation has no metrics, so there is nothing "
-                "to measure"
+                "to measure; pass metrics="
             )
         if spec.forward is None and (unknown := [key for key, one in metrics.items() if not is_of_loss(one)]):
             raise ValueError(

@@ -349,8 +349,8 @@ class Monitor:
         for rank, other in enumerate(values):
             if _differ(first, other):
                 raise ValueError(
-                    f"{self.handler} monitors {self.metric!r}, which differs between the ranks: rank 0 has "
-                    f"{_shown(first)}, rank {rank} has {_shown(other)}, so the ranks would make different decisions; "
+                    f"{self.handler} monitors {self.metric!r}, which differs between the ranks ({_shown(first)} on "
+                    f"rank 0, {_shown(other)} on rank {rank}), so the ranks would make different decisions; "
                     "measure the metric with Metrics or Validation, which combine the values of all ranks, or combine "
                     "the values in your own function with engine.processes.sum"
                 )

@@ -119,7 +119,7 @@ class Write:
         """Warn about superseded versions that could not be removed."""
         for problem in self.problems:
             warn(
-                f"{self.about['handler']!r}: the older checkpoint that {self.name!r} replaces could not be removed: "
+                f"{self.about['handler']!r}: could not remove the older checkpoint that {self.name!r} replaces: "
                 f"{problem}",
                 RuntimeWarning,
             )

@@ -52,7 +52,7 @@ class Bus(blinker.Namespace):
         """
         if not isinstance(event, EventEnum):
             resolve(event)
-            raise TypeError(f"{event} has a filter, but only events without a filter have a signal")
+            raise TypeError(f"{event} has a filter, but only events without a filter have a signal; omit the filter")
         if type(event) not in self._catalogues:
             raise ValueError(
                 f"{event} is not registered with this engine; call engine.register_events({type(event).__name__}) first"
@@ -101,7 +101,9 @@ class Bus(blinker.Namespace):
         alike = [[other for other in signal.like(one) if other.owner is None] for signal, one in made]
         for (signal, connection), same in zip(made, alike, strict=True):
             if any(connection.same(other) for other in same):
-                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
+                raise ValueError(
+                    f"{connection!r} is already connected to {signal.event} with this filter and phase; connect it once"
+                )
         for (signal, connection), same in zip(made, alike, strict=True):
             self.notify(engine, Lifecycle.CONNECTED, signal, connection, same)
             signal.add(connection)

@@ -23,7 +23,7 @@ class Claim:
     """Something that only one handler at a time may do. Two claims with the same noun are the same claim.
 
     Attributes:
-        value: the noun; it completes the sentence "both override ...".
+        value: the noun; it completes the sentence "both control ...".
         inherited: whether evaluators inherit what the handler does at MODEL_SETUP and FORWARD_STARTED; see `inherited`.
         of_step: whether it affects the step, so that a rehearsal needs the handler.
         rehearsed: whether a handler that claims it takes part in rehearsals at all.
@@ -105,7 +105,7 @@ class Overrides(Part["Kernel"]):
             if claimed == what and other != by.name and (place == target or None in (place, target)):
                 of = target or place
                 noun = what.value if of is None else f"{what.value} {of}"
-                raise ValueError(f"both {other!r} and {by.name!r} override {noun}; detach one of the two")
+                raise ValueError(f"both {other!r} and {by.name!r} control {noun}; detach one of the two")
         self._owners[what, target] = by.name
         if given_back is not None:
             self._given_back[what, target] = given_back

@@ -113,8 +113,8 @@ class Recomputation:
         """`average` of gradients that were computed again."""
         if not losses:
             raise RuntimeError(
-                f"update {update.name!r} first returned a loss, but returned none in recomputation "
-                f"{update.evaluation} of the gradients by the step; forward and loss must give the same result every time"
+                f"update {update.name!r} returned a loss at first, but none when the step recomputed the gradients "
+                f"(recomputation {update.evaluation}); forward and loss must give the same result every time"
             )
         if not update.window.average(update.parameters):
             update.skip(NO_WEIGHT)

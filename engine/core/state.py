@@ -147,6 +147,11 @@ class MetricStore(dict[str, Any]):
             written = self.under(name)
             other = self.owners.get(written, owner)
             if other != owner or (written != name and written in self.owners):
+                if other == owner:
+                    raise ValueError(
+                        f"{owner!r} writes {name!r} and {written!r}, which are the same metric in monitors and logs; "
+                        "rename one of the two"
+                    )
                 same = "" if written == name else f", the same metric as {written!r}"
                 raise ValueError(
                     f"both {other!r} and {owner!r} write the metric {name!r}{same}; rename the metric in one of them, "

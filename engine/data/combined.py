@@ -107,8 +107,8 @@ class CombinedData:
             yield from _from(self.parts[place], offset, derived_seed(key, place, times), times)
             if length is None:
                 raise ValueError(
-                    f"CombinedData: part {place}, which has no length, ran out of batches before the shortest part "
-                    "with a known length"
+                    f"CombinedData: part {place} has no length, and ran out of batches before the shortest part with a "
+                    "known length; define its __len__"
                 )
             times, offset = times + 1, 0
         while True:

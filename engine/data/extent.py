@@ -70,8 +70,8 @@ def check_same_extent(saved: Mapping[str, Any], now: Mapping[str, Any], place: s
     for name, words in _WORDS.items():
         if name in saved and name in now and saved[name] != now[name]:
             raise ValueError(
-                f"the loaded state was saved partway through an epoch ({place}), on data with {saved[name]} {words}, "
-                f"but this data ({kind}) has {now[name]}, so the saved position does not apply to it; resume with the "
+                f"the loaded state was saved partway through an epoch ({place}). The data had {saved[name]} {words} "
+                f"then, but this data ({kind}) has {now[name]}, so the saved position does not apply; resume with the "
                 "data of the saved run, load a state saved at the end of an epoch, or load only the weights with "
                 "engine.load_weights(state)"
             )

@@ -108,7 +108,7 @@ class Feed(PlainFeed):
         if same is None and self.state.epoch_open and self.state.epoch_iteration:
             warn(
                 f"run(): the previous run stopped partway through epoch {self.state.epoch}, after "
-                f"{self.state.epoch_iteration} iterations, but this {type(data).__name__} is a different object, so it "
+                f"{self.state.epoch_iteration} iterations. This {type(data).__name__} is a different object, so it "
                 "is read from the beginning. To continue where the previous run stopped, pass the same data object",
             )
         return bool(same)
@@ -265,7 +265,7 @@ class Feed(PlainFeed):
                 raise DataError(_without_batches(kind, state.epoch))
             return False
         if taken == 0:
-            raise DataError(f"the data ({kind}) is empty: it yielded no batch, or it cannot be iterated again")
+            raise DataError(f"the data ({kind}) yielded no batch: it is empty, or it cannot be iterated again")
         if source.continues:
             return True  # with epoch_length=, the data may be as long as it is
         if source.evaluates and not source.processes.distributed:
@@ -351,6 +351,6 @@ def _without_batches(kind: str, epoch: int) -> str:
     if epoch == 1:
         return f"the data ({kind}) is empty: it yielded no batch"
     return (
-        f"the data ({kind}) is empty: it yielded no batch; it had batches in epoch 1 but cannot be iterated again in epoch "
-        f"{epoch}; pass an iterable, not an iterator"
+        f"the data ({kind}) yielded no batch in epoch {epoch}, although it had batches in epoch 1, so it cannot be "
+        "iterated again; pass an iterable, not an iterator"
     )

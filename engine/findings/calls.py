@@ -206,7 +206,7 @@ class FirstCalls(EagerMode):
             yield (
                 "W97",
                 f"the first cross-entropy loss is {value:.3g}, but guessing among {classes} classes gives "
-                f"{guessing:.3g}, which usually means that the first outputs are far too large",
+                f"{guessing:.3g}. This usually means that the first outputs are far too large",
                 "normalize the inputs, and use PyTorch's default initialization or smaller initial weights; divide "
                 "dot products by the square root of the vectors' dimension, or by a temperature; if the weights were "
                 "pretrained on different classes, allow W97",
@@ -239,7 +239,7 @@ class FirstCalls(EagerMode):
             if share > _PADDED:
                 yield (
                     "W95",
-                    f"{share:.0%} of the targets are {index} at the ends of sequences, which is the padding_idx of the "
+                    f"{share:.0%} of the targets are {index} at the ends of sequences. This is the padding_idx of the "
                     "model's embedding, so the model learns to predict the padding",
                     f"leave the padding out of the loss: ignore_index={index}",
                 )
@@ -354,12 +354,12 @@ def _steps_without_others(one: _Sequence) -> Iterator[Problem]:
         return
     steps = f"of the {one.length} output steps of a"
     if one.kind == "forward":
-        what = f"{steps} recurrent layer, only the first is used, and this step depends on no other step of its input"
+        what = f"only the first {steps} recurrent layer is used, and it has seen only the first step of the input"
         way_out = "use the last step, output[:, -1], or the hidden state that the layer returns"
     elif one.kind == "both":
         what = (
-            f"{steps} bidirectional layer, only the last is used, and in the backward direction, this step depends on "
-            "no other step of its input"
+            f"only the last {steps} bidirectional layer is used, and its backward direction has seen only the last "
+            "step of the input"
         )
         way_out = (
             "join the hidden states of both directions: torch.cat([hidden[-2], hidden[-1]], dim=1); an LSTM returns "

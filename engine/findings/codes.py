@@ -99,11 +99,11 @@ _TEXTS = {
     "the usual cause.",
     "W45": "`Engine.without` was called without `with`, so it disabled nothing.",
     "W46": "You wrapped the model in `torch.nn.parallel.DistributedDataParallel`, but the engine runs as a single "
-    "process, so each rank measures, saves and logs as if it were alone: the ranks may read the same data and write "
+    "process. Each rank measures, saves and logs as if it were alone: the ranks may read the same data and write "
     "the same files.",
     "W47": "A run cannot resume from a saved state, or cannot resume exactly, because a handler overrides `state_dict` "
-    "but not `load_state_dict`, `torch.load` rejects an object, or a value that the forward pass or a handler changes "
-    "is not saved.",
+    "but not `load_state_dict`, `torch.load` rejects an object, or the state lacks a value that the forward pass or a "
+    "handler changes.",
     "W48": "`Engine.on` was called without a function to decorate, so nothing is connected.",
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation

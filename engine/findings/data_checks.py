@@ -177,8 +177,8 @@ def report_workers(engine: Engine, data: Any) -> None:
     if held := {place: one for place, one in held.items() if _may_be_drawn_from(data, place)}:
         engine.findings.report(
             "W24",
-            f"each worker has its own copy of every random generator in the data ({', '.join(held)}). If samples draw "
-            f"from them without seeding them, all workers draw the same numbers"
+            f"each worker has its own copy of every random generator in the data ({', '.join(held)}). If samples use "
+            f"one without seeding it, all workers draw the same numbers"
             f"{'' if data.persistent_workers else ' in every epoch'}, and a resumed run draws different numbers",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
@@ -260,7 +260,7 @@ def _check_written(engine: Engine, tensor: Tensor | None, before: Tensor | None,
         return
     engine.findings.report(
         "W28",
-        "the batches of the data were written to in place, so later epochs read them as they are now",
+        "batches of the data were changed in place, so later epochs read the changed batches",
         "copy a batch before you change it: inputs = inputs.clone()",
     )
 

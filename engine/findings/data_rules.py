@@ -356,7 +356,7 @@ def batches_on_another_device(it: Composition) -> Iterator[Finding]:
     if tensors and all(one.device.type != device.type for one in tensors) and not _moves_batches(it):
         yield finding(
             "C12",
-            f"the batches are on {tensors[0].device}, the model on {device}, and no handler moves them",
+            f"the batches are on {tensors[0].device}, but the model is on {device}, and no handler moves the batches",
             f"attach DeviceTransfer({str(device)!r})",
         )
 
@@ -374,9 +374,9 @@ def generators_that_are_not_restored(it: Composition) -> Iterator[Finding]:
     for path, generator in held.items():
         yield finding(
             "C16",
-            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has its own copy "
-            f"of it, so a run that resumes from {saves[0].name!r} draws different numbers if the samples use this "
-            "generator without seeding it",
+            f"{path} is a random generator of the data ({type(generator).__name__}), and each worker has its own copy. "
+            f"If samples draw from it without seeding it, a run that resumes from {saves[0].name!r} draws different "
+            "numbers",
             "draw from the global generators (torch, random or numpy.random), which are seeded for each sample, or use "
             "num_workers=0",
             [saves[0].name],

@@ -120,7 +120,7 @@ class EpochChecks:
             engine.findings.report(
                 "C17",
                 f"update {update.name!r} never ran, because it was left out of all {made} iterations of this run",
-                "choose a smaller n for UpdateFrequency, or a longer run",
+                "choose a smaller number in UpdateFrequency(every=), or a longer run",
                 key=update.name,
             )
 
@@ -155,7 +155,7 @@ class EpochChecks:
             engine.remark(
                 "W12",
                 f"{said}, but none of its {counted(len(parameters), 'parameter')} "
-                + ("had a gradient at a step" if before.counts_versions else "changed"),
+                + ("had a gradient at any step" if before.counts_versions else "changed"),
                 "check that the optimizer's step() changes its parameters; "
                 * (not before.counts_versions)
                 + "in the forward pass, use engine.model, not an older model or a copy; do not call no_grad(), detach() "
@@ -299,8 +299,8 @@ class EpochChecks:
         if negative := before.negative_rates():
             engine.remark(
                 "W18",
-                f"the learning rate of update {update.name!r} is negative in epoch {engine.state.epoch}: "
-                f"{min(negative):.3g}, so steps increase the loss",
+                f"the learning rate of update {update.name!r} is negative ({min(negative):.3g}) in epoch "
+                f"{engine.state.epoch}, so steps increase the loss",
                 "check the schedule, whose factor becomes negative",
                 key=update.name,
             )

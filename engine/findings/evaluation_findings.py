@@ -118,9 +118,9 @@ def report_other_weights(engine: Engine, evaluator: Engine) -> None:
     if evaluator not in _calling_trained:
         engine.findings.report(
             "W51",
-            f"the evaluator {evaluator!r} shares no parameters with this engine's model, and the weights of the evaluator "
+            f"the evaluator {evaluator!r} shares no parameters with this engine's model, and the evaluator's weights "
             + ("did not change" if engine.running else "differ")
-            + ", so its metrics do not describe the model being trained, unless that model makes its inputs",
+            + ". Its metrics do not describe the model being trained, unless this model makes the evaluator's inputs",
             "build the evaluator on the same module: Engine(update.evaluation(), model=trainer.model); or copy the "
             "weights at EVALUATION_STARTED: evaluator.load_weights(trainer.weights())",
             key=id(evaluator),
@@ -196,8 +196,8 @@ def report_left_in_training(engine: Engine, known: Collection[nn.Module]) -> Non
     if effects:
         engine.findings.report(
             "W57",
-            f"the module {_and_more(effects)} in training mode at the end of an evaluation. If this was so in a "
-            f"forward pass, {' and '.join(sorted({*effects.values()}))}",
+            f"the module {_and_more(effects)} in training mode at the end of an evaluation. If a forward pass "
+            f"ran in this mode, {' and '.join(sorted({*effects.values()}))}",
             "do not call train() or eval(), because the engine sets and restores the modes",
             key=False,
         )
@@ -417,8 +417,8 @@ def report_untaken_averages(evaluator: Engine) -> None:
     if versions == _versions(engine):
         evaluator.findings.report(
             "W56",
-            f"load_weights() has loaded the weights of the last step from a state with the weight averages of the handler "
-            f"{name!r}, so the evaluation measures these weights instead of the averages",
+            "load_weights() has loaded the weights of the last step from a state that also contains the averages of "
+            f"the handler {name!r}. The evaluation measures the weights of the last step, not the averages",
             "to evaluate a checkpoint with its averages, write trainer.test(data, weights=path), with this handler attached",
             name,
         )

@@ -154,8 +154,8 @@ class FirstEvaluation:
             engine.findings.report(
                 "W57",
                 f"the forward pass of update {update.name!r} applies dropout in an evaluation, because it calls a "
-                "dropout function without passing the mode, or calls a module outside of this engine that is in training "
-                "mode",
+                "dropout function without passing the mode, or a module in training mode that does not belong to this "
+                "engine",
                 "pass the mode: F.dropout(x, training=self.training), or call eval() on the module; allow W57 if the "
                 "randomness is intended",
                 key=update.name,
@@ -208,8 +208,9 @@ def report_unheard(engine: Engine, update: UpdateState) -> None:
     for owner, events in unheard.items():
         engine.findings.report(
             "W49",
-            f"update {update.name!r}: {owner} relies on {' and '.join(events)}, which only compute() emits, but {by!r} "
-            f"computes the gradients without calling compute(), so {owner} has no effect on this update",
+            f"update {update.name!r}: {owner} has no effect on this update, because it relies on "
+            f"{' and '.join(events)}. Only compute() emits these events, but {by!r} computes the gradients without "
+            "calling compute()",
             f"detach {owner} or {by!r}, or let {by!r} call compute()",
             key=f"{update.name} {owner}",
         )
@@ -393,8 +394,8 @@ class _Look:
         if _alive(nodes) == _ITERATIONS - 1 and not (gc.collect() and _alive(nodes) < _ITERATIONS - 1):
             engine.findings.report(
                 "W76",
-                f"update {update.name!r}: losses, terms of them or outputs of the last {_ITERATIONS - 1} iterations are "
-                "still held with their graphs, which takes the memory of all of these iterations",
+                f"update {update.name!r}: losses, loss terms or outputs of the last {_ITERATIONS - 1} iterations are "
+                "still held with their graphs, so the memory of all these iterations stays in use",
                 "store loss.item() or output.detach() instead, even when you sum over batches",
                 key=update.name,
             )

@@ -368,7 +368,7 @@ def _divided_twice(window: int, node: Any, number: float) -> Problem:
         way_out = "return the loss without dividing it, because the gradients are now divided twice"
     else:
         what = (
-            f"the loss is multiplied by {number:.3g}, which is 1 / {window}, the length of the accumulation window; but"
+            f"the loss is multiplied by {number:.3g}, which is 1 over the accumulation window's length of {window}, but"
         )
         way_out = "if this factor averages over the window, return the loss without it; if it is a weight, allow W74"
     return "W74", f"{what} the engine already averages the gradients over the window", way_out

@@ -48,7 +48,7 @@ def _unregistered(value: Any, name: str, part: nn.Module, it: Composition) -> tu
         return (
             "C27",
             f"computed from a parameter of shape {made_of} that is not part of the model, so the parameter is not "
-            "trained, moved or saved with it, and a second backward pass fails, because the first one frees the graph",
+            "trained, moved or saved with it. A second backward pass also fails, because the first one frees the graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward pass",
         )
     hidden = held_by_none(one for one in _trainable_in(value) if one not in it.parameters)

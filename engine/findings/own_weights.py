@@ -91,7 +91,7 @@ def _look(engine: Engine, taken: _Taken, module: nn.Module, state: Mapping[str, 
     if all(one.data_ptr() == own[name].data_ptr() for name, one in given.items() if one.numel()):
         engine.findings.report(
             "W67",
-            "load_state_dict() received the model's own tensors, because state_dict() returns references instead of "
+            "load_state_dict() received the model's own tensors. state_dict() returns references instead of "
             "copies, so these tensors have changed with the model",
             "keep a copy: copy.deepcopy(model.state_dict()); or attach EarlyStopping(restore_best=True), or a Checkpoint",
         )

@@ -85,7 +85,7 @@ def frozen_parameters(it: Composition) -> Iterator[Finding]:
     yield finding(
         "C09",
         f"{len(frozen)} of {len(it.parameters)} parameters are frozen: {listed(frozen)}"
-        + (", and no layer that is registered after them is trained" if last else ""),
+        + (". No layer that is registered after them is trained" if last else ""),
         "unfreeze the layers that should train, usually the last ones, with requires_grad_(True)",
         severity="warning" if last and not meant else "info",
     )
@@ -149,18 +149,16 @@ def _reaches(it: Composition, iteration: int) -> bool:
 
 def _one_sample(it: Composition, norms: Mapping[str, nn.Module], extent: str) -> Finding:
     over_samples = [name for name, part in norms.items() if not _is_over_places(part, it)]
-    what = f"over which BatchNorm ({listed(norms)}) computes the mean and the variance"
+    what = f"BatchNorm ({listed(norms)}) computes the mean and the variance over it"
     if over_samples:
-        what = (
-            f"for which BatchNorm ({listed(over_samples)}) cannot compute a variance if its input has one row a sample"
-        )
+        what = f"BatchNorm ({listed(over_samples)}) cannot compute a variance over it if inputs have one row per sample"
     # Places have a variance, too, and a handler, or the model's train(), may freeze the statistics as the run starts.
     freezes = it.names_any({"eval", "train"}) or any(getattr(one, "freezes", False) for one in it.handlers)
     plain = it.data.collate_fn is default_collate and all(type(one).train is nn.Module.train for one in it.modules)
     warns = over_samples and plain and not freezes
     return finding(
         "C21",
-        f"the last batch of each epoch has one sample ({extent}), {what}",
+        f"the last batch of each epoch has one sample ({extent}). {what}",
         "use DataLoader(drop_last=True), or a different batch size",
         severity=None if warns else "info",
     )
@@ -188,7 +186,7 @@ def processes_that_nothing_connects(it: Composition) -> Iterator[Finding]:
         yield finding(
             "C30",
             f"this process was launched as one of {launched.world_size} processes, but no handler connects the "
-            f"processes, so each one trains alone{'' if shares else ' on all of the data'}, and all may write the same "
+            f"processes. Each one trains alone{'' if shares else ' on all of the data'}, and all may write the same "
             "files",
             "attach DistributedDataParallel() or FullyShardedDataParallel(); or launch a single process, without "
             "torchrun",

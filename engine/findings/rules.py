@@ -100,8 +100,8 @@ def receivers_without_an_order(it: Composition) -> Iterator[Finding]:
                     if thing is not None:
                         yield finding(
                             "C03",
-                            f"{one!r} and {other!r} both use the {thing} at {signal.event.name}, in phase "
-                            f"{one.phase.name} with rank {one.rank}, and at least one of the two writes the {thing}, "
+                            f"{one!r} and {other!r} both use {thing!r} at {signal.event.name}, in phase "
+                            f"{one.phase.name} with rank {one.rank}, and at least one of the two writes {thing!r}, "
                             "so the order in which you attach them may matter",
                             "give one of the two a different phase or rank: @on(..., phase=, rank=)",
                             [str(one.owner), str(other.owner)],
@@ -141,9 +141,10 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
         severity = "warning" if getattr(handler, "interval_matters", False) else "info"
         if severity == "info" and (not it.engine.training or is_default(handler, "every")):
             continue  # an evaluation is as long as its data; a default is meant for longer runs
+        when = f"at {every}" if isinstance(every, AnyEvent) else f"every {every}"
         yield finding(
             "C17",
-            f"{handler.name!r} runs every {every}, but is never due in this run{_extent(it)}",
+            f"{handler.name!r} runs {when}, but is never due in this run{_extent(it)}",
             "use a shorter interval, or a longer run",
             [handler.name],
             severity,  # type: ignore[arg-type]

@@ -139,7 +139,7 @@ def report_wrapped(engine: Engine) -> None:
         engine.findings.report(
             "W46",
             f"the model is wrapped in DistributedDataParallel over {size} processes, but the engine runs as a single "
-            f"process, so each rank measures, saves and logs as if it were alone{_consequences(engine)}",
+            f"process. Each rank measures, saves and logs as if it were alone{_consequences(engine)}",
             "build the Engine with the model itself, and attach signalfire.handlers.DistributedDataParallel()",
         )
 

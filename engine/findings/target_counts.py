@@ -153,8 +153,8 @@ class TargetCounts:
         )
         engine.findings.report(
             "W96",
-            f"update {update.name!r}: the loss is divided by {over}, which is {one.number:.6g} and "
-            f"{other.number:.6g} in two {what}, but {alike}",
+            f"update {update.name!r}: the loss is divided by {over} ({one.number:.6g} and "
+            f"{other.number:.6g} in two {what}), but {alike}",
             f"weight each batch by {over}: GradientAccumulation({update.window.length}, weight=lambda engine: "
             f"{number})",
             key=update.name,

@@ -96,7 +96,7 @@ def lacking_of_handlers(engine: Engine, before: dict[str, Hashable]) -> Iterator
             yield finding(
                 "W47",
                 f"{name!r} changes {listed(f'self.{key}' for key in own)}, but its state_dict() does not return "
-                "these values, so unless a method sets them again, a resumed run starts without these changes and may "
+                "these values. Unless a method sets them again, a resumed run starts without these changes and may "
                 "differ",
                 f"return these values from {kind.__name__}.state_dict(), and restore them in load_state_dict(); allow "
                 "W47 if the results do not depend on these values",

@@ -45,8 +45,8 @@ class WorkerBatches:
             engine.findings.report(
                 "W26",
                 f"two workers gave the same first batch, so each of the {loader.num_workers} workers seems to iterate over the "
-                f"whole dataset ({type(loader.dataset).__name__}), and each sample to appear {loader.num_workers} times in "
-                "an epoch",
+                f"whole dataset ({type(loader.dataset).__name__}). Each sample then appears {loader.num_workers} times "
+                "in an epoch",
                 "in __iter__, use torch.utils.data.get_worker_info() to yield only the samples of the current worker",
             )
 

@@ -59,9 +59,9 @@ class Modules(dict[str, nn.Module]):
             name = "loss" if len(updates) == 1 else f"{update.name}_loss"
             if name in self:
                 raise ValueError(
-                    f"Engine: the name {name!r} is used by a model and by the loss {type(loss).__name__} of update "
-                    f"{update.name!r}, whose parameters are trained under this name; rename the model, or pass the "
-                    "loss in model= under a different name"
+                    f"Engine: a model is named {name!r}, but the parameters of the loss {type(loss).__name__} of "
+                    f"update {update.name!r} are trained under this name; rename the model, or pass the loss in model= "
+                    "under a different name"
                 )
             self[name] = loss
             self.losses.append(name)
@@ -107,8 +107,8 @@ def _refuse_pipeline(model: Any) -> None:
     kind = model if isinstance(model, type) else type(model)
     if any(base.__module__.startswith("torch.distributed.pipelining") for base in kind.__mro__):
         raise TypeError(
-            f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, and pipelines are not supported, "
-            "because a pipeline schedule runs the forward pass, loss and backward pass of all micro-batches in one "
+            f"Engine: model= is a {kind.__name__} of torch.distributed.pipelining, but pipelines are not supported. "
+            "A pipeline schedule runs the forward pass, loss and backward pass of all micro-batches in one "
             "call, so the engine could not emit the events in between; pass the whole model, and split it with "
             "TensorParallel or FullyShardedDataParallel"
         )

@@ -67,8 +67,8 @@ class Position:
             return _copy_of(self._copy)
         name = getattr(self._iterator, "__qualname__", "")
         warn(
-            f"the {type(self._iterator).__name__}{f' {name!r}' * bool(name)} that a module or function draws from cannot go "
-            "back: it continues from its present position, so what follows is not a repetition. Count in an attribute "
+            f"the {type(self._iterator).__name__}{f' {name!r}' * bool(name)} that a module or function uses cannot go "
+            "back: it continues from its current position, so the next iterations may differ. Count in an attribute "
             "instead, or use itertools.count()"
         )
         return self._iterator

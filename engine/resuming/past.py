@@ -171,8 +171,8 @@ class Past(Part["Engine"]):
         last = self._becomes_last(to, leave_out)
         if last and self.oldest == to:
             raise RuntimeError(
-                f"rewind(to={to}): without the skipped batches, iteration {to} is the last of its epoch, and must be "
-                f"repeated from an earlier state, but the oldest stored state is from iteration {to}; increase keep= of "
+                f"rewind(to={to}): without the skipped batches, iteration {to} is the last of its epoch, so it must be "
+                f"repeated from an earlier state. The oldest stored state is from iteration {to}; increase keep= of "
                 "the handler that stores the states"
             )
         _, state = self.before(to if last else to + 1)

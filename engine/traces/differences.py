@@ -44,7 +44,7 @@ class Difference:
         if self.shard is not None:
             places.append(f"shard {self.shard}")
         numbers = "" if self.numbers is None else f" ({self.numbers[0]!r} and {self.numbers[1]!r})"
-        others = f"; at the same time {listed(self.others)}" if self.others else ""
+        others = f"; also different: {listed(self.others)}" if self.others else ""
         return f"{', '.join(places)}: {in_words(self.thing)}{numbers}{others}"
 
 

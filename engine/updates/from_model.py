@@ -73,7 +73,7 @@ def loss_in_output(engine: Kernel, output: Any, batch: Any) -> Tensor | None:
     if not engine.training:
         return None
     raise ValueError(
-        f"update {engine.state.update.name!r} takes the loss from the model's output, but {described(output)} has no "
-        f"loss (the batch is {described(batch)}); put the targets into the batch under the name that the model "
-        "expects, such as 'labels', or pass Update.from_model(loss=)"
+        f"update {engine.state.update.name!r} takes the loss from the model's output, but the output, "
+        f"{described(output)}, has no loss (the batch is {described(batch)}); put the targets into the batch under the name "
+        "that the model expects, such as 'labels', or pass Update.from_model(loss=)"
     )

@@ -255,8 +255,8 @@ def groups(model: nn.Module, rules: Mapping[str, Any]) -> dict[str, list[nn.Para
         )
     if empty := [name for name, parameters in found.items() if not parameters]:
         raise ValueError(
-            f"groups(): no parameter is left for {', '.join(map(repr, empty))}: its rule matches no parameter, or only "
-            "parameters that earlier rules match"
+            f"groups(): no parameter is left for {', '.join(map(repr, empty))}. Either the rule matches no parameter, "
+            "or earlier rules match the same ones; correct the rule, or move it up"
         )
     return found
 

@@ -92,7 +92,7 @@ def _none_or_several(engine: Engine, names: list[str], *, given: bool) -> str:
     if given:
         return (
             f"test(): the engine has several updates ({', '.join(one.name for one in engine.updates)}), and no "
-            "Validation is attached that chooses one; attach Validation(data, update=...)"
+            "attached Validation chooses one; attach Validation(data, update=...)"
         )
     return (
         "test(): no Validation is attached, so nothing defines what to measure; pass metrics to test(), such as "

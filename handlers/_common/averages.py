@@ -236,8 +236,8 @@ class Averages:
         different |= self.values.keys() - parameters.keys() - buffers.keys() - waiting
         if different:
             raise ValueError(
-                f"{owner!r}: the saved averages do not match the modules of this engine; the tensors that differ are "
-                f"{', '.join(sorted(different))}"
+                f"{owner!r}: the saved averages do not match the modules of this engine in "
+                f"{', '.join(sorted(different))}; use the model of the saved run"
             )
         for name, tensor in live.items():
             value = self.values[name].to(tensor.device)

@@ -89,7 +89,7 @@ class Distribution(Handler):
         other = engine.overrides.owner_of(PROCESS_GROUP)
         if self._joins and other not in (None, self.name):
             raise ValueError(
-                f"both {other!r} and {self.name!r} override how the model is distributed over processes; detach one of "
+                f"both {other!r} and {self.name!r} control how the model is distributed over processes; detach one of "
                 "the two. To combine TensorParallel with FullyShardedDataParallel, give TensorParallel a size= smaller "
                 "than the number of ranks"
             )

@@ -294,7 +294,7 @@ class Metrics(Handler):
             engine.findings.report(
                 "W03",
                 f"a batch of class {type(batch).__name__} is counted as one sample. If the {self._length} rows of its "
-                f"tensors are samples, it has the same weight in averages as the batch before, with {before} rows",
+                f"tensors are samples, averages give it the same weight as the previous batch, which has {before} rows",
                 "define __len__ in the class, or pass Update(..., samples=lambda batch: ...)",
                 self.name,
             )

@@ -99,8 +99,8 @@ def _of_one(scheduler: Any, run: ScheduledRun) -> Iterator[Finding]:
 def _decays(scheduler: Any, run: ScheduledRun, left: float) -> Finding:
     return finding(
         "C05",
-        f"{run.handler!r}: {_name(scheduler)} counts {run.counted}, up to {run.total} in this run, after which "
-        f"{left:.0e} of the initial learning rate is left",
+        f"{run.handler!r}: {_name(scheduler)} counts {run.counted} ({run.total} in this run), and only "
+        f"{left:.0e} of the initial learning rate is left after them",
         "step the scheduler once per epoch with LRScheduling(..., every='1ep'), or specify its arguments in optimizer "
         "steps"
         if run.unit == "st"

@@ -356,5 +356,5 @@ def test_wrong_arguments_are_refused(given: dict[str, Any], message: str) -> Non
 
 
 def test_a_second_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="override which activations are kept"):
+    with pytest.raises(ValueError, match="control which activations are kept"):
         build(Network(), WAYS["pattern"](), ActivationCheckpointing("head", name="other"))

@@ -253,7 +253,7 @@ def test_it_keeps_the_promises_of_a_handler() -> None:
 
 
 def test_two_on_one_update_refuse_each_other() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override adaptive gradient clipping"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control adaptive gradient clipping"):
         trained(network(), AdaptiveGradientClipping(name="one"), AdaptiveGradientClipping(name="two"))
 
 

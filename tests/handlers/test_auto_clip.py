@@ -233,7 +233,7 @@ def test_sharded_gradients_are_clipped_by_the_norm_of_all() -> None:
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(ValueError, match="both 'auto_clip' and 'gradient_clipping' override gradient clipping of upd"):
+    with pytest.raises(ValueError, match="both 'auto_clip' and 'gradient_clipping' control gradient clipping of upd"):
         build(AutoClip(), GradientClipping(1.0))
     update = Update.from_function(lambda engine, batch: engine.model(batch).sum(), partial(torch.optim.SGD, lr=0.1))
     engine = Engine(update, model=nn.Embedding(5, 3, sparse=True), seed=0)

@@ -27,5 +27,5 @@ def test_a_flag_that_was_set_before_stays_set(monkeypatch: pytest.MonkeyPatch) -
 def test_deterministic_beside_it_is_refused_by_name(deterministic_first: bool) -> None:
     both = [Deterministic(), Benchmark()]
     names = "'deterministic' and 'benchmark'" if deterministic_first else "'benchmark' and 'deterministic'"
-    with pytest.raises(ValueError, match=f"both {names} override how algorithms are chosen"):
+    with pytest.raises(ValueError, match=f"both {names} control how algorithms are chosen"):
         build(linear(5, 1), *(both if deterministic_first else reversed(both)))

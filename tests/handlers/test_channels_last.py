@@ -223,5 +223,5 @@ def test_sharded_weights_are_refused_by_name() -> None:
 
 
 def test_a_second_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="override the memory format"):
+    with pytest.raises(ValueError, match="control the memory format"):
         build(mlp(5, 8, 1), ChannelsLast(), ChannelsLast(name="other"))

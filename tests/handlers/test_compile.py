@@ -415,5 +415,5 @@ def test_a_pattern_that_matches_nothing_is_refused_as_the_run_starts() -> None:
 
 
 def test_a_second_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="override what is compiled"):
+    with pytest.raises(ValueError, match="control what is compiled"):
         build(network(), Compile(backend="eager"), Compile(backend="eager", name="other"))

@@ -294,7 +294,7 @@ def test_turns_go_on_in_a_resumed_run_also_where_gradients_are_recomputed() -> N
 
 
 def test_two_of_one_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match="both 'cutmix' and 'other' override the mixing of samples by CutMix"):
+    with pytest.raises(ValueError, match="both 'cutmix' and 'other' control the mixing of samples by CutMix"):
         build().attach(CutMix(), CutMix(name="other"))
 
 

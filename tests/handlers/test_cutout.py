@@ -145,7 +145,7 @@ def test_it_keeps_the_promises_of_a_handler() -> None:
 
 
 def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override cutting parts out of samples"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control cutting parts out of samples"):
         build().attach(Cutout(3, name="one"), Cutout(3, name="two"))
     with pytest.raises(ValueError, match="cutout"):
         Engine(Update.supervised(F.cross_entropy), model=network((6, 7))).attach(Cutout(3))

@@ -390,7 +390,7 @@ def test_batches_and_updates_without_what_it_needs_are_refused() -> None:
     engine.attach(distillation())
     with pytest.raises(TypeError, match=r"in a batch of type dict.*forward=lambda teacher, batch"):
         engine.run([{"x": x, "y": y} for x, y in data()], max_epochs=1)
-    with pytest.raises(ValueError, match="override distillation of update 'main'"):
+    with pytest.raises(ValueError, match="control distillation of update 'main'"):
         build(distillation(), distillation(name="other"))
 
 

@@ -536,7 +536,7 @@ def test_after_a_run_it_does_not_keep_the_model_alive() -> None:
 
 def test_two_averages_refuse_each_other() -> None:
     engine = trainer_of(network(), EMA(0.9, name="one"))
-    with pytest.raises(ValueError, match="both 'one' and 'two' override the weights used for evaluation"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control the weights used for evaluation"):
         engine.attach(EMA(0.9, name="two"))
     with pytest.raises(KeyError, match="'c'"):
         trainer_of(network(), EMA(update="c"))

@@ -343,7 +343,7 @@ def test_with_everything_frozen_the_engine_says_so() -> None:
 
 
 def test_two_of_them_refuse_each_other() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override which parameters are frozen"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control which parameters are frozen"):
         trainer_of(Network(), Freezing("head", name="one"), Freezing("backbone", name="two"))
 
 

@@ -259,5 +259,5 @@ def test_all_ranks_collect_at_the_same_iterations() -> None:
 def test_a_second_one_is_refused() -> None:
     engine = build()
     engine.attach(GarbageCollection())
-    with pytest.raises(ValueError, match="override when garbage is collected"):
+    with pytest.raises(ValueError, match="control when garbage is collected"):
         engine.attach(GarbageCollection(name="another"))

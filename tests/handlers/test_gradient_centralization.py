@@ -173,7 +173,7 @@ def test_sparse_gradients_and_wrong_arguments_are_refused() -> None:
         build(GradientCentralization(exclude="nothing")).run(pictures(), max_epochs=1)
     with pytest.raises(TypeError, match=r"GradientCentralization\(exclude=\[1\]\)"):
         GradientCentralization(exclude=[1])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="both 'one' and 'two' override gradient centralization of update 'main'"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control gradient centralization of update 'main'"):
         build(GradientCentralization(name="one"), GradientCentralization(name="two"))
 
 

@@ -224,7 +224,7 @@ def test_it_keeps_the_promises_of_a_handler_and_can_be_copied() -> None:
 
 
 def test_two_on_one_update_refuse_each_other() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override gradient noise"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control gradient noise"):
         build().attach(GradientNoise(name="one"), GradientNoise(name="two"))
 
 

@@ -182,7 +182,7 @@ def test_outputs_that_are_no_logits_are_refused_by_name(output: Any, message: st
 
 
 def test_two_refuse_each_other_and_an_engine_that_evaluates() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override label smoothing of update"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control label smoothing of update"):
         build().attach(LabelSmoothing(name="one"), LabelSmoothing(name="two"))
     with pytest.raises(ValueError, match="label_smoothing"):
         Engine(Update(forward, loss), model=network()).attach(LabelSmoothing())

@@ -331,7 +331,7 @@ def test_it_keeps_the_promises_of_a_handler_and_can_be_copied(evaluate: bool) ->
 
 
 def test_what_cannot_be_meant_is_refused_and_a_run_that_is_too_short_reported() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override the slow weights of update 'main'"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control the slow weights of update 'main'"):
         build(Lookahead(name="one"), Lookahead(name="two"))
     with pytest.raises(ValueError, match=r"'ema' and 'lookahead' .* set evaluate=False for one of them"):
         build(EMA(), Lookahead(evaluate=True))

@@ -658,7 +658,7 @@ def test_a_split_that_does_not_get_smaller_is_an_error() -> None:
 
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run_out(3, MicroBatching(split=split))
-    assert "split= was asked for more pieces, but did not return smaller ones" in "\n".join(caught.value.__notes__)
+    assert "let split= return smaller pieces when it is asked for more of them" in "\n".join(caught.value.__notes__)
 
 
 def test_another_error_is_not_retried() -> None:

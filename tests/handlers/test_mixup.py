@@ -386,7 +386,7 @@ def test_batches_that_cannot_be_mixed_are_refused_by_name(batch: Any, options: d
 
 
 def test_samples_are_mixed_once_in_each_way_and_only_where_there_is_training() -> None:
-    with pytest.raises(ValueError, match="both 'mixup' and 'other' override the mixing of samples by MixUp"):
+    with pytest.raises(ValueError, match="both 'mixup' and 'other' control the mixing of samples by MixUp"):
         build().attach(MixUp(), MixUp(0.4, name="other"))
     with pytest.raises(ValueError, match="mixup"):
         Engine(Update.supervised(F.cross_entropy), model=network()).attach(MixUp())

@@ -239,7 +239,7 @@ def test_a_mask_that_does_not_fit_is_refused(mask: Any, error: type[Exception], 
 
 
 def test_what_cannot_be_meant_is_refused() -> None:
-    with pytest.raises(ValueError, match="both 'one' and 'two' override the noise added to embeddings"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control the noise added to embeddings"):
         build(NEFTune(name="one"), NEFTune(name="two"))
     with pytest.raises(TypeError, match=r"'nef_tune': the embedding's output has shape \(4, 6\); expected"):
         build(NEFTune(embedding="1"), model=nn.Sequential(nn.Flatten(), nn.Linear(7, 6), nn.Linear(6, 3))).run(

@@ -410,7 +410,7 @@ def test_it_looks_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_two_on_one_update_refuse_each_other() -> None:
     engine = build()
-    with pytest.raises(ValueError, match="both 'one' and 'two' override what happens to non-finite losses"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control what happens to non-finite losses"):
         engine.attach(NonFiniteGuard(name="one"), NonFiniteGuard(name="two"))
 
 

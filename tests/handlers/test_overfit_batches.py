@@ -176,11 +176,11 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'overfit_batches'.*no data"):
         engine.run(max_epochs=1, epoch_length=3)
     with pytest.raises(
-        ValueError, match="both 'overfit_batches' and 'limit_batches' override the data that a run iterates over"
+        ValueError, match="both 'overfit_batches' and 'limit_batches' control the data that a run iterates over"
     ):
         engine.attach(LimitBatches(2))
     both = engine_of(network(), OverfitBatches(validation=True))
-    with pytest.raises(ValueError, match="override the evaluation data"):
+    with pytest.raises(ValueError, match="control the evaluation data"):
         both.attach(LimitBatches(validation=2))
     with pytest.raises(ValueError, match="for training"):
         Engine(Update.prediction()).attach(OverfitBatches())

@@ -320,7 +320,7 @@ def test_what_does_not_fit_a_field_of_several_values_is_refused(index: int | Non
 def test_two_schedules_of_one_field_refuse_each_other() -> None:
     engine, _ = trainer_of(network(), ParameterScheduling("momentum", {0: 0.5}, name="one"))
     engine.attach(ParameterScheduling("weight_decay", {0: 0.5}, name="other_field"))
-    with pytest.raises(ValueError, match="both 'one' and 'two' override the parameter group field 'momentum' of"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control the parameter group field 'momentum' of"):
         engine.attach(ParameterScheduling("momentum", {0: 0.5}, name="two"))
 
 

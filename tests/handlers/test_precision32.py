@@ -128,5 +128,5 @@ def test_another_word_is_refused() -> None:
 
 
 def test_a_second_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="'precision32' and 'other' override the precision of float32 matrix products"):
+    with pytest.raises(ValueError, match="'precision32' and 'other' control the precision of float32 matrix products"):
         build(linear(5, 1), Precision32("high"), Precision32("medium", name="other"))

@@ -264,5 +264,5 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotADirectoryError, match="exists but is not a folder"):
         Profiler(tmp_path / "file")
     engine = make(Profiler(file=io.StringIO()))
-    with pytest.raises(ValueError, match="both 'profiler' and 'second' override how receivers are called"):
+    with pytest.raises(ValueError, match="both 'profiler' and 'second' control how receivers are called"):
         engine.attach(Profiler(file=io.StringIO(), name="second"))

@@ -215,5 +215,5 @@ def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.moderate
 def test_it_keeps_the_promises_of_a_handler_and_two_that_cut_are_refused() -> None:
     check_handler(build, lambda: RandomErasing(0.8, value="random"), pictures()[:3], max_epochs=2)
-    with pytest.raises(ValueError, match="both 'cutout' and 'random_erasing' override cutting parts out of samples"):
+    with pytest.raises(ValueError, match="both 'cutout' and 'random_erasing' control cutting parts out of samples"):
         build(Cutout(3), RandomErasing())

@@ -256,7 +256,7 @@ def test_what_cannot_be_meant_is_refused() -> None:
         build(StochasticDepth("head")).run(batches(1), max_epochs=1)
     with pytest.raises(ValueError, match=r"schedule\(0\) returned 2; expected a factor from 0 to 1"):
         build(StochasticDepth("blocks.*", schedule=lambda step: 2)).run(batches(1), max_epochs=1)
-    with pytest.raises(ValueError, match="both 'one' and 'two' override which blocks are dropped in update 'main'"):
+    with pytest.raises(ValueError, match="both 'one' and 'two' control which blocks are dropped in update 'main'"):
         build(StochasticDepth("a", name="one"), StochasticDepth("b", name="two"))
     two = [Update.supervised(nn.functional.mse_loss, SGD, name=name) for name in ("a", "b")]
     with pytest.raises(ValueError, match=r"several updates \(a, b\); .* choose the one that blocks= applies to"):

@@ -364,7 +364,7 @@ def test_annealing_it_keeps_the_promises_of_a_handler() -> None:
 
 
 def test_what_depends_on_an_order_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="both 'ema' and 'swa' override the weights used for evaluation"):
+    with pytest.raises(ValueError, match="both 'ema' and 'swa' control the weights used for evaluation"):
         trainer_of(network(), EMA(), SWA(2))
     with pytest.raises(ValueError, match=r"both 'swa' and 'lr_scheduling' .* the learning rate of update 'main'"):
         trainer_of(network(), SWA(2, lr=0.1), LRScheduling(partial(StepLR, step_size=1)))

@@ -552,11 +552,11 @@ REFUSALS: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "data parallelism": (
         lambda: refusal_of(DistributedDataParallel()),
-        "0 steps: both 'tensor_parallel' and 'distributed_data_parallel' override how the model is distributed",
+        "0 steps: both 'tensor_parallel' and 'distributed_data_parallel' control how the model is distributed",
     ),
     "sharding": (
         lambda: refusal_of(FullyShardedDataParallel()),
-        "0 steps: both 'tensor_parallel' and 'fully_sharded_data_parallel' override how the model is distributed "
+        "0 steps: both 'tensor_parallel' and 'fully_sharded_data_parallel' control how the model is distributed "
         "over processes; detach one of the two. To combine TensorParallel with",
     ),
 }

@@ -402,7 +402,7 @@ REFUSALS: dict[str, tuple[Callable[[], Engine], str]] = {
     ),
     "all ranks": (
         lambda: beside(FullyShardedDataParallel(), size=4),
-        "both 'tensor_parallel' and 'fully_sharded_data_parallel' override how the model is distributed",
+        "both 'tensor_parallel' and 'fully_sharded_data_parallel' control how the model is distributed",
     ),
     "copies of sharded models": (
         lambda: make(replicas=2),

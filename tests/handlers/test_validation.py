@@ -596,7 +596,7 @@ def test_metrics_by_position_are_told_from_an_evaluator(metrics: Any) -> None:
 @pytest.mark.parametrize("argument", ["accuracy", "update"])
 def test_an_evaluator_that_is_given_has_its_own_metrics(argument: str) -> None:
     value = Accuracy() if argument == "accuracy" else "main"
-    with pytest.raises(TypeError, match=rf"Validation\({argument}=\): an evaluator that you pass measures its own"):
+    with pytest.raises(TypeError, match=rf"Validation\({argument}=\): you passed an evaluator, which measures its own"):
         Validation(evaluator_of(mlp(5, 4, 1)), labelled(1), **{argument: value})  # type: ignore[call-overload]
 
 

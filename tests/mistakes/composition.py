@@ -591,7 +591,7 @@ def a_handler_on_two_engines(right: bool) -> None:
     assert one is not other
 
 
-@mistake(ValueError, "both 'gradient_clipping' and 'second' override the gradient's norm|both")
+@mistake(ValueError, "both 'gradient_clipping' and 'second' control the gradient's norm|both")
 def two_clips_of_one_kind(right: bool) -> None:
     build(net(), GradientClipping(max_norm=1.0), *([] if right else [GradientClipping(max_norm=2.0, name="second")]))
 

@@ -51,7 +51,7 @@ def test_what_is_claimed_for_one_target_stays_free_for_another() -> None:
     overrides.claim(Own.PALETTE, by=one, target="of update 'a'")
     overrides.claim(Own.PALETTE, by=one, target="of update 'a'")
     overrides.claim(Own.PALETTE, by=other, target="of update 'b'")
-    with pytest.raises(ValueError, match="both 'one' and 'other' override the palette of update 'a'; detach one"):
+    with pytest.raises(ValueError, match="both 'one' and 'other' control the palette of update 'a'; detach one"):
         overrides.claim(Own.PALETTE, by=other, target="of update 'a'")
     assert overrides.owned_by(one) == overrides.owned_by("other") == {Own.PALETTE}
 
@@ -62,7 +62,7 @@ def test_what_is_claimed_for_all_targets_is_free_for_none(targets: tuple[str | N
     overrides, one, other = trainer.overrides, Handler(name="one"), Handler(name="other")
     overrides.claim(Own.PALETTE, by=one, target=targets[0])
     named = "the palette" + (" of update 'a'" if any(targets) else "")
-    with pytest.raises(ValueError, match=f"both 'one' and 'other' override {named}; detach one of the two"):
+    with pytest.raises(ValueError, match=f"both 'one' and 'other' control {named}; detach one of the two"):
         overrides.claim(Own.PALETTE, by=other, target=targets[1])
     overrides.claim(Own.PALETTE, by=one, target=targets[1])
     overrides.release(one)
@@ -315,11 +315,11 @@ def test_a_handler_of_another_package_claims_something_new_and_collides_with_an_
     theirs = importlib.import_module("their_package")
     engine = make_trainer()
     engine.attach(theirs.Tides())
-    with pytest.raises(ValueError, match="both 'tides' and 'second' override the phase of the moon; detach one"):
+    with pytest.raises(ValueError, match="both 'tides' and 'second' control the phase of the moon; detach one"):
         engine.attach(theirs.Tides(name="second"))
     engine.attach(GradientClipping(1.0))
     with pytest.raises(
-        ValueError, match="both 'gradient_clipping' and 'their_clipping' override gradient clipping of update"
+        ValueError, match="both 'gradient_clipping' and 'their_clipping' control gradient clipping of update"
     ):
         engine.attach(theirs.TheirClipping())
     engine.detach("gradient_clipping")

@@ -69,6 +69,8 @@ def test_a_metric_has_one_writer_until_that_one_withdraws() -> None:
     metrics.withdraw("validation")
     metrics.announce("test", ["loss"])
     assert metrics.owners == {"error": "test", "loss": "test"}
+    with pytest.raises(ValueError, match="'test' writes 'val/loss' and 'val_loss', which are the same metric"):
+        metrics.announce("test", ["val_loss", "val/loss"])
 
 
 def test_its_state_is_put_back_and_nothing_in_it_is_new() -> None:

@@ -293,14 +293,14 @@ def test_empty_data_that_has_a_length_is_refused_before_the_run(data: Any, name:
 def test_an_empty_generator_is_an_error(bounds: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"the data \(generator\) is empty: it yielded no batch"):
         made_of((n for n in range(0)), **bounds)
-    with pytest.raises(DataError, match=r"the data \(Unsized\) is empty: it yielded no batch"):
+    with pytest.raises(DataError, match=r"the data \(Unsized\) .*yielded no batch"):
         made_of(Unsized(0), **bounds)
 
 
 @pytest.mark.filterwarnings("ignore:C24:signalfire.FindingWarning")
 def test_a_generator_that_is_exhausted_in_the_second_epoch_is_an_error_that_says_so() -> None:
     engine, seen = make_engine()
-    with pytest.raises(DataError, match="cannot be iterated again in epoch 2; pass an iterable, not an iterator"):
+    with pytest.raises(DataError, match="cannot be iterated again; pass an iterable, not an iterator"):
         engine.run((n for n in range(3)), max_epochs=2)
     assert seen == [(1, 1, 0), (1, 2, 1), (1, 3, 2)]
 
@@ -338,7 +338,7 @@ def test_an_iterator_that_goes_on_after_its_length_loses_no_batch() -> None:
 
 def test_an_iterator_that_does_not_begin_again_is_an_error_that_says_so() -> None:
     engine, seen = make_engine()
-    with pytest.raises(DataError, match="cannot be iterated again in epoch 2; pass an iterable, not an iterator"):
+    with pytest.raises(DataError, match="cannot be iterated again; pass an iterable, not an iterator"):
         engine.run(Once(3), max_epochs=2)
     assert seen == TWICE_THREE[:3]
 

@@ -69,7 +69,7 @@ def test_handlers_of_rank_0_take_no_part_on_another_rank_until_the_group_is_left
 
 def test_two_handlers_cannot_both_join_and_none_during_a_run() -> None:
     engine = build(linear(5, 1), Joining(Processes()))
-    with pytest.raises(ValueError, match="both 'joining' and 'other' override how the model is distributed"):
+    with pytest.raises(ValueError, match="both 'joining' and 'other' control how the model is distributed"):
         engine.attach(Joining(Processes(), name="other"))
     engine = build(linear(5, 1))
     engine.connect(Events.STARTED, lambda engine: engine.attach(Joining(Processes())))

@@ -152,7 +152,7 @@ def test_what_is_found_is_a_table_and_json() -> None:
     found = doubtful().check(batches(), max_epochs=2)
     assert str(found).splitlines()[-2:] == [
         "C18  warning  'ema' starts averaging after 1000 optimizer steps, but the run takes only 12 [ema]",
-        "              -> start earlier, or train longer, in this run or in one that continues it",
+        "              -> start earlier, train longer, or continue the training in a later run()",
     ]
     assert {one["code"] for one in json.loads(found.json())} == {"C02", "C18"}
 

@@ -512,7 +512,7 @@ def test_streams_and_lazy_layers_are_looked_at() -> None:
 
 
 def test_an_iterator_that_is_at_its_end_cannot_be_iterated_again() -> None:
-    again = "had batches in epoch 1 but cannot be iterated again in epoch 2"
+    again = "in epoch 2, although it had batches in epoch 1, so it cannot be iterated again"
     with pytest.warns(FindingWarning, match="C24"), pytest.raises(DataError, match=again):
         trainer().run(iter(loader()), max_epochs=2)
 

@@ -495,7 +495,7 @@ class Following(Handler):
 
 def test_a_value_that_a_method_sets_again_may_be_that_of_the_resumed_run(tmp_path: Path) -> None:
     engine = kit.build(nn.Linear(4, 1), Checkpoint(tmp_path, every="2it"), Following())
-    with pytest.warns(FindingWarning, match="changes self.seen, .* so unless a method sets them again, a resumed run"):
+    with pytest.warns(FindingWarning, match=r"changes self.seen, .*\. Unless a method sets them again, a resumed run"):
         engine.run(BATCHES, max_epochs=1)
 
 

@@ -159,7 +159,7 @@ def test_an_evaluator_of_an_engine_without_findings_reports_nothing() -> None:
 def test_what_is_refused_stays_refused() -> None:
     engine = suspicious()
     engine.detach("findings")
-    with pytest.raises(ValueError, match=r"both .* override"):
+    with pytest.raises(ValueError, match=r"both .* control"):
         engine.attach(GradientAccumulation(3, name="second"))
     with pytest.raises(ValueError, match="expected an int of 1 or more"):
         engine.run(batches(4), max_epochs=-1)

@@ -88,6 +88,6 @@ def test_what_cannot_be_copied_is_left_where_it_is_with_a_warning(tmp_path: Path
         lines = enumerate(file)
         position = Position(lines)
         next(lines)
-        with pytest.warns(UserWarning, match="the enumerate that a module or function draws from cannot go back"):
+        with pytest.warns(UserWarning, match="the enumerate that a module or function uses cannot go back"):
             assert position.restored() is lines
         assert next(lines) == (1, "2\n")

@@ -292,7 +292,7 @@ def test_mistakes_name_the_way_out() -> None:
     with pytest.raises(DataError, match="is an iterator, which cannot be rewound"):
         run(build(Rewindable()), iter(kit.batches(3)), max_epochs=1)
     engine = build(Rewindable())
-    with pytest.raises(ValueError, match="both 'rewindable' and 'other' override which earlier states are kept"):
+    with pytest.raises(ValueError, match="both 'rewindable' and 'other' control which earlier states are kept"):
         engine.attach(Rewindable(name="other"))
 
 

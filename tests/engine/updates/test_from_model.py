@@ -301,7 +301,7 @@ def measured(**options: Any) -> Engine:
 
 MISTAKES: list[tuple[str, Callable[[], Any]]] = [
     (
-        "but a Output .* has no loss.*put the targets into the batch under the name",
+        "but the output, a Output.*, has no loss.*put the targets into the batch under the name",
         lambda: trainer().run([{"x": torch.ones(2, 5)}], max_epochs=1),
     ),
     (

@@ -143,7 +143,9 @@ def test_metrics_that_are_given_need_no_validation(tmp_path: Path) -> None:
         engine.test(TEST, weigths="best")
     update = engine.updates[0].spec
     two = Engine([update, replace(update, name="second")], model=engine.model)
-    with pytest.raises(ValueError, match=r"several updates \(main, second\), and no Validation .*, update=\.\.\.\)"):
+    with pytest.raises(
+        ValueError, match=r"several updates \(main, second\), and no attached Validation .*, update=\.\.\.\)"
+    ):
         two.test(TEST, accuracy=Accuracy())
 
 

@@ -56,8 +56,8 @@ def test_a_schedule_that_fits_what_follows_its_warm_up(factory: Any) -> None:
 
 def test_what_follows_a_warm_up_is_counted_from_there() -> None:
     (decayed,) = found(warmup(20, partial(ExponentialLR, gamma=0.5)))
-    assert "ExponentialLR counts optimizer steps, up to 40 in this run" in decayed
-    assert "after which 9e-13 of the initial learning rate is left" in decayed  # 0.5 ** 40
+    assert "ExponentialLR counts optimizer steps (40 in this run)" in decayed
+    assert "only 9e-13 of the initial learning rate is left after them" in decayed  # 0.5 ** 40
 
 
 def test_a_polynomial_that_ends_early_has_a_rate_of_zero() -> None:

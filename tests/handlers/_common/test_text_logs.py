@@ -432,7 +432,7 @@ def test_what_one_run_left_out_is_written_in_the_next(kind: Logger, tmp_path: Pa
 
 
 def test_two_loggers_of_one_file_are_refused(kind: Logger, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="override the file"):
+    with pytest.raises(ValueError, match="control the file"):
         engine_of(kind(tmp_path / "log", name="one"), kind(tmp_path / "." / "log", name="two"))
 
 
