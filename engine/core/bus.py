@@ -101,9 +101,7 @@ class Bus(blinker.Namespace):
         alike = [[other for other in signal.like(one) if other.owner is None] for signal, one in made]
         for (signal, connection), same in zip(made, alike, strict=True):
             if any(connection.same(other) for other in same):
-                raise ValueError(
-                    f"{connection!r} is already connected to {signal.event} with this filter and phase; connect it once"
-                )
+                raise ValueError(f"{connection!r} is already connected to {signal.event} with this filter and phase")
         for (signal, connection), same in zip(made, alike, strict=True):
             self.notify(engine, Lifecycle.CONNECTED, signal, connection, same)
             signal.add(connection)

@@ -147,16 +147,9 @@ class MetricStore(dict[str, Any]):
             written = self.under(name)
             other = self.owners.get(written, owner)
             if other != owner or (written != name and written in self.owners):
-                if other == owner:
-                    raise ValueError(
-                        f"{owner!r} writes {name!r} and {written!r}, which are the same metric in monitors and logs; "
-                        "rename one of the two"
-                    )
+                who = f"both {other!r} and {owner!r} write" if other != owner else f"{owner!r} also writes"
                 same = "" if written == name else f", the same metric as {written!r}"
-                raise ValueError(
-                    f"both {other!r} and {owner!r} write the metric {name!r}{same}; rename the metric in one of them, "
-                    "for example with Validation(prefix='test_')"
-                )
+                raise ValueError(f"{who} the metric {name!r}{same}; rename one, as with Validation(prefix='test_')")
             self._plain[name.replace("/", "_")], self.owners[name] = name, owner
             if not saved:
                 self.unsaved.add(name)

@@ -149,6 +149,10 @@ def intervals_that_never_come_up(it: Composition) -> Iterator[Finding]:
             [handler.name],
             severity,  # type: ignore[arg-type]
         )
+    yield from _functions_that_never_come_up(it)
+
+
+def _functions_that_never_come_up(it: Composition) -> Iterator[Finding]:
     for signal in it.engine.signals.all():
         for one in signal.connections:
             if one.owner is None and _comes_up(it, signal.event, one) is False:

@@ -63,13 +63,13 @@ def test_a_metric_has_one_writer_until_that_one_withdraws() -> None:
     metrics.announce("validation", ["loss", "accuracy"])
     metrics.announce("validation", ["loss"])
     with pytest.raises(
-        ValueError, match="both 'validation' and 'test' write the metric 'loss'; rename the metric in one"
+        ValueError, match="both 'validation' and 'test' write the metric 'loss'; rename one, as with"
     ):
         metrics.announce("test", ["error", "loss"])
     metrics.withdraw("validation")
     metrics.announce("test", ["loss"])
     assert metrics.owners == {"error": "test", "loss": "test"}
-    with pytest.raises(ValueError, match="'test' writes 'val/loss' and 'val_loss', which are the same metric"):
+    with pytest.raises(ValueError, match="'test' also writes the metric 'val/loss', the same metric as 'val_loss'"):
         metrics.announce("test", ["val_loss", "val/loss"])
 
 
