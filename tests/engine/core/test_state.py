@@ -62,9 +62,7 @@ def test_a_metric_has_one_writer_until_that_one_withdraws() -> None:
     metrics = MetricStore()
     metrics.announce("validation", ["loss", "accuracy"])
     metrics.announce("validation", ["loss"])
-    with pytest.raises(
-        ValueError, match="both 'validation' and 'test' write the metric 'loss'; rename one, as with"
-    ):
+    with pytest.raises(ValueError, match="both 'validation' and 'test' write the metric 'loss'; rename one, as with"):
         metrics.announce("test", ["error", "loss"])
     metrics.withdraw("validation")
     metrics.announce("test", ["loss"])

@@ -34,10 +34,10 @@ def resumed(state: dict[str, Any], data: Any, **options: Any) -> Engine:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (loader(28), "24 samples, .* has 28"),
-        (loader(24, 6), "4 samples per batch, .* has 6"),
-        (loader(24, sampler=RandomSampler(range(20))), "24 samples, .* has 20"),
-        (batches(7), "6 batches, .* has 7"),
+        (loader(28), "24 samples .* has 28"),
+        (loader(24, 6), "4 samples per batch .* has 6"),
+        (loader(24, sampler=RandomSampler(range(20))), "24 samples .* has 20"),
+        (batches(7), "6 batches .* has 7"),
     ],
     ids=["samples", "batch size", "sampler", "batches"],
 )

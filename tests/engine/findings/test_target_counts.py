@@ -113,19 +113,19 @@ def test_the_way_out_counts_the_targets_of_a_loss_that_shifts_them() -> None:
             [1, 2],
             GradientAccumulation(2),
             cross_entropy,
-            "which is 3 and 2 in two batches of a window, but the two have equal weights",
+            r"\(3 and 2 in two batches of a window\), but the two have equal weights",
         ),
         (
             [1, 1],
             MicroBatching(2),
             cross_entropy,
-            "which is 1 and 2 in two pieces of a batch, but the two have equal weights",
+            r"\(1 and 2 in two pieces of a batch\), but the two have equal weights",
         ),
         (
             [0, 0],
             MicroBatching(2),
             weighted,
-            "which is 3 and 6 in two pieces of a batch, but the two have equal weights",
+            r"\(3 and 6 in two pieces of a batch\), but the two have equal weights",
         ),
     ],
 )
