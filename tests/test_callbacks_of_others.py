@@ -257,7 +257,7 @@ def test_keras_plateau_honours_the_smallest_rate() -> None:
 
 def test_keras_two_schedules_of_one_optimizer_are_refused() -> None:
     constant = LRScheduling(partial(LambdaLR, lr_lambda=float), name="constant")
-    with pytest.raises(ValueError, match="both 'lr_scheduling' and 'constant' override"):
+    with pytest.raises(ValueError, match="both 'lr_scheduling' and 'constant' control"):
         build(linear(5, 1), LRScheduling(plateau(), monitor="score"), constant)
 
 
