@@ -279,7 +279,8 @@ class Engine(Kernel):
     def check(self, data: Iterable[Any] | None = None, **bounds: Any) -> Findings:
         """Check the setup and the data for mistakes: returns a table for ``print``; nothing is trained or changed.
 
-        ``bounds`` are those of `run`; without them, checks of its length are omitted. At most one batch is read.
+        ``bounds`` are those of `run`; without them, checks of its length are omitted. At most one batch is read, and none of data
+        that may go on with each pass: iterators, `ReloadedData`, and iterables of your own without a length.
         """
         return check(self, data, bounds)
 

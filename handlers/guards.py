@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ class Guards(Handler):
     def _forget(self) -> None:
         self._facts, self._modes = dict[str, Facts](), dict[nn.Module, bool]()
         self._known: set[Tensor] = set()
-        self._batches, self._labels = list[tuple[int, int, Any]](), list[tuple[int, int]]()
+        self._batches, self._labels = list[tuple[int, Hashable, Any]](), list[tuple[int, int]]()
         self._foreign: list[Foreign] = []
         self._stepped, self._moving = set[Tensor](), set[str]()
         self._look: Look | None = None
@@ -309,7 +309,7 @@ class Guards(Handler):
                 key=(update.name, several),
                 severity="warning" if several else "info",
             )
-        if facts.again("G02", len(missing) < len(wanted) and norm == 0) >= 2:
+        if facts.again("G02", len(missing) < len(wanted) and facts.is_dead(norm, update.raw_loss)) >= 2:
             self._report(
                 "G02",
                 f"all gradients of update {update.name!r} are zero in iteration {engine.state.iteration}",

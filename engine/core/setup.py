@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ def build_optimizers(engine: Kernel) -> None:
         update.order_parameters(own)
         if update.window.kept is None and needs_closure(update.optimizer):
             update.window.kept = []
-        if own and set(own).isdisjoint(update.parameters):
+        if any(map(attrgetter("requires_grad"), own)) and set(own).isdisjoint(update.parameters):
             raise ValueError(
                 f"update {update.name!r}: its {kind_of(update.optimizer)} holds none of the model's parameters, "
                 "because it was built for a different model, or before the model's parameters were replaced; pass a "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dis
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
+from itertools import product
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,17 +16,16 @@ from torch import Tensor, nn
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
-from ..authoring.functions import codes_of, names_in
 from .dropout import EagerMode
 from .loss_graph import Problem, note_operands
 from .loss_nodes import are_scaled, is_term_of, note_factor
-from .target_counts import Mean, has_values_in_rows, is_among, mean_over, rows_of
+from .target_counts import Mean, is_among, mean_over, rows_of
 
 if TYPE_CHECKING:
     from ..core.update import UpdateState
     from ..engine import Engine
 
-__all__ = ["FirstCalls", "MetricCalls"]
+__all__ = ["FirstCalls"]
 
 _SAMPLES = 64  # of a batch whose values are looked at
 _PADDED = 0.05  # share of targets from which on they are padding, and not a class
@@ -83,8 +83,11 @@ class FirstCalls(EagerMode):
         self._targets: list[Tensor] = []  # of its cross entropies
         self._buffers: set[int] = set()
         self._given: list[Tensor] = []  # to the models
-        self._constant: list[tuple[Tensor, float]] = []  # sums of numbers, with a summand that has no gradient
+        self._constant: list[tuple[Tensor, float, int]] = []  # sums of numbers, with a summand that has no gradient
+        self._shifts = False  # whether the model leaves out, moves or masks steps of its input
         self._cut_off: dict[int, Tensor] = {}  # by id: computed from what requires a gradient, and without one
+        self._origins: dict[int, set[int]] = {}  # by id: what of it was cut off first
+        self._met: set[int] = set()  # of these, what also meets something with a gradient
         self._hooks = ExitStack()
         self._failed = False
 
@@ -120,22 +123,41 @@ class FirstCalls(EagerMode):
         if not all(_has_values(one) for one in tensors_in((args, named, result))):
             return
         self._note_sequences(name, args, result)
+        self._note_shifts(name, args, result)
         note_factor(args, result)
         if (look := _LOOKS.get(name)) is not None:
             self.problems += look(self, args, named, result)
         elif name == "grad":
             self.points += tensors_in(_argument(args, named, 1, "inputs"))
-        if self._buffers.isdisjoint(map(id, args)) and not any(isinstance(one, nn.Parameter) for one in args):
+        own = self._buffers.isdisjoint(map(id, args)) and not any(isinstance(one, nn.Parameter) for one in args)
+        if own and self._has_targets:
             note_operands(args, result)  # else frequencies, which each sample is meant to meet
         self._follow(args, named, result)
 
+    @cached_property
+    def _has_targets(self) -> bool:
+        """Whether the batch has tensors, which may be targets."""
+        return bool(tensors_in(self._engine.state.batch))
+
     def _follow(self, args: Any, named: Any, result: Any) -> None:
         """Note what is cut off from the parameters: by detach, data, no_grad, or a gradient without its graph."""
-        if not any(one.requires_grad or id(one) in self._cut_off for one in tensors_in((args, named))):
+        given = tensors_in((args, named))
+        if not any(one.requires_grad or id(one) in self._cut_off for one in given):
             return
+        origins = set[int]().union(*(self._origins.get(id(one), ()) for one in given))
         for one in tensors_in(result):
             if one.is_floating_point() and not one.requires_grad:
-                self._cut_off[id(one)] = one
+                self._cut_off[id(one)], self._origins[id(one)] = one, origins or {id(one)}
+            elif one.dim():
+                self._met |= origins
+
+    def _note_shifts(self, name: str, args: Any, result: Any) -> None:
+        """Note what leaves out, moves or masks steps of an input, as a model that predicts the next step may do inside."""
+        for one, given in product(tensors_in(args), self._given) if name in _MOVES | _MASKS else ():
+            if name in _MASKS:
+                self._shifts |= one.shape == given.shape and not one.is_floating_point()
+            elif one.dim() > 1 and one.shape[:2] == given.shape[:2]:
+                self._shifts |= name == "roll" or result.shape[:2] != one.shape[:2]
 
     def _note_sequences(self, name: str, args: Any, result: Any) -> None:
         """Note sequences that are padded, or put back in their order, and what uses them otherwise than by their steps."""
@@ -160,7 +182,9 @@ class FirstCalls(EagerMode):
     def found(self, loss: Tensor | None) -> list[Problem]:
         """What looked wrong on the way to this loss."""
         steps = [problem for one in self._recurrent for problem in _steps_without_others(one)]
-        constant = [value for total, value in self._constant if loss is not None and is_term_of(total, loss)]
+        constant = [
+            value for total, value, one in self._constant if loss is not None and self._is_cut(total, one, loss)
+        ]
         terms = [_term_without_gradient(value) for value in constant[:1]]
         state = self._engine.state
         return [
@@ -170,6 +194,10 @@ class FirstCalls(EagerMode):
             *self._targets_given(),
             *_targets_among_inputs(state.batch, state.update),
         ]
+
+    def _is_cut(self, total: Tensor, constant: int, loss: Tensor) -> bool:
+        """Whether a constant is a term of a loss, and not a part of a formula whose other terms use what it is computed from."""
+        return is_term_of(total, loss) and self._origins[constant].isdisjoint(self._met)
 
     # ---- losses ---------------------------------------------------------------------------------------------------
 
@@ -192,10 +220,10 @@ class FirstCalls(EagerMode):
         reduction = named.get("reduction", "mean")
         if reduction != "none":  # what a mask may leave out
             yield from self._padding(target, int(named.get("ignore_index", -100)), scores.shape[1], named.get("weight"))
+            self._targets.append(target)
         self._note_mean(args, named, result)
         if reduction == "mean" and result.dim() == 0 and self._engine.state.iteration == 1:
             yield from self._too_large(float(result.detach()), scores)
-        self._targets.append(target)
 
     @staticmethod
     def _too_large(value: float, scores: Tensor) -> Iterator[Problem]:
@@ -214,7 +242,7 @@ class FirstCalls(EagerMode):
 
     def _targets_given(self) -> Iterator[Problem]:
         """Targets that the batch has among its inputs as well."""
-        if any(is_among(self._given, one) and has_values_in_rows(one) for one in self._targets):
+        if not self._shifts and any(is_among(self._given, one) for one in self._targets):
             yield (
                 "W98",
                 "the targets are equal to an input of the model, so a model that copies this input, and neither shifts nor "
@@ -258,9 +286,11 @@ class FirstCalls(EagerMode):
     def _sum(self, args: Any, named: Any, result: Any) -> Iterator[Problem]:
         """A sum with a number that has no gradient, which may be a term of the loss."""
         terms = [one for one in args[:2] if isinstance(one, Tensor) and one.dim() == 0]
-        constant = [one for one in terms if not one.requires_grad]
-        if len(terms) == 2 and len(constant) == 1 and id(constant[0]) in self._cut_off and float(constant[0]) != 0:
-            self._constant.append((result, float(constant[0])))
+        constant = [one for one in terms if id(one) in self._cut_off]
+        if len(terms) == 2 and len(constant) == 1:
+            value, other = (float(one.detach()) for one in sorted(terms, key=attrgetter("requires_grad")))
+            if value not in (0.0, other):  # as in a - a.detach()
+                self._constant.append((result, value, id(constant[0])))
         yield from ()
 
     # ---- what is mixed up -----------------------------------------------------------------------------------------
@@ -327,6 +357,9 @@ _LOOKS: dict[str, Callable[[FirstCalls, Any, Any, Any], Iterator[Problem]]] = {
     **dict.fromkeys(("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "__sub__", "__isub__"), FirstCalls._sum),
 }
 """What looks at a call, by the name of torch's function."""
+
+_MOVES = {"__getitem__", "narrow", "roll", "pad", "cat"}
+_MASKS = {"where", "masked_fill", "masked_fill_", "__setitem__"}
 
 
 def _moves(before: list[int], after: list[int]) -> bool:
@@ -396,82 +429,6 @@ def _targets_among_inputs(batch: Any, update: UpdateState) -> Iterator[Problem]:
 
 
 _ENOUGH = 8  # samples whose values are not equal by chance
-
-
-class MetricCalls(EagerMode):
-    """Looks at how a function computes a metric of one batch inside the ``with`` block.
-
-    Attributes:
-        problems: what looked wrong.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.problems: list[Problem] = []
-        self._last: tuple[str, Any] = ("", None)
-        self._unsqueezed: list[Tensor] = []  # as scores[:, None] is, which is meant to meet all
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = [one for one in args[:2] if isinstance(one, Tensor)]
-        self._note(getattr(func, "__name__", ""), given, result)
-        if len(given) == 2 and isinstance(result, Tensor) and result.dim() == 2 and len(result) > 1:
-            self.problems += self._pairs(given, result)
-        return result
-
-    def _pairs(self, given: list[Tensor], result: Tensor) -> Iterator[Problem]:
-        """A result for each pair of samples, of two tensors with a value for each sample."""
-        shapes = sorted(tuple(one.shape) for one in given)
-        of_one = given[0].untyped_storage().data_ptr() == given[1].untyped_storage().data_ptr()
-        meant = of_one or any(one is other for one in given for other in self._unsqueezed)
-        if not meant and shapes == [(len(result),), (len(result), 1)] and result.shape[1] == len(result):
-            yield (
-                "W73",
-                f"an output and targets of shapes {list(shapes[1])} and {list(shapes[0])} are broadcast to "
-                f"{list(result.shape)}, so every sample is compared with the targets of all samples",
-                "give output and targets the same shape, for example with squeeze(-1)",
-            )
-
-    def _note(self, name: str, given: list[Tensor], result: Any) -> None:
-        """Note the last function that computes something; not of a parameter alone, such as a temperature."""
-        if name not in _SAME:
-            self._last = "" if given and isinstance(given[0], nn.Parameter) else name, result
-        if name in ("__getitem__", "unsqueeze") and given and result.dim() > given[0].dim():
-            self._unsqueezed.append(result)
-
-    def averages(self, function: Any, value: Any) -> Problem | None:
-        """What is wrong about averaging what the function returned over batches; None if nothing is known to be."""
-        name, result = self._last
-        over_samples = names_in(function) & _OVER_SAMPLES
-        of_mean = name in _OF_MEANS and isinstance(result, Tensor) and result.dim() == 0
-        if over_samples and _scores_parts(function):
-            return None
-        if not over_samples and not (of_mean and value is not None and float(result) == float(value)):
-            return None
-        what = sorted(over_samples)[0] if over_samples else f"the {name.strip('_')} of a mean"
-        return (
-            "W04",
-            f"its values are averaged over batches, and this average differs from {what} over all samples",
-            "use a torchmetrics metric, which accumulates over batches; or average the inner value and apply exp or "
-            "sqrt afterwards, as Perplexity() does",
-        )
-
-
-def _scores_parts(function: Any) -> bool:
-    """Whether a function takes the mean over samples itself: in a loop, or by the argument of scikit-learn."""
-    codes = codes_of(function)
-    loops = any(one.opname == "FOR_ITER" for code in codes for one in dis.get_instructions(code))
-    return loops or any("samples" in map(str, code.co_consts) for code in codes)
-
-
-_SAME = {"detach", "clone", "item", "__float__", "float", "double", "cpu"}
-_OF_MEANS = {"sqrt", "exp", "pow", "__pow__", "log"}
-_OVER_SAMPLES = {
-    "f1_score", "fbeta_score", "precision_score", "recall_score", "roc_auc_score", "average_precision_score", "r2_score",
-    "matthews_corrcoef", "cohen_kappa_score", "balanced_accuracy_score", "jaccard_score", "pearsonr", "spearmanr", "corrcoef",
-    "root_mean_squared_error", "explained_variance_score",
-}  # fmt: skip
-"""Functions of all samples whose values in batches have another mean."""
 
 
 def _has_values(one: Tensor) -> bool:

@@ -27,6 +27,7 @@ from ..authoring.randomness import unchanged_random_state
 from ..core.connection import Connection
 from ..core.events import Events
 from ..core.handler import Handler
+from ..data.combined import ReloadedData
 from ..data.held_generators import set_state, state_of
 from ..data.loading import generators_of, skippable
 from .other_optimizers import held_by_any_optimizer
@@ -202,14 +203,13 @@ class Composition:
 def first_batch(data: Any) -> Any:
     """The first batch of data that can be iterated again, read in this process; None of other data.
 
-    The states of random generators are put back, also of those that the dataset holds.
+    An iterable of the user's without a length may count or simulate, so that its next pass would be another one. The states of
+    random generators are put back, also of those that the dataset holds.
     """
-    if data is None or isinstance(data, Iterator) or callable(getattr(data, "load_state_dict", None)):
+    if data is None or _leaves_a_trace(data):
         return None
     if isinstance(data, list | tuple):
         return data[0] if data else None
-    if isinstance(data, DataLoader) and (isinstance(data.dataset, IterableDataset) and data.num_workers > 0):
-        return None
     with unchanged_random_state(*generators_of(data)), unchanged_generators(own_generators(data)):
         if not skippable(data):
             return next(iter(data), None)
@@ -221,6 +221,15 @@ def first_batch(data: Any) -> Any:
         fetch = getattr(data.dataset, "__getitems__", None)
         samples = fetch(indices) if callable(fetch) else [data.dataset[index] for index in indices]
         return data.collate_fn(samples)
+
+
+def _leaves_a_trace(data: Any) -> bool:
+    """Whether reading a batch of data may change what a run reads afterwards, or takes other processes."""
+    if isinstance(data, DataLoader):
+        streams = isinstance(data.dataset, IterableDataset) and data.num_workers > 0
+        return streams or callable(getattr(data, "load_state_dict", None))
+    kept = isinstance(data, Iterator | ReloadedData) or callable(getattr(data, "load_state_dict", None))
+    return kept or not hasattr(type(data), "__len__")
 
 
 def own_generators(data: Any, depth: int = 3) -> dict[str, Any]:

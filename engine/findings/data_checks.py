@@ -139,9 +139,21 @@ def report_single_samples(engine: Engine, batch: Any) -> None:
     if not known or not isinstance(batch, list | tuple) or len(batch) < 2:
         return
     inputs, target = batch[:2]
-    single = isinstance(target, int | float) or (isinstance(target, Tensor) and target.dim() == 0)
-    if isinstance(inputs, Tensor) and (inputs.dim() in (1, 3) if single else _is_row(inputs, target)):
+    if isinstance(inputs, Tensor) and _is_sample(inputs, target) and not _is_bag(inputs, data):
         _report_as_batches(engine, data, "sample")
+
+
+def _is_sample(inputs: Tensor, target: Any) -> bool:
+    """Whether inputs and a target are those of one sample."""
+    single = isinstance(target, int | float) or (isinstance(target, Tensor) and target.dim() == 0)
+    return inputs.dim() in (1, 3) if single else _is_row(inputs, target)
+
+
+def _is_bag(inputs: Tensor, data: Any) -> bool:
+    """Whether another item of a list has an input of another length, as a bag of instances has, which are a batch."""
+    others = [parts(one) for one in data[1:3]] if isinstance(data, list) else []
+    firsts = [one[0][0] for one in others if one is not None and len(one[0]) > 0]
+    return any(isinstance(one, Tensor) and one.shape[:1] != inputs.shape[:1] for one in firsts)
 
 
 def _is_row(inputs: Tensor, target: Any) -> bool:

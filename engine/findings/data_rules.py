@@ -130,9 +130,15 @@ def _labels(data: Any) -> Tensor | None:
     if isinstance(data, Subset):
         whole = _labels(data.dataset)
         return None if whole is None else whole[list(data.indices)]
-    labels: Any = data.tensors[-1] if type(data) is TensorDataset else getattr(data, "targets", None)
+    labels = _targets_of(data)
     labels = torch.tensor(labels) if isinstance(labels, list) and labels and type(labels[0]) is int else labels
     return labels if isinstance(labels, Tensor) and labels.dim() == 1 and not labels.is_floating_point() else None
+
+
+def _targets_of(data: Any) -> Any:
+    if type(data) is not TensorDataset:
+        return getattr(data, "targets", None)
+    return data.tensors[1] if len(data.tensors) == 2 else None  # of three, the last may be no target
 
 
 def _is_sorted_by_class(labels: Tensor) -> bool:

@@ -280,12 +280,14 @@ class _Scale(NamedTuple):
     Attributes:
         median: their median.
         span: their standard deviation by their first and last decile, which few large values do not change.
+        within: the mean standard deviation within a sample; NaN where a sample has one value.
     """
 
     mean: float
     spread: float
     median: float
     span: float
+    within: float
     shape: tuple[int, ...]
 
 
@@ -310,9 +312,10 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
     found = None if inputs is None else _scale_of(inputs)
     if trained is None or found is None or found.shape != trained.shape:
         return
-    others = _are_others(found.spread, trained.spread, abs(found.mean - trained.mean))
+    alike = _is_near(found.within, trained.within)  # as in another season of one series
+    others = _are_others(found.spread, trained.spread, abs(found.mean - trained.mean), alike=alike)
     if found.span > 0 and trained.span > 0:
-        others = others and _are_others(found.span, trained.span, abs(found.median - trained.median))
+        others = others and _are_others(found.span, trained.span, abs(found.median - trained.median), alike=alike)
     if others:
         evaluator.findings.report(
             "W60",
@@ -322,9 +325,12 @@ def report_other_scale(evaluator: Engine, batch: Any) -> None:
         )
 
 
-def _are_others(spread: float, trained: float, distance: float) -> bool:
-    ratio = spread / trained
-    return not 1 / _OTHER_SCALE <= ratio <= _OTHER_SCALE or distance > _OTHER_SCALE * max(spread, trained)
+def _are_others(spread: float, trained: float, distance: float, *, alike: bool) -> bool:
+    return not (alike or _is_near(spread, trained)) or distance > _OTHER_SCALE * max(spread, trained)
+
+
+def _is_near(one: float, other: float) -> bool:
+    return other / _OTHER_SCALE <= one <= other * _OTHER_SCALE
 
 
 def _inputs_of(engine: Engine, batch: Any) -> Tensor | None:
@@ -354,7 +360,10 @@ def _scale_of(inputs: Tensor) -> _Scale | None:
     least, median, most = (
         values[:: max(1, len(values) // _VALUES)].quantile(values.new_tensor([0.1, 0.5, 0.9])).tolist()
     )
-    return _Scale(mean, spread, median, (most - least) / _DECILES, tuple(inputs.shape[1:])) if spread > 0 else None
+    within = float(inputs.float().flatten(1).std(1).mean()) if inputs[0].numel() > 1 else float("nan")
+    return (
+        _Scale(mean, spread, median, (most - least) / _DECILES, within, tuple(inputs.shape[1:])) if spread > 0 else None
+    )
 
 
 def report_random_samples(engine: Engine) -> None:

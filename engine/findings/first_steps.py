@@ -229,10 +229,10 @@ def report_problems(engine: Engine, update: UpdateState, problems: Iterable[Prob
         engine.findings.report(code, f"update {update.name!r}: {sentence}", way_out, key=update.name)
 
 
-def _untrained(leaves: Iterable[Tensor], before: Iterable[weakref.ref[Tensor]]) -> list[Tensor]:
-    """The leaves of a loss that a loss before had, too, and that no optimizer of this process holds."""
-    seen = {id(one()) for one in before}
-    lasting = [one for one in leaves if id(one) in seen]
+def _untrained(leaves: Iterable[Tensor], before: Iterable[tuple[weakref.ref[Tensor], int]]) -> list[Tensor]:
+    """The leaves of a loss that a loss before had, too, which no function changes, and no optimizer of this process holds."""
+    seen = {(id(one()), version) for one, version in before}
+    lasting = [one for one in leaves if (id(one), one._version) in seen]
     return held_by_none(lasting)
 
 
@@ -258,7 +258,7 @@ class _Look:
         self._seen: set[str] = set()
         self._nodes: dict[str, list[weakref.ref[_Node]]] = {}
         self._streams: dict[str, list[Tensor]] = {}
-        self._leaves: dict[str, list[weakref.ref[Tensor]] | None] = {}
+        self._leaves: dict[str, list[tuple[weakref.ref[Tensor], int]] | None] = {}  # with their versions
         self.counts: dict[str, TargetCounts] = {}
         self.points: list[Tensor] = []
 
@@ -340,7 +340,7 @@ class _Look:
             *map(id, (*held_by_optimizers(engine), *names_of(engine), *tensors_in(engine.state.batch), *self.points))
         }
         leaves = [one for one in leaves_of(loss) if id(one) not in known]
-        self._leaves[update.name] = [] if found is not None else [weakref.ref(one) for one in leaves]
+        self._leaves[update.name] = [] if found is not None else [(weakref.ref(one), one._version) for one in leaves]
         if lasting := _untrained(leaves, found or ()):
             shapes = listed(str(list(one.shape)) for one in lasting)
             engine.findings.report(

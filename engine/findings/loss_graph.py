@@ -317,8 +317,8 @@ def _broadcast(node: Any) -> Iterator[Problem]:
         return  # with [1, N], or a mask of pairs, each sample is meant to meet all
     child, place = operands[0]
     before = shape_of(child, place)
-    if child.name() == "UnsqueezeBackward0":  # as in output[:, None]
-        return
+    if child.name() == "UnsqueezeBackward0" or getattr(child, "_saved_keepdim", False):
+        return  # as in output[:, None], or in squares that make distances of all pairs
     other = f"[{own[0]}]" if len(before) == 2 else f"[{own[0]}, 1]"
     yield (
         "W73",
@@ -384,5 +384,5 @@ def _is_of_several(node: Any, number: int) -> bool:
 def _may_be_weighted(node: Any, kind: str, window: int) -> bool:
     """Whether the factor belongs to the loss, as in half of a square, or is the weight of a loss that you wrote yourself."""
     if kind in _NEVER_NEGATIVE:
-        return kind == "MseLoss" and window == 2
+        return kind in ("MseLoss", "SmoothL1Loss", "HuberLoss") and window == 2
     return window == 2 or node.name() == "MulBackward0"

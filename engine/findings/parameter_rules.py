@@ -113,7 +113,7 @@ def _is_named_otherwise(module: nn.Module) -> bool:
     """Whether names tell that frozen layers come last on purpose.
 
     What is trained has no place among the layers, such as a prompt, or is made before layers that it comes after; or what is
-    frozen is of a loss, such as the network of a perceptual one, or a model to learn from.
+    frozen is of a loss, such as the network of a perceptual one, a model to learn from, or one that reads what is trained.
     """
     trained, frozen = set[str](), set[str]()
     for name, parameter in module.named_parameters():
@@ -122,8 +122,11 @@ def _is_named_otherwise(module: nn.Module) -> bool:
     return named or all(any(word in path for word in _NO_LAYERS) for path in frozen)
 
 
-_LAST = ("head", "classifier", "prompt", "adapter")
-_NO_LAYERS = ("loss", "vgg", "lpips", "percept", "teacher", "target", "reference", "critic", "discriminator", "reward")
+_LAST = ("head", "classifier", "prompt", "adapter", "projector", "connector", "bridge", "mapper", "qformer")
+_NO_LAYERS = (
+    *("loss", "vgg", "lpips", "percept", "teacher", "target", "reference", "critic", "discriminator", "reward"),
+    *("decoder", "generator", "llm", "language"),
+)
 
 
 def last_batches_of_one_sample(it: Composition) -> Iterator[Finding]:

@@ -49,7 +49,7 @@ def report_untrained(engine: Engine) -> None:
         )
 
 
-_CHANGES = {"step", "add_", "sub_", "mul_", "copy_", "lerp_", "data"}
+_CHANGES = {"step", "add_", "sub_", "mul_", "copy_", "lerp_", "data", "vector_to_parameters"}
 """Names in functions that change the weights themselves, such as a step of their own optimizer, or an evolution strategy."""
 
 Parts = Mapping[str, nn.Module]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..engine import Engine
 
 __all__ = [
-    "Mean", "TargetCalls", "TargetCounts", "are_averaged", "has_values_in_rows", "is_among", "mean_over", "rows_of", "terms_of",
+    "Mean", "TargetCalls", "TargetCounts", "are_averaged", "is_among", "mean_over", "rows_of", "terms_of",
 ]  # fmt: skip
 
 
@@ -176,14 +176,10 @@ def _are_shifted(batch: Any, place: Any, mean: Mean) -> bool:
 
 
 def is_among(inputs: list[Tensor], target: Tensor) -> bool:
-    """Whether targets with several values are equal to one of these tensors."""
-    alike = (one for one in inputs if one.shape == target.shape and one.dtype == target.dtype)
-    return has_values_in_rows(target) and any(torch.equal(one, target) for one in alike)
-
-
-def has_values_in_rows(target: Tensor) -> bool:
-    """Whether targets have rows, and more than one value."""
-    return target.dim() > 1 and bool((target != target.flatten()[0]).any())
+    """Whether targets that are rows of several values are equal to one of these tensors; those of images are not looked at."""
+    alike = [one for one in inputs if one.shape == target.shape and one.dtype == target.dtype]
+    several = target.dim() == 2 and bool((target != target.flatten()[0]).any())
+    return several and any(torch.equal(one, target) for one in alike)
 
 
 def rows_of(target: Tensor, batch: Any) -> Tensor:

@@ -20,9 +20,9 @@ from signalfire.core.state import as_number
 from signalfire.distributed import Processes
 from signalfire.distributed.shards import OF_SHARDS, Shards, VirtualShards
 from signalfire.findings import Finding
-from signalfire.findings.calls import MetricCalls
 from signalfire.findings.dropout import is_compiled
 from signalfire.findings.loss_graph import Problem
+from signalfire.findings.metric_calls import MetricCalls
 
 from .ignored import all_ignored, ignored_class
 from .measures import Accuracy, Average, in_float32

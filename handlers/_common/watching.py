@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils.data import DataLoader, Dataset
 
 from signalfire import Engine, UpdateState
 from signalfire.authoring import as_signed, is_readable, tensors_in, widened
@@ -114,6 +116,10 @@ class Facts:
         self.largest_gradient = max(self.largest_gradient, largest)
         return largest < 1e-4 * self.largest_gradient
 
+    def is_dead(self, norm: float, loss: Any) -> bool:
+        """Whether all gradients are zero, but for those of a hinge loss that had some before and is 0 now."""
+        return norm == 0 and not (any(self.norms) and isinstance(loss, Tensor) and not loss.detach().any())
+
 
 # ---- batches ----------------------------------------------------------------------------------------------------------
 
@@ -154,12 +160,15 @@ def batch_of(batch: Any) -> tuple[Any, ...] | None:
     return None if None in known or not any(isinstance(leaf, Tensor) for leaf in leaves) else tuple(known)
 
 
-def place_in_data(engine: Engine) -> int:
-    """The place of the batch in the data, which may be repeated within an epoch; 0 in a list of one object."""
+def place_in_data(engine: Engine) -> Hashable:
+    """The place of the batch in the data, which may be repeated within an epoch; the same for a batch that is given again."""
     source = engine.feed.current
     data: Any = source.given
     if type(data) in (list, tuple) and all(one is data[0] for one in data):
         return 0
+    first = next(iter(tensors_in(engine.state.batch)), None)
+    if first is not None and not isinstance(data, list | tuple | DataLoader | Dataset):  # as of a function that yields
+        return weakref.ref(first)
     place = source.place_of(engine.state.iteration)
     return engine.state.iteration if place is None else place[1]
 

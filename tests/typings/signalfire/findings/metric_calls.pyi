@@ -1,0 +1,1 @@
+from engine.findings.metric_calls import *
