@@ -108,7 +108,7 @@ _TEXTS = {
     "W49": "A function or handler is connected to an event that this engine never emits, so it is never called.",
     # W5x: evaluation
     "W50": "Reading the evaluation samples draws random numbers, as random augmentation does. If the samples depend "
-    "on them, the metrics are noisy.",
+    "on them, the metrics are those of randomly changed samples.",
     "W51": "An evaluator measures a model other than the one being trained, so its metrics do not reflect the "
     "training.",
     "W52": "Parts of the model are in eval mode when a training run begins. Frozen parts stay in eval mode, so their "

@@ -86,13 +86,14 @@ _MOST_NODES = 16
 
 
 def _trainable_in(value: Any) -> list[Tensor]:
+    """The tensors to train that an attribute holds; not those of layers in eval mode, as a hidden teacher is."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad and value.is_leaf else []
     if type(value) is dict:
         value = list(value.values())
     if type(value) not in (list, tuple, set) or len(value) > _MOST_LAYERS:
         return []
-    layers: Iterable[nn.Module] = [one for one in value if isinstance(one, nn.Module)]
+    layers: Iterable[nn.Module] = [one for one in value if isinstance(one, nn.Module) and one.training]
     return [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
 
 

@@ -189,6 +189,24 @@ def from_the_image(*, frozen: bool) -> None:
     Engine(update, model=model, seed=0).run(range(6), max_epochs=1)
 
 
+def hidden(*, teaches: bool) -> None:
+    """A teacher that a list hides from the optimizer; or layers that are forgotten in a list."""
+
+    class Student(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(10, 3)
+            self.hidden = [nn.Linear(10, 3).train(not teaches)]
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            with torch.set_grad_enabled(not teaches):
+                other = self.hidden[0](inputs)
+            scores: Tensor = self.own(inputs) + other
+            return scores
+
+    trainer(model=Student()).run(loader(), max_epochs=1)
+
+
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
 
@@ -256,6 +274,7 @@ CASES: dict[str, tuple[str, Script, Script]] = {
     "half a smooth loss": ("W74", partial(half, F.smooth_l1_loss), partial(half, F.binary_cross_entropy_with_logits)),
     "a projector": ("C09", partial(two_parts, "projector", "lm"), partial(two_parts, "first", "rest")),
     "an encoder": ("C09", partial(two_parts, "encoder", "generator"), partial(two_parts, "first", "rest")),
+    "a hidden teacher": ("C27", partial(hidden, teaches=True), partial(hidden, teaches=False)),
     "an evolution strategy": ("W10", partial(evolved, changes=True), partial(evolved, changes=False)),
     "a perturbation": ("W92", partial(perturbed, changes=True), partial(perturbed, changes=False)),
     "numbers of series": ("C13", partial(in_a_row, Y), in_a_row),
