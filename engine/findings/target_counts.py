@@ -177,9 +177,10 @@ def _are_shifted(batch: Any, place: Any, mean: Mean) -> bool:
 
 def is_among(inputs: list[Tensor], target: Tensor) -> bool:
     """Whether targets that are rows of several values are equal to one of these tensors; those of images are not looked at."""
+    if target.dim() != 2:
+        return False
     alike = [one for one in inputs if one.shape == target.shape and one.dtype == target.dtype]
-    several = target.dim() == 2 and bool((target != target.flatten()[0]).any())
-    return several and any(torch.equal(one, target) for one in alike)
+    return any(torch.equal(one, target) for one in alike) and bool((target != target.flatten()[0]).any())
 
 
 def rows_of(target: Tensor, batch: Any) -> Tensor:
