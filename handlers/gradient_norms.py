@@ -74,8 +74,8 @@ class GradientNorms(Handler):
         counted = isinstance(interval, Interval) and interval.unit in ("st", "it")
         if not counted and unfiltered(interval) != unfiltered(Events.GRADIENTS_READY):
             raise ValueError(
-                f"GradientNorms(every={every!r}): gradients exist only when the optimizer steps; expected '10st', "
-                "'100it', or Events.GRADIENTS_READY with a filter"
+                f"GradientNorms(every={every!r}): gradients exist only when the optimizer steps; expected an "
+                "interval such as '10st' or '100it', or Events.GRADIENTS_READY with a filter"
             )
         self.norm_type = float(check_number(self, "norm_type", norm_type, above=0, infinite=True))
         self.per_parameter = check_bool(self, "per_parameter", per_parameter)

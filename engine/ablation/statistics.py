@@ -396,8 +396,8 @@ def _cells(factors: Sequence[str], variants: Sequence[Variant]) -> dict[tuple[bo
         if combination not in cells:
             on_names = [factor for factor, on_ in zip(factors, combination, strict=True) if on_]
             raise ValueError(
-                "effects(variants=...): this is not a full factorial design, because no variant enables only "
-                f"{on_names}"
+                "effects(variants=...): this is not a full factorial design, because no variant enables "
+                + (f"only {on_names}" if on_names else "none of the factors")
             )
     return cells
 

@@ -189,9 +189,9 @@ def report_workers(engine: Engine, data: Any) -> None:
     if held := {place: one for place, one in held.items() if _may_be_drawn_from(data, place)}:
         engine.findings.report(
             "W24",
-            f"each worker has its own copy of every random generator in the data ({', '.join(held)}). If samples use "
-            f"one without seeding it, all workers draw the same numbers"
-            f"{'' if data.persistent_workers else ' in every epoch'}, and a resumed run draws different numbers",
+            f"each worker has its own copy of every random generator in the data ({', '.join(held)}). If your "
+            f"data draws from one of these copies without seeding it, all workers draw the same numbers"
+            f"{'' if data.persistent_workers else ', repeated in every epoch'}, and a resumed run draws different numbers",
             "draw from torch's, NumPy's or Python's global generators, which are seeded for each sample, or use num_workers=0",
             severity="info" if data.worker_init_fn is not None else None,
         )

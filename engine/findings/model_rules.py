@@ -294,7 +294,7 @@ def half_precision_finding(what: str, handlers: Sequence[str] = ()) -> Finding:
     """The finding about weights that are trained in float16."""
     return finding(
         "C32",
-        f"{what}, so gradients below 6e-8 become zero, steps below a thousandth of a weight are rounded away, and an "
+        f"{what}, so gradients below 3e-8 become zero, steps below about 1/4000 of a weight are rounded away, and an "
         "optimizer's eps of 1e-8 becomes 0",
         "keep the weights in float32, and attach MixedPrecision('fp16') or MixedPrecision('bf16')",
         handlers,

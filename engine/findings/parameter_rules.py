@@ -32,9 +32,8 @@ def foreign_parameters(it: Composition) -> Iterator[Finding]:
         if foreign:
             yield finding(
                 "C07",
-                f"the optimizer of update {update.name!r} holds {len(foreign)} parameters (of shape "
-                f"{listed(str(tuple(one.shape)) for one in foreign)}) that do not belong to the model, so they are "
-                "not moved with the model",
+                f"the optimizer of update {update.name!r} holds parameters that do not belong to the model, "
+                f"of shape {listed(str(tuple(one.shape)) for one in foreign)}, and that are not moved with the model",
                 "build the optimizer from the model's parameters, or add the module that these parameters belong to: "
                 "Engine(model={'model': ..., 'loss': ...})",
                 severity="warning" if replaced and update.spec.parameters is None else "info",

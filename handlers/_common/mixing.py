@@ -153,7 +153,8 @@ class SampleMixing(Handler):
             raise RuntimeError(
                 f"{self.name!r}: the targets of the batch were replaced after samples were mixed; replace them "
                 "earlier, either in the data or at GET_BATCH_COMPLETED in Phase.PREPARE. If you use "
-                "MicroBatching(split=), the function passed as split= must slice the targets instead of copying them"
+                "MicroBatching(split=), the function passed as split= must slice the targets instead of copying them; "
+                "with TruncatedBPTT, samples can be mixed only if each sequence has a single target"
             )
         lam, targets = found
         other = update.loss_function(engine, update.output, with_value_at(batch, self.target, targets))
