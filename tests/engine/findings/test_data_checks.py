@@ -357,7 +357,7 @@ class Drawn(Dataset[Any]):
 def test_what_workers_draw_is_said_with_its_conditions(persistent: bool) -> None:
     loader = DataLoader(Drawn(), 2, shuffle=True, num_workers=1, persistent_workers=persistent)
     engine = Engine(Update.supervised(mse_loss, SGD), model=linear(5, 1), seed=0)
-    with pytest.warns(FindingWarning, match="W24.*If samples use one without seeding it") as caught:
+    with pytest.warns(FindingWarning, match="W24.*from one of these copies without seeding it") as caught:
         report_workers(engine, loader)
     assert ("in every epoch" in str(caught[0].message)) is not persistent
 
