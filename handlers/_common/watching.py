@@ -162,15 +162,14 @@ def batch_of(batch: Any) -> tuple[Any, ...] | None:
 
 def place_in_data(engine: Engine) -> Hashable:
     """The place of the batch in the data, which may be repeated within an epoch; the same for a batch that is given again."""
-    source = engine.feed.current
-    data: Any = source.given
+    data, tensors = engine.feed.current.given, tensors_in(engine.state.batch)
     if type(data) in (list, tuple) and all(one is data[0] for one in data):
         return 0
-    first = next(iter(tensors_in(engine.state.batch)), None)
-    if first is not None and not isinstance(data, list | tuple | DataLoader | Dataset):  # as of a function that yields
-        return weakref.ref(first)
-    place = source.place_of(engine.state.iteration)
-    return engine.state.iteration if place is None else place[1]
+    if tensors and not isinstance(data, list | tuple | DataLoader | Dataset):  # as of a function that yields
+        place = weakref.ref(tensors[0])
+        return place, hash(place)  # which it keeps: a dead one cannot be hashed
+    known = engine.feed.current.place_of(engine.state.iteration)
+    return engine.state.iteration if known is None else known[1]
 
 
 def _leaves(batch: Any) -> list[Any]:

@@ -291,6 +291,13 @@ def test_a_code_is_reported_where_something_is_wrong_only(code: str, right: Scri
     assert code in reported(wrong)
 
 
+def test_a_function_that_yields_new_batches_is_looked_at() -> None:
+    engine = trainer()
+    engine.attach(Guards(every="1it"))
+    engine.run(((X + step, Y) for step in range(6)), max_iters=6)
+    assert not {"W09", "G11"} & {one.code for one in engine.findings.of_run()}
+
+
 def test_a_frozen_model_may_look_at_what_an_optimizer_of_ones_own_changes() -> None:
     from_the_image(frozen=True)
     with pytest.raises(ValueError, match="holds none of the model's parameters"):
