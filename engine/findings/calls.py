@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..authoring.batches import tensors_in
 from ..authoring.devices import is_readable
-from .dropout import EagerMode
+from .dropout import EagerMode, LookingHook
 from .loss_graph import Problem, note_operands
 from .loss_nodes import are_scaled, is_term_of, note_factor
 from .target_counts import Mean, is_among, mean_over, rows_of
@@ -95,8 +95,8 @@ class FirstCalls(EagerMode):
         for _, part in self._engine.modules.parts():
             self._buffers.update(id(one) for one in part._buffers.values() if one is not None)
             if isinstance(part, nn.RNNBase):
-                self._hooks.callback(part.register_forward_hook(self._see_recurrent).remove)
-        note = partial(self._engine.findings.look, self._note_given)
+                self._hooks.callback(part.register_forward_hook(LookingHook(self._see_recurrent)).remove)
+        note = LookingHook(partial(self._engine.findings.look, self._note_given))
         for root in (one for one in self._engine.modules.values() if not isinstance(one, torch.jit.ScriptModule)):
             self._hooks.callback(root.register_forward_pre_hook(note, with_kwargs=True).remove)
         super().__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,7 +12,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 if TYPE_CHECKING:
     from ..engine import Engine
 
-__all__ = ["ActiveDropout", "EagerMode", "has_other_path", "is_compiled"]
+__all__ = ["ActiveDropout", "EagerMode", "LookingHook", "has_other_path", "is_compiled"]
 
 _FUSED = nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer
 
@@ -53,6 +54,24 @@ class EagerMode(TorchFunctionMode):
             _pop_mode()
         for mode in above:
             _push_mode(mode)
+
+
+class LookingHook:
+    """A hook of a module that only looks. One that is copied or pickled with the module does nothing.
+
+    Args:
+        look: What the hook calls; None for nothing.
+    """
+
+    def __init__(self, look: Callable[..., Any] | None = None) -> None:
+        self._look = look
+
+    def __call__(self, *given: Any) -> None:
+        if self._look is not None:
+            self._look(*given)
+
+    def __reduce__(self) -> tuple[type[LookingHook], tuple[()]]:
+        return LookingHook, ()
 
 
 class ActiveDropout(EagerMode):

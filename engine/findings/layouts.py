@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SequentialSampler
 
 from ..authoring.batches import tensors_in
+from .dropout import LookingHook
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -52,7 +53,7 @@ def looking_at_inputs(engine: Engine, samples: int | None) -> Iterator[None]:
 
     with ExitStack() as stack:
         for layer in layers:
-            stack.callback(layer.register_forward_pre_hook(hook).remove)
+            stack.callback(layer.register_forward_pre_hook(LookingHook(hook)).remove)
         yield
 
 

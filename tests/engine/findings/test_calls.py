@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -297,3 +299,27 @@ def test_a_metric_of_pairs_compares_a_tensor_with_itself_or_unsqueezes_it(concor
     evaluator = Engine(Update.supervised(F.mse_loss), model=model)
     evaluator.attach(Metrics(concordance=Average(concordance)))
     evaluator.run(batches(2), max_epochs=1)
+
+
+def written_and_read(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read: nn.Module = torch.load(file, weights_only=False)
+    return read
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, written_and_read], ids=["copied", "pickled"])
+def test_a_step_may_copy_its_model(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    copies: list[nn.Module] = []
+
+    def step(engine: Engine, batch: Any) -> Tensor:
+        copies.append(duplicate(engine.model))
+        loss: Tensor = engine.model(batch[0])[0].pow(2).mean() + copies[-1](batch[0])[0].pow(2).mean()
+        return loss
+
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.LSTM(4, 3))
+    engine = Engine(Update.from_function(step, SGD), model=model, seed=0)
+    engine.run([(torch.randn(8, 5), torch.zeros(8))] * 3, max_epochs=1)
+    assert len(copies) == 3
+    assert not engine.findings.of_run().of("W09")
