@@ -82,6 +82,7 @@ class FirstCalls(EagerMode):
         self._hidden: list[Tensor] = []  # of the latest recurrent layer
         self._targets: list[Tensor] = []  # of its cross entropies
         self._buffers: set[int] = set()
+        self._given_a_dimension: list[Tensor] = []  # as y[:, None] is, which is meant to meet all
         self._given: list[Tensor] = []  # to the models
         self._constant: list[tuple[Tensor, float, int]] = []  # sums of numbers, with a summand that has no gradient
         self._shifts = False  # whether the model leaves out, moves or masks steps of its input
@@ -129,10 +130,16 @@ class FirstCalls(EagerMode):
             self.problems += look(self, args, named, result)
         elif name == "grad":
             self.points += tensors_in(_argument(args, named, 1, "inputs"))
-        own = self._buffers.isdisjoint(map(id, args)) and not any(isinstance(one, nn.Parameter) for one in args)
-        if own and self._has_targets:
-            note_operands(args, result)  # else frequencies, which each sample is meant to meet
+        if self._may_meet_targets(name, args, result):
+            note_operands(args, result)
         self._follow(args, named, result)
+
+    def _may_meet_targets(self, name: str, args: Any, result: Any) -> bool:
+        """Whether operands may be an output and its targets; not frequencies, or y[:, None], which are meant to meet all."""
+        if name == "__getitem__" and result.dim() > args[0].dim():
+            self._given_a_dimension.append(result)
+        meant = self._buffers.union(map(id, self._given_a_dimension))
+        return meant.isdisjoint(map(id, args)) and self._has_targets and not any(map(_is_parameter, args))
 
     @cached_property
     def _has_targets(self) -> bool:
@@ -434,6 +441,10 @@ _ENOUGH = 8  # samples whose values are not equal by chance
 def _has_values(one: Tensor) -> bool:
     """Whether a tensor can be read: not one that stands for others, as those of the meta device and of vmap do."""
     return type(one) in _PLAIN and is_readable(one) and not torch._C._functorch.is_functorch_wrapped_tensor(one)
+
+
+def _is_parameter(one: Any) -> bool:
+    return isinstance(one, nn.Parameter)
 
 
 _PLAIN = (Tensor, nn.Parameter)

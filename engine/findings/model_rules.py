@@ -51,7 +51,7 @@ def _unregistered(value: Any, name: str, part: nn.Module, it: Composition) -> tu
             "trained, moved or saved with it. A second backward pass also fails, because the first one frees the graph",
             f"assign the parameter itself, self.{name} = nn.Parameter(...), and compute with it in the forward pass",
         )
-    hidden = held_by_none(one for one in _trainable_in(value) if one not in it.parameters)
+    hidden = held_by_none(one for one in _trainable_in(value, it) if one not in it.parameters)
     if hidden and isinstance(value, Tensor):
         what = "a tensor that requires gradients but is not a parameter, so it is not trained, moved or saved with the model"
         return "C27", what, "if it should train, wrap the tensor in nn.Parameter(...)"
@@ -85,16 +85,22 @@ def _made_of(value: Tensor, it: Composition) -> list[int] | None:
 _MOST_NODES = 16
 
 
-def _trainable_in(value: Any) -> list[Tensor]:
-    """The tensors to train that an attribute holds; not those of layers in eval mode, as a hidden teacher is."""
+def _trainable_in(value: Any, it: Composition) -> list[Tensor]:
+    """The tensors to train that an attribute holds; not those of a hidden teacher, target network or template."""
     if isinstance(value, Tensor):
         return [value] if value.requires_grad and value.is_leaf else []
     if type(value) is dict:
         value = list(value.values())
     if type(value) not in (list, tuple, set) or len(value) > _MOST_LAYERS:
         return []
-    layers: Iterable[nn.Module] = [one for one in value if isinstance(one, nn.Module) and one.training]
-    return [parameter for layer in layers for parameter in layer.parameters() if parameter.requires_grad]
+    layers: Iterable[nn.Module] = [one for one in value if isinstance(one, nn.Module)]
+    own = [parameter for layer in layers if layer.training for parameter in layer.parameters()]
+    is_copy = bool(own) and all(one.is_meta or any(_are_equal(one, other) for other in it.parameters) for one in own)
+    return [] if is_copy else [parameter for parameter in own if parameter.requires_grad]
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return not other.is_meta and one.shape == other.shape and torch.equal(one, other)
 
 
 _MOST_LAYERS = 10_000

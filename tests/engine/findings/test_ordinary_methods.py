@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD, Adam
@@ -49,6 +51,12 @@ def discrepancy(engine: Engine, batch: Any) -> Any:
     first, second = engine.model(batch[0]), batch[0][:, :3]
     squares = first.pow(2).sum(1, keepdim=True) + second.pow(2).sum(1) - 2 * first @ second.T
     return (-squares).exp().mean()
+
+
+def energy(engine: Engine, batch: Any) -> Any:
+    """The energy distance of two samples of numbers."""
+    first, second = engine.model(batch[0])[:, 0], batch[0][:, 0]
+    return 2 * (first - second[:, None]).abs().mean() - (first[:, None] - first).abs().mean()
 
 
 FREQUENCIES = torch.linspace(0.1, 3, 10)
@@ -189,18 +197,18 @@ def from_the_image(*, frozen: bool) -> None:
     Engine(update, model=model, seed=0).run(range(6), max_epochs=1)
 
 
-def hidden(*, teaches: bool) -> None:
-    """A teacher that a list hides from the optimizer; or layers that are forgotten in a list."""
+def hidden(make: Callable[[nn.Linear], nn.Module], *, trains: bool = False) -> None:
+    """A network that a list hides from the optimizer on purpose; or layers that are forgotten in a list."""
 
     class Student(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.own = nn.Linear(10, 3)
-            self.hidden = [nn.Linear(10, 3).train(not teaches)]
+            self.hidden = [make(self.own)]
 
         def forward(self, inputs: Tensor) -> Tensor:
-            with torch.set_grad_enabled(not teaches):
-                other = self.hidden[0](inputs)
+            with torch.set_grad_enabled(trains):
+                other = functional_call(self.hidden[0], dict(self.own.named_parameters()), (inputs,))
             scores: Tensor = self.own(inputs) + other
             return scores
 
@@ -261,6 +269,8 @@ def hinge(*, learns: bool) -> None:
     engine.run([(inputs, inputs[:, :1].sign())] * 60, max_epochs=1)
 
 
+FORGOTTEN = partial(hidden, lambda own: nn.Linear(10, 3), trains=True)
+
 CASES: dict[str, tuple[str, Script, Script]] = {
     "a season": ("W60", partial(seasonal, 1.0), partial(seasonal, 100.0)),
     "distances of all pairs": ("W73", partial(stepped, discrepancy), partial(stepped, by_row)),
@@ -274,7 +284,10 @@ CASES: dict[str, tuple[str, Script, Script]] = {
     "half a smooth loss": ("W74", partial(half, F.smooth_l1_loss), partial(half, F.binary_cross_entropy_with_logits)),
     "a projector": ("C09", partial(two_parts, "projector", "lm"), partial(two_parts, "first", "rest")),
     "an encoder": ("C09", partial(two_parts, "encoder", "generator"), partial(two_parts, "first", "rest")),
-    "a hidden teacher": ("C27", partial(hidden, teaches=True), partial(hidden, teaches=False)),
+    "a hidden teacher": ("C27", partial(hidden, lambda own: nn.Linear(10, 3).eval()), FORGOTTEN),
+    "a hidden target network": ("C27", partial(hidden, copy.deepcopy), FORGOTTEN),
+    "a template": ("C27", partial(hidden, lambda own: nn.Linear(10, 3, device="meta")), FORGOTTEN),
+    "all pairs": ("W73", partial(stepped, energy), partial(stepped, by_row)),
     "an evolution strategy": ("W10", partial(evolved, changes=True), partial(evolved, changes=False)),
     "a perturbation": ("W92", partial(perturbed, changes=True), partial(perturbed, changes=False)),
     "numbers of series": ("C13", partial(in_a_row, Y), in_a_row),
