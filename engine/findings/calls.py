@@ -160,7 +160,8 @@ class FirstCalls(EagerMode):
 
     def _note_shifts(self, name: str, args: Any, result: Any) -> None:
         """Note what leaves out, moves or masks steps of an input, as a model that predicts the next step may do inside."""
-        for one, given in product(tensors_in(args), self._given) if name in _MOVES | _MASKS else ():
+        strided = [one for one in tensors_in(args) if not one.is_nested] if name in _MOVES | _MASKS else []
+        for one, given in product(strided, self._given):
             if name in _MASKS:
                 self._shifts |= one.shape == given.shape and not one.is_floating_point()
             elif one.dim() > 1 and one.shape[:2] == given.shape[:2]:
@@ -335,7 +336,7 @@ class FirstCalls(EagerMode):
             )
 
     def _note_given(self, model: Any, args: Any, named: Any) -> None:
-        self._given += tensors_in((args, named))
+        self._given += [one for one in tensors_in((args, named)) if not one.is_nested]
 
     def _see_recurrent(self, layer: Any, given: Any, returned: Any) -> None:
         output = returned[0] if isinstance(returned, tuple) and returned else None

@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
+from ..authoring.devices import is_readable
 from ..authoring.functions import called_by, codes_of, is_users, names_reached
 from ..core.update import UpdateState
 from ..distributed.sharded import is_sharded
@@ -247,7 +248,7 @@ def _unusual(kind: str, group: Mapping[str, Any], scaled: bool) -> Iterator[tupl
     """What is unusual about the options of a group, and what to write. ``scaled``: whether a schedule changes the rate."""
     lr, decay, momentum = (_number(group.get(key)) for key in ("lr", "weight_decay", "momentum"))
     lr = 0.0 if scaled else min(lr, _begins(group))
-    if lr >= 1 and kind in _ADAPTIVE:
+    if kind in _ADAPTIVE and _is_large(lr, group):
         yield f"lr={lr:g} moves each weight by about {lr:g} in every step", "use a learning rate such as 1e-3"
     if decay >= 0.1 and kind in _ADAPTIVE - {"AdamW"} and not group.get("decoupled_weight_decay"):
         yield (
@@ -272,6 +273,16 @@ def _groups(update: UpdateState) -> list[tuple[str, Mapping[str, Any]]]:
     if update.optimizer is None:
         return [(factory.func.__name__, factory.keywords)] if isinstance(factory, partial) else []
     return [(type(one).__name__, group) for one in optimizers_of(update.optimizer) for group in one.param_groups]
+
+
+def _is_large(lr: float, group: Mapping[str, Any]) -> bool:
+    """Whether steps of this size are large, also beside the parameters, which may be those of an image."""
+    sizes = [float(one.detach().abs().mean()) for one in group.get("params", ()) if lr >= 1 and _is_readable(one)]
+    return lr >= 1 and lr > 0.1 * max(sizes, default=0.0)
+
+
+def _is_readable(parameter: Tensor) -> bool:
+    return not is_sharded(parameter) and is_readable(parameter) and parameter.numel() > 0
 
 
 def _begins(group: Mapping[str, Any]) -> float:

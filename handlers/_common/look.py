@@ -15,7 +15,7 @@ from signalfire import Engine, Events, Phase, UpdateState
 from signalfire.core.connection import Connection
 from signalfire.core.signals import Signal
 from signalfire.findings.dropout import ActiveDropout, is_compiled
-from signalfire.updates.optimizers import optimizers_of
+from signalfire.updates.optimizers import needs_closure, optimizers_of
 
 from .watching import statistics_of, trained_elsewhere
 
@@ -183,8 +183,9 @@ class Look:
                 self._unchanged.add(update.name)
 
     def unchanged(self, update: UpdateState) -> bool:
-        """Whether the step left the sampled weight unchanged."""
-        found = update.name in self._unchanged
+        """Whether the step left the sampled weight unchanged; not of optimizers like L-BFGS, which end at an optimum."""
+        at_optimum = update.optimizer is not None and needs_closure(update.optimizer)
+        found = update.name in self._unchanged and not at_optimum
         self._unchanged.discard(update.name)
         return found
 

@@ -215,6 +215,43 @@ def hidden(make: Callable[[nn.Linear], nn.Module], *, trains: bool = False) -> N
     trainer(model=Student()).run(loader(), max_epochs=1)
 
 
+def at_an_optimum(optimizer: Any) -> None:
+    """The temperature of scores, which a line search finds in the first step; or an optimizer that changes nothing."""
+    temperature = nn.Parameter(torch.zeros(()))
+    scores = 2 * F.one_hot(Y, 3) + torch.randn(32, 3, generator=torch.Generator().manual_seed(1))
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = temperature
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return inputs / self.temperature.exp()
+
+    engine = Engine(Update.supervised(F.cross_entropy, optimizer), model=Scaled(), seed=0)
+    engine.attach(Guards(every="1it"))
+    engine.run([(scores, Y)], max_epochs=5)
+
+
+class Still(SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Forget to change anything."""
+
+
+def picture(largest: float) -> None:
+    """An image that is trained, with values up to this one."""
+
+    class Image(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pixels = nn.Parameter(torch.rand(3, 8, 8) * largest)
+
+    def step(engine: Engine, batch: Any) -> Any:
+        return (engine.model.pixels / largest - 0.5).pow(2).mean()
+
+    Engine(Update.from_function(step, partial(Adam, lr=2.0)), model=Image(), seed=0).run(range(4), max_epochs=1)
+
+
 # ---- data ----------------------------------------------------------------------------------------------------------------
 
 
@@ -292,6 +329,12 @@ CASES: dict[str, tuple[str, Script, Script]] = {
     "a perturbation": ("W92", partial(perturbed, changes=True), partial(perturbed, changes=False)),
     "numbers of series": ("C13", partial(in_a_row, Y), in_a_row),
     "a full batch": ("G11", partial(repeated, full_batch()), partial(repeated, DataLoader(Broken(), 8))),
+    "an optimum": (
+        "G03",
+        partial(at_an_optimum, partial(torch.optim.LBFGS, lr=0.5, max_iter=30)),
+        partial(at_an_optimum, partial(Still, lr=0.1)),
+    ),
+    "pixels": ("C28", partial(picture, 255.0), partial(picture, 1.0)),
     "samples one by one": ("W04", partial(measured, 1), partial(measured, 8)),
     "a satisfied hinge": ("G02", partial(hinge, learns=True), partial(hinge, learns=False)),
 }
