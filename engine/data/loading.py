@@ -143,6 +143,8 @@ class SkippingLoader:
         samples = samples if self.sampler.batched else None
         self.sampler.wanted = _Wanted(start, ranks, size, limit, samples, {} if round_shares is None else round_shares)
         self.sampler.key = derived_seed(seed, "sample", number)
+        if number == 0 and self.persistent is not None:
+            _draw_as_workers_start(loader)  # which they have done already: the run has gone back to its first pass
         with _replaced(loader, self._parts(loader, number)):
             batches: Iterator[Any] = iter(loader)
             self.persistent = vars(loader)["_iterator"]
@@ -185,11 +187,21 @@ def indices_from(loader: DataLoader[Any], number: int) -> Iterator[Any]:
     sampler: Any = loader.batch_sampler if batched else loader.sampler
     drawn = iter(sampler)
     if number == 0 or not loader.persistent_workers:
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)  # the seed of workers
+        _draw_seed_of_workers(loader)
     if loader.num_workers:
         drawn = iter(sampler)  # as torch does, once the workers are there
     for indices in drawn:
         yield indices if batched else [indices]
+
+
+def _draw_as_workers_start(loader: DataLoader[Any]) -> None:
+    """Draw from the generators what torch draws before the order of a pass in which it starts workers."""
+    iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    _draw_seed_of_workers(loader)
+
+
+def _draw_seed_of_workers(loader: DataLoader[Any]) -> None:
+    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 class _Wanted(NamedTuple):

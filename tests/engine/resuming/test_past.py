@@ -93,6 +93,10 @@ KINDS: dict[str, tuple[Any, dict[str, int]]] = {
         {"max_epochs": 3},
     ),
     "of workers": (lambda: DataLoader(samples(), 4, shuffle=True, num_workers=2), {"max_epochs": 2}),
+    "of persistent workers": (
+        lambda: DataLoader(samples(), 4, shuffle=True, num_workers=2, persistent_workers=True),
+        {"max_epochs": 2},
+    ),
     "unsized": (lambda: DataLoader(Streaming(), 4), {"max_epochs": 3}),
     "across epochs": (lambda: kit.batches(11), {"max_epochs": 4, "epoch_length": 8}),
     "none": (lambda: None, {"max_iters": 25, "epoch_length": 10}),
