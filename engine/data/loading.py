@@ -94,7 +94,8 @@ class SkippingLoader:
     def __init__(self, loader: DataLoader[Any], *, seeded: bool = False) -> None:
         batched = loader.batch_sampler is not None
         self.sampler = _OffsetSampler(loader.batch_sampler if batched else loader.sampler, batched=batched)
-        draws = seeded or not draws_nothing(loader.dataset)
+        in_workers = loader.num_workers > 0 and loader.collate_fn not in (default_collate, default_convert)
+        draws = seeded or in_workers or not draws_nothing(loader.dataset)
         self.seeded = None if not draws else Seeded(loader.dataset, workers=loader.num_workers)
         self.sampler.keyed = self.seeded is not None
         self.persistent: Any = None  # the iterator with persistent workers

@@ -24,6 +24,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
+    default_collate,
     get_worker_info,
 )
 
@@ -455,3 +456,29 @@ def test_overfitted_batches_are_skipped_too() -> None:
     resumed.load_state_dict(state)
     resumed.run(SKIPPED["shuffled"](), max_epochs=3)
     assert torch.equal(engine.model[0].weight, resumed.model[0].weight)
+
+
+def noisy(batch: list[Any]) -> Any:
+    inputs, targets = default_collate(batch)
+    return inputs + torch.randn_like(inputs), targets
+
+
+@pytest.mark.moderate
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_a_collate_function_draws_is_drawn_again_by_a_resumed_run(workers: int) -> None:
+    def trained(state: dict[str, Any] | None = None) -> tuple[Engine, dict[str, Any]]:
+        torch.manual_seed(0)
+        update = Update.supervised(nn.functional.mse_loss, torch.optim.SGD, lr=0.1)
+        engine, states = Engine(update, model=nn.Linear(3, 1), seed=0), list[dict[str, Any]]()
+        if state is not None:
+            engine.load_state_dict(state)
+        engine.connect(
+            Events.ITERATION_COMPLETED(once=3), lambda engine: states.append(engine.state_dict()), phase=Phase.PERSIST
+        )
+        samples = TensorDataset(torch.ones(20, 3), torch.ones(20, 1))
+        engine.run(DataLoader(samples, 4, collate_fn=noisy, shuffle=True, num_workers=workers), max_epochs=2)
+        return engine, states[0] if states else {}
+
+    whole, state = trained()
+    resumed, _ = trained(state)
+    assert torch.equal(whole.model.weight, resumed.model.weight)
